@@ -76,6 +76,9 @@ test-sglang: $(STAMP) $(SGLANG)/.installed  ## run the engine contract tests aga
 
 sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate environment (0.3 GB to download)
 
+gpu-check: $(STAMP)  ## what only a GPU can show, in parts with deadlines: attention, steps, publication, a run (nine minutes; ARGS=--toy: on the CPU)
+	$(BIN)/python -m tests.rigs.gpu_check $(ARGS)
+
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart
 
@@ -110,12 +113,8 @@ cluster-test: $(STAMP)  ## a run on hosts of its own, as root: three NATS server
 
 # Each takes minutes; what it proves and needs is the first line of its module.
 $(foreach name,agents layouts nodes observe page slurm,$(eval proof.$(name) := tests.rigs.proofs.$(name)))
-proof.after-run := tests.rigs.proofs.after_run
-proof.environments := tests.rigs.proofs.registered_environments
 proof.patches := tests.rigs.fuzz_patches --mutations 200000
-proof.runs-api := tests.rigs.proofs.runs_api
 proof.stolen-logins := tests.rigs.proofs.stolen_logins
-proof.trl-curves := tests.rigs.trl_curves
 proof.upgrade = tests.rigs.proofs.upgrade $(REVISION)
 proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run that older code, REVISION, began)
 	$(call named,proof)

@@ -32,10 +32,9 @@ from penstock.agents.environments.play import Play, Row
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.messages import Message
 from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.proxy import AgentProxy, path
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.server import serving
-from penstock.agents.proxy.session import AgentModel
+from penstock.agents.proxy.session import AgentModel, AgentProxy, path
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -62,14 +61,12 @@ SERVERS = {
 
 
 def environment(url: str) -> Http:
-    """Return the environment behind a URL."""
     own = HTTP.defined("bench", EnvironmentDefinition.model_validate({"type": "http", "options": {"url": url}}))
     own.connect()
     return own
 
 
 async def episode(own: Http, seed: int) -> None:
-    """Play one episode of `STEPS` steps."""
     play: Play = await own.start(f"bench.{seed}", 0, seed, ROW)
     for _ in range(STEPS):
         await play.step(Message("assistant", "no number"))  # pyright: ignore[reportGeneralTypeIssues]
@@ -148,8 +145,6 @@ async def serve(num_episodes: int, engine_s: float) -> None:
 
 
 class Server:
-    """The proxy's process."""
-
     def __init__(self, num_episodes: int, engine_s: float = 0.0) -> None:
         command = [sys.executable, "-P", "-m", "benchmarks.agents", "--serve", str(num_episodes)]
         self._process = subprocess.Popen(
@@ -174,8 +169,6 @@ class Server:
 
 
 class Client:
-    """One keep-alive connection."""
-
     def __init__(self, url: str) -> None:
         self._address = urlsplit(url)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None

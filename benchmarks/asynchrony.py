@@ -196,8 +196,6 @@ def write_run(folder: Path, job: Job, mode: Mode) -> Path:
 
 @dataclass(frozen=True)
 class Measured:
-    """One mode."""
-
     mode: str
     workers: int
     tokens_per_s: float  # trained
@@ -340,7 +338,6 @@ def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the table, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: all")

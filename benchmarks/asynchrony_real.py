@@ -27,7 +27,7 @@ from benchmarks.rig import machine
 from penstock.console.live import watched_totals
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import curves
-from penstock.console.tools.run_profile import profile
+from penstock.console.tools.profile import profile
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.protocol import logs
@@ -90,8 +90,8 @@ class BoundRun(LocalRun):
     def _trainer(self, *, waits: bool = False) -> Child:
         return _bound(super()._trainer(waits=waits), core=0)
 
-    def _workers(self) -> list[Child]:
-        return [_bound(child, core=1) for child in super()._workers()]
+    def _worker(self, name: str) -> Child:
+        return _bound(super()._worker(name), core=1)
 
 
 def _bound(child: Child, *, core: int) -> Child:
@@ -130,7 +130,9 @@ def _row(folder: Path, mode: Mode, *, first: int, measured: int) -> Row:
     window = steps[first:][:measured]
     wall_s = window[-1]["at"] - steps[first - 1]["at"]
     services = profile(curves.rows(folder), watched_totals.load(folder)).services
-    waiting = [one.waiting_share for one in services if one.role == "rollout" and one.waiting_share is not None]
+    waiting = [
+        service.waiting_share for service in services if service.role == "rollout" and service.waiting_share is not None
+    ]
     shares = staleness_shares(metrics, first)
     dropped, trained = group_counts(metrics)
     return Row(
@@ -164,7 +166,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the table, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: those not draining")
     parser.add_argument("--groups", type=int, default=12, help=f"groups of {GROUP_SIZE} of a step")

@@ -64,7 +64,6 @@ def _status(field: str) -> int:
 
 
 def main() -> None:
-    """Measure in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--tokens", type=int, default=2040, help="about the tokens of the stream (2040)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds in which the two take turns (3)")

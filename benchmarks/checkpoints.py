@@ -71,7 +71,6 @@ class Checkpoints:
 
 
 def measure(name: str, repeat: int, row_tokens: int, folder: Path, dims: ParallelDims) -> str:
-    """Return a row of the table."""
     chosen = replace(CONFIGURATIONS[name], prompt=row_tokens // 2, answer=row_tokens // 2, group_size=4, groups=1)
     trained = Trained(chosen, dims)
     micro_batches = trained.micro_batches(chosen)

@@ -141,7 +141,6 @@ def _look_until_the_end(process: subprocess.Popen[bytes], runs: Path) -> Run:
 
 
 def _link(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Return the link that the console of a run wrote into its log."""
     deadline = time.monotonic() + _LINK_S
     while True:
         lines = log.read_text().splitlines() if log.exists() else []
@@ -208,7 +207,6 @@ class LargeRun(ShownRun):
 
 
 def main() -> None:
-    """Write the run, serve it, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="default: 10,000, of a pair 60")
     parser.add_argument("--workers", type=int, default=100)

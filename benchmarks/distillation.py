@@ -21,7 +21,6 @@ _START_S = 120.0
 
 
 def main() -> int:
-    """Run it; returns the exit code of the training."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("quickstart", type=Path, help="folder of a finished quickstart")
     parser.add_argument("--form", choices=["reverse", "forward"], default="reverse")

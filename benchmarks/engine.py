@@ -35,12 +35,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from benchmarks.rig import ROOT, machine
 
-from penstock.rollout_service.embedded_engine.memory import keep_freed_memory
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, LowRank, prepare_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import expected_shapes, read_checkpoint
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer, prepare_weights
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer
+from penstock.rollout_service.embedded_engine.model.weights import prepare_weights
+from penstock.rollout_service.embedded_engine.process import keep_freed_memory
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence

@@ -119,11 +119,9 @@ class Clock(TrainerCallback):
     """The CPU seconds when each optimizer step ended."""
 
     def __init__(self) -> None:
-        """Measure nothing yet."""
         self.ends: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Read the clock; called after the optimizer's step."""
         self.ends.append(time.process_time())
 
 
@@ -201,8 +199,8 @@ class DpoAsGiven(DPOTrainer):
 
 def trl_dpo(work: Work) -> float:
     rows = [
-        {"prompt_ids": one.prompt.tolist(), "chosen_ids": one.chosen.tolist(), "rejected_ids": one.rejected.tolist()}
-        for one in work.pairs
+        {"prompt_ids": pair.prompt.tolist(), "chosen_ids": pair.chosen.tolist(), "rejected_ids": pair.rejected.tolist()}
+        for pair in work.pairs
     ]
     config = DPOConfig(**common(work, _PAIRS_TOGETHER, len(rows)), max_length=None, precompute_ref_log_probs=True)
     return timed(
@@ -217,8 +215,8 @@ def trl_dpo(work: Work) -> float:
 
 def trl_rm(work: Work) -> float:
     rows = [
-        {"chosen_ids": [*one.prompt.tolist(), *one.chosen.tolist()], "rejected_ids": [*one.prompt.tolist(), *one.rejected.tolist()]}
-        for one in work.pairs
+        {"chosen_ids": [*pair.prompt.tolist(), *pair.chosen.tolist()], "rejected_ids": [*pair.prompt.tolist(), *pair.rejected.tolist()]}
+        for pair in work.pairs
     ]  # fmt: skip
     config = RewardConfig(**common(work, _PAIRS_TOGETHER, len(rows)), max_length=None)
     classifier = AutoModelForSequenceClassification.from_pretrained(work.model, num_labels=1, dtype=torch.float32)
@@ -303,7 +301,6 @@ def measure(training: str, system: str, work: Work, deadline_s: float) -> float:
 
 
 def compare(training: str, lengths: str, work: Work, rounds: int, deadline_s: float) -> None:
-    """Print a row for each system."""
     found: dict[str, list[float]] = {system: [] for system in SYSTEMS[training]}
     for number in range(rounds):
         for system in SYSTEMS[training][:: -1 if number % 2 else 1]:

@@ -36,9 +36,9 @@ from tests.groups import make_task, make_task_issued
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
 from penstock.protocol import logs, streams, subjects
-from penstock.protocol.activity import Activity
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.facts import Heartbeat, TaskIssued, WeightsApplied, WeightsPublished, decode
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
@@ -69,8 +69,6 @@ _BUSY = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement."""
-
     workers: int
     busy_disk: bool
     heartbeats_per_s: float
@@ -90,11 +88,9 @@ class Engine:
     version: None = None
 
     async def figures(self) -> dict[str, float]:
-        """Return nothing."""
         return {}
 
     def cpu_seconds(self) -> float:
-        """Return nothing used."""
         return 0.0
 
 
@@ -106,7 +102,6 @@ class TimedBucket:
         self._taken = taken
 
     async def put(self, key: str, value: bytes, **options: Any) -> int:
-        """Write and measure."""
         began = time.perf_counter()
         revision = await self._store.put(key, value, **options)
         self._taken.append((time.monotonic(), time.perf_counter() - began))
@@ -124,7 +119,6 @@ class TimedBus:
         self._taken = taken
 
     async def key_value(self, bucket: str) -> TimedBucket:
-        """Bind."""
         return TimedBucket(await self._bus.key_value(bucket), self._taken)
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +135,6 @@ class Idle:
     taken: dict[str, float] = field(default_factory=dict)  # when a worker had a task, by its pack
 
     async def run(self, bus: Bus, number: int) -> None:
-        """Be one idle worker."""
         inboxes = {
             split: await bus.inbox(streams.tasks_consumer(_RUN, split), TaskIssued) for split in ("eval", "train")
         }

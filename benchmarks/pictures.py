@@ -32,7 +32,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def main() -> int:
-    """Run it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=3)

@@ -36,9 +36,9 @@ from tests.reward_service.processes import Service
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
 from penstock.protocol import subjects
-from penstock.protocol.activity import Activity
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import GroupGenerated, GroupScored, RewardRequest, ScoredGroup
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings, content_hash
 from penstock.protocol.trajectory import Group, Trajectory
@@ -77,7 +77,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name of the case in a table."""
         num, length, *_ = SIZES[self.size]
         way = "scored" if self.hop else "direct"
         return f"{num} x {length}, {self.groups_per_pack} a message, {way}"
@@ -305,7 +304,6 @@ class Role:
     """A process of the benchmark that prints "ready", waits for a line, and ends with its measurements."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        """Start it and wait until it is ready."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.plane", "--role", name, json.dumps(given)],
             stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=_ENVIRONMENT,
@@ -315,7 +313,6 @@ class Role:
             raise SystemExit(f"the {name} did not start")
 
     def kill(self) -> None:
-        """Kill it at any point of its work; idempotent."""
         self._process.kill()
         self._process.wait()
 

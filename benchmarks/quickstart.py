@@ -73,7 +73,7 @@ def ratios(results: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line for each comparison: sums over the seeds, and their ratio."""
 
     def total(system: str, key: str) -> float:
-        return sum(one[key] for one in results if one["system"] == system)
+        return sum(result[key] for result in results if result["system"] == system)
 
     lines = []
     for system, name, key, of, own in (

@@ -45,7 +45,7 @@ def main() -> int:
             print(_row(results[-1]), flush=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     _plot(results, options.json.with_suffix(".png"))
-    return 0 if all(reached(one) for one in results if one["system"] == "penstock") else 1
+    return 0 if all(reached(result) for result in results if result["system"] == "penstock") else 1
 
 
 def reached(result: dict[str, Any]) -> bool:
@@ -61,12 +61,12 @@ def _penstock(run: Path, seed: int, steps: int | None) -> dict[str, Any]:
     subprocess.run([sys.executable, "-P", "-m", "penstock", "recipe", "smollm2", *arguments], check=True)
     wall, cpu = time.monotonic() - started, children_cpu_s() - cpu
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    curve = [(one["step"], one["reward_mean"]) for one in events if one["kind"] == "eval"]
+    curve = [(event["step"], event["reward_mean"]) for event in events if event["kind"] == "eval"]
     return {
         "held_out_before": curve[0][1],
         "held_out_after": curve[-1][1],
         "held_out": curve,
-        "steps": sum(one["kind"] == "step" for one in events),
+        "steps": sum(event["kind"] == "step" for event in events),
         "wall_s": round(wall, 1),
         "cpu_s": round(cpu, 1),
     }
@@ -114,9 +114,9 @@ def _plot(results: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for one in results:
-        style = {"linestyle": "-"} if one["system"] == "penstock" else {"linestyle": ":", "marker": "x"}
-        axes.plot(*zip(*one["held_out"], strict=True), label=f"{one['system']}, seed {one['seed']}", **style)
+    for result in results:
+        style = {"linestyle": "-"} if result["system"] == "penstock" else {"linestyle": ":", "marker": "x"}
+        axes.plot(*zip(*result["held_out"], strict=True), label=f"{result['system']}, seed {result['seed']}", **style)
     axes.set(xlabel="optimizer step", ylabel="held-out reward, greedy", ylim=(0, 1))
     axes.legend()
     figure.tight_layout()

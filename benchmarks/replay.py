@@ -27,7 +27,6 @@ def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
 
 
 def measure(steps: int, folder: Path) -> dict[str, Any]:
-    """Run and replay; return the measurements of both."""
     ran, run_cpu_s = penstock(folder, "quickstart", "--steps", str(steps), "--json")
     run_folder = folder / "runs" / "quickstart"
     trainer = json.loads((run_folder / "trainer.json").read_text())
@@ -46,20 +45,12 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
             "steps_and_waits_s": sum(row["step_s"] + row["wait_s"] for row in rows),
             "all_processes_cpu_s": run_cpu_s,
         },
-        "replay": {
-            "wall_s": replayed["wall_s"],
-            "cpu_s": replayed["cpu_s"],
-            "all_processes_cpu_s": replay_cpu_s,
-        },
-        "ratio": {
-            "wall": replayed["wall_s"] / trainer["wall_s"],
-            "all_processes_cpu": replay_cpu_s / run_cpu_s,
-        },
+        "replay": {"wall_s": replayed["wall_s"], "cpu_s": replayed["cpu_s"], "all_processes_cpu_s": replay_cpu_s},
+        "ratio": {"wall": replayed["wall_s"] / trainer["wall_s"], "all_processes_cpu": replay_cpu_s / run_cpu_s},
     }
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path, help="folder for the run (default: a temporary folder)")

@@ -217,7 +217,9 @@ class Bench:
         self.blobs = Blobs(stack.s3)
         bootstrap(bus, self.blobs, run_id)
         settings = ("retry_delay_s=0.5", "endpoint_attempts=50", f"id={run_id}", "log_level=warning")
-        self.service = Service(run_id, stack.nats, stack.s3, folder, [f"reward_service.{one}" for one in settings])
+        self.service = Service(
+            run_id, stack.nats, stack.s3, folder, [f"reward_service.{setting}" for setting in settings]
+        )
         self.service.ready()
         self.ledger = Ledger()
         self._stop = threading.Event()
@@ -244,7 +246,7 @@ class Bench:
         ]
         for group in groups:
             self.ledger.reward_of[group.group_id] = reward
-            self.ledger.texts[group.group_id] = tuple(one.completion_text for one in group.trajectories)
+            self.ledger.texts[group.group_id] = tuple(trajectory.completion_text for trajectory in group.trajectories)
         pack_id = f"{reward}.{number}"
         ref = self.blobs.put(f"runs/{self.run_id}/groups/v0/{pack_id}.parquet", pack_bytes(groups))
         return make_generated(self.run_id, groups, ref, pack_id=pack_id)

@@ -54,7 +54,6 @@ class Peak:
     """Samples this process's resident memory every 2 ms, and keeps the largest bytes above the start, by phase."""
 
     def __init__(self, phase: str = "") -> None:
-        """Begin with a phase."""
         self.phase = phase
         self.peaks: dict[str, int] = {}
         self._done = threading.Event()
@@ -64,7 +63,6 @@ class Peak:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sample while the block runs."""
         self._thread.start()
         try:
             yield

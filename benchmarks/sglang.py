@@ -25,10 +25,10 @@ from penstock.deploy import sglang_cpu
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.embedded.command import embedded_command
+from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.engines.sglang.kind import sglang_command, sglang_environ
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.settings import WorkerSettings
 
@@ -38,7 +38,6 @@ V0 = PolicyVersion(0)
 
 
 def engines(scratch: Path) -> dict[str, ManagedEngine]:
-    """Return both engines, not started."""
     section = sglang_cpu.section()
     section |= {"python": Path(section["python"]), "extra_args": tuple(section["extra_args"])}
     sglang = SglangSettings(**section)
@@ -68,7 +67,6 @@ async def measure(engine: ManagedEngine, work: Callable[[], Awaitable[int]], rou
 
 
 async def bench(name: str, engine: ManagedEngine, model: Path, rounds: int) -> None:
-    """Print the rows of one engine."""
     started = time.perf_counter()
     await engine.load(model, V0)
     assert engine._process is not None
@@ -79,8 +77,8 @@ async def bench(name: str, engine: ManagedEngine, model: Path, rounds: int) -> N
     dense = Dense(model)
     gap = max(
         abs(reported - computed)
-        for one in samples
-        for reported, computed in zip(one.logprobs, dense.of_completion(LONG[0][0], one.token_ids), strict=True)
+        for sample in samples
+        for reported, computed in zip(sample.logprobs, dense.of_completion(LONG[0][0], sample.token_ids), strict=True)
     )
     assert gap < 1e-4, f"{name}: log-probabilities differ by {gap} from the dense forward"
     try:

@@ -36,7 +36,6 @@ from torch import Tensor
 from penstock.deploy import quickstart_task
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.corrections.importance import importance
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
@@ -48,8 +47,8 @@ from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.losses.sapo import sapo
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.losses.topr import topr_token
-from penstock.trainer.algorithm.objective import EssRule, PolicyGradient
-from penstock.trainer.learner.learning_rate import lr_factor
+from penstock.trainer.algorithm.objective import EssRule, PolicyGradient, build_objective
+from penstock.trainer.learner.deepspeed_config import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PPO = {"clip_low": 0.2, "clip_high": 0.2}
@@ -261,15 +260,7 @@ def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Ten
 
 
 def train(
-    task: Task,
-    rule: PolicyGradient,
-    lag: str,
-    seed: int,
-    *,
-    steps: int,
-    every: int,
-    cache: Path,
-    lr: float,
+    task: Task, rule: PolicyGradient, lag: str, seed: int, *, steps: int, every: int, cache: Path, lr: float
 ) -> dict:
     """Make one run; return its curve and the means of what the objective reported."""
     torch.set_num_threads(1)
@@ -342,7 +333,6 @@ def plan() -> list[tuple[str, str, str, int]]:
 def run(
     task: str, method: str, lag: str, seed: int, *, cache: Path, out: Path, steps: int | None, lr: float | None
 ) -> None:
-    """Make one run, print it and append it to the results."""
     chosen = TASKS[task]
     result = train(
         chosen, METHODS[method], lag, seed, steps=steps or chosen.steps, every=10, cache=cache, lr=lr or chosen.lr

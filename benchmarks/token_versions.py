@@ -45,7 +45,6 @@ class Versions:
     """The dense forward of each version of a run, created on first use."""
 
     def __init__(self, blobs: Blobs, run_id: str, scratch: Path) -> None:
-        """Read all manifests."""
         self._blobs, self._run_id, self._scratch = blobs, run_id, scratch
         self._manifests: dict[int, VersionManifest] = {}
         for stat in blobs.list(blob_keys.all_weights_prefix(run_id)):
@@ -55,11 +54,9 @@ class Versions:
         self._dense: dict[int, Dense] = {}
 
     def __contains__(self, version: int) -> bool:
-        """Return True if the version is still stored."""
         return version in self._manifests
 
     def __getitem__(self, version: int) -> Dense:
-        """Return the dense forward of a version."""
         if version not in self._dense:
             self._dense[version] = Dense(self.folder(version))
         return self._dense[version]
@@ -134,7 +131,6 @@ def _rows(groups: Sequence[Group]) -> Iterator[Trajectory]:
 
 
 def main() -> int:
-    """Check the run that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("--groups", type=int, default=200)

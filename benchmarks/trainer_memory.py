@@ -33,21 +33,19 @@ from benchmarks.rig import Peak, processor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, MemoryPlan
-from penstock.deploy.plan.memory.method import Method
-from penstock.deploy.plan.memory.model_shape import shape_of
+from penstock.deploy.plan.memory.model_shape import Method, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs
 from penstock.trainer import process_memory
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import prepare
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable, import_deepspeed
-from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets
 from penstock.trainer.ranks import Ranks
 
@@ -73,6 +71,7 @@ class Configuration:
     hidden: int = 512
     heads: int = 8
     kv_heads: int = 2
+    head_size: int = 64
     intermediate: int = 1536
     vocabulary: int = 16_384
     tied: bool = True
@@ -212,7 +211,7 @@ def fields_of(chosen: Configuration) -> dict[str, Any]:
     return experts | {
         "model_type": chosen.family, "vocab_size": chosen.vocabulary, "hidden_size": chosen.hidden,
         "intermediate_size": chosen.intermediate, "num_hidden_layers": chosen.layers, "num_attention_heads": chosen.heads,
-        "num_key_value_heads": chosen.kv_heads, "head_dim": 64, "tie_word_embeddings": chosen.tied,
+        "num_key_value_heads": chosen.kv_heads, "head_dim": chosen.head_size, "tie_word_embeddings": chosen.tied,
     }  # fmt: skip
 
 

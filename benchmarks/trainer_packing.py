@@ -65,7 +65,6 @@ class Case:
         return replace(self, what=what, model=model, scale=scale, budget=self.budget // scale)
 
     def made(self) -> list[Row]:
-        """Return the rows."""
         return self.rows(self.scale)
 
 
@@ -210,7 +209,6 @@ def measure(case: Case, rounds: int) -> dict[str, tuple[list[float], int]]:
 
 
 def report(cases: dict[str, Case], rounds: int) -> Iterator[str]:
-    """Yield the table of rates and ratios, each line when it has been measured."""
     heads = [f"{way}, tok/cpu-s (computed)" for way in WAYS]
     yield f"| case | {' | '.join(heads)} | tree / padded | / packed |"
     yield "|---" * (len(WAYS) + 3) + "|"

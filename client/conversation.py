@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.client.processes import GOING_ON, State
-from penstock.console.tools.chat import answer_length, trained_with
-from penstock.console.tools.chat_engine import ChatEngine
+from penstock.console.tools.chat import ChatEngine, answer_length, trained_with
 from penstock.protocol.errors import PenstockError
 
 

@@ -26,7 +26,7 @@ def evaluate(
     """Evaluate and return the result; see `Client.evaluate`. The processes are stopped if this is interrupted."""
     folder = runs / FOLDER
     words = arguments(target, _files(data, folder), runs, options, settings)
-    command = launch.module("penstock.deploy.evaluation.evaluate", *words)
+    command = launch.module("penstock", "eval", *words)
     process = LocalProcess(f"evaluation of {target}", command, folder / "client.log")
     try:
         process.wait(None)

@@ -59,9 +59,8 @@ class LocalBackend:
                 )
             self._reward_port.unlink(missing_ok=True)
             pause_request.clear(self.folder)
-            command = launch.module(
-                "penstock.deploy.train_local", str(self.folder / RUN_FILE), "--workers", str(self._workers)
-            )
+            local = ("--local", "--workers", str(self._workers))
+            command = launch.module("penstock", "train", str(self.folder / RUN_FILE), *local)
             self._process = LocalProcess(f"run {self.run_id}", command, self.folder / "logs" / _LOG)
         if self._reward is not None:
             try:

@@ -1,7 +1,8 @@
-"""The command line of the process that a verb starts: a service's own module, in this interpreter.
+"""Build the command line of the process that a verb starts: a service's module, in this interpreter, on one node or several.
 
-The console imports no service. It replaces its own process by the service's, so signals, exit code
-and terminal belong to the service, and its arguments arrive unchanged.
+The console imports no service. It replaces its process by the service's, so signals, exit code and terminal belong to the
+service, and its arguments arrive unchanged. On several nodes every node starts the same command, with flags or with what a
+scheduler exports; node 0 has rank 0, which talks to NATS and S3, and torchrun on it is the rendezvous.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.console.nodes import Nodes, split
+from penstock.console.nodes import NodeOptions, Nodes, find
 from penstock.protocol.config.sources import Given, from_environment, from_files, from_overrides, split_arguments
 from penstock.protocol.errors import ConfigError
 
-LOCAL = "--local"
-JSON = "--json"
 _TORCHRUN_STOP_S = "900"  # as PyTorch's variable has it; long enough for a checkpoint of a large model
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the commands that train and are not the trainer's own
     "replay": ("penstock.forensics.replay",),
@@ -37,32 +36,15 @@ def page_command(runs_dir: Path) -> str:
     return f"penstock console{given}"
 
 
-def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the command line of the process behind ``penstock train``: the one that starts the trainer, watches it and writes the report.
-
-    With ``--local`` it starts NATS, S3, the reward service and the workers too.
-    Raises ConfigError when the run file, num_ranks or the flags of several nodes cannot be read.
-    """
-    nodes, rest = split(arguments, environ)
-    if LOCAL in rest:
-        if nodes is not None:
-            raise ConfigError(
-                f"--local starts every service on this machine, and this is node {nodes.rank} of {nodes.count}; start NATS, S3, the "
-                "reward service and the workers separately (docs/guides/several_machines.md), and the trainer without --local"
-            )
-        return module("penstock.deploy.train_local", *(a for a in rest if a != LOCAL))
-    num_ranks([one for one in rest if one != JSON], environ)
-    return module("penstock.deploy.train_attached", *arguments)
-
-
-def trainer_command(arguments: Sequence[str], environ: Mapping[str, str], command: str = "train") -> list[str]:
+def trainer_command(
+    arguments: Sequence[str], environ: Mapping[str, str], command: str = "train", options: NodeOptions | None = None
+) -> list[str]:
     """Return the command line of a command of the trainer: one process, or several ranks under torchrun, on one node or several.
 
     The ``--`` keeps torchrun from reading the trainer's flags as its own.
-    Raises ConfigError when the run file, num_ranks or the flags of several nodes cannot be read.
+    Raises ConfigError when the run file, num_ranks or the options of several nodes cannot be read.
     """
-    nodes, rest = split(arguments, environ)
-    return trainer(num_ranks(rest, environ), command, *rest, nodes=nodes)
+    return trainer(num_ranks(arguments, environ), command, *arguments, nodes=find(options or NodeOptions(), environ))
 
 
 def trainer(ranks: int, command: str, *arguments: str, nodes: Nodes | None = None) -> list[str]:
@@ -96,12 +78,14 @@ def given(arguments: Sequence[str], environ: Mapping[str, str], *path: str) -> G
     return next((one for one in reversed(found) if tuple(part.replace("-", "_") for part in one.path) == path), None)
 
 
-def replace_process(command: Sequence[str]) -> None:
-    """Replace this process; does not return.
-
-    A torchrun below it gives its ranks time for a checkpoint: by itself it kills them 30 s after it was asked to stop.
-    """
+def give_ranks_time() -> None:
+    """Let a torchrun below this process give its ranks time for a checkpoint: by itself it kills them 30 s after it was asked to stop."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_STOP_S)
+
+
+def replace_process(command: Sequence[str]) -> None:
+    """Replace this process; does not return."""
+    give_ranks_time()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))  # noqa: S606 - no shell is the point

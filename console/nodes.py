@@ -1,4 +1,4 @@
-"""The nodes that train one model together: from the flags of the verb, or from what a scheduler exports; pure.
+"""The nodes that train one model together: from the options of the verb, or from what a scheduler exports; pure.
 
 Every node starts the same command. Node 0 has rank 0, which talks to NATS and S3; torchrun on it is where the others meet.
 """
@@ -6,14 +6,15 @@ Every node starts the same command. Node 0 has rank 0, which talks to NATS and S
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+from penstock.protocol.command_line import Help
 from penstock.protocol.errors import ConfigError
 
 PORT = 29500  # torchrun's own default
 JOIN_S = 600  # how long a node waits for the others
-_FLAGS = ("--nodes", "--node-rank", "--rdzv")
 _USAGE = "on every node: penstock train run.toml --nodes 2 --node-rank N --rdzv HOST_OF_NODE_0:29500"
 
 
@@ -42,41 +43,35 @@ class Nodes:
         return [*place, *meeting]
 
 
-def split(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Nodes | None, list[str]]:
-    """Return the nodes, None for this machine alone, and the arguments without their flags.
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """Options of a command that several nodes start."""
 
-    Flags count before what a scheduler exports: a step of Slurm with several nodes, Kubeflow's trainer (``PET_*``), a
-    LeaderWorkerSet (``LWS_*``). Raises ConfigError for flags that are not complete or not possible.
+    nodes: Annotated[int | None, Help("Train on so many nodes; the same command starts on each.")] = None
+    node_rank: Annotated[int | None, Help("This node's number, from 0.")] = None
+    rdzv: Annotated[str, Help("Where the nodes meet, HOST:PORT: an address of node 0, which the others reach.")] = ""
+
+
+def find(options: NodeOptions, environ: Mapping[str, str]) -> Nodes | None:
+    """Return the nodes, None for this machine alone.
+
+    Options count before what a scheduler exports: a step of Slurm with several nodes, Kubeflow's trainer (``PET_*``), a
+    LeaderWorkerSet (``LWS_*``). Raises ConfigError for options that are not complete or not possible.
     """
-    given, rest = _flags(arguments)
-    if not given:
-        return _from_slurm(environ) or _from_kubeflow(environ) or _from_leader_worker_set(environ), rest
-    count = _whole("--nodes", given.get("--nodes", "1"), 1)
-    if count == 1:
-        if set(given) != {"--nodes"}:
-            raise ConfigError(f"--node-rank and --rdzv are for several nodes; say how many: {_USAGE}")
-        return None, rest
-    missing = [flag for flag in _FLAGS if flag not in given]
+    if options == NodeOptions():
+        return _from_slurm(environ) or _from_kubeflow(environ) or _from_leader_worker_set(environ)
+    if (options.nodes or 1) == 1:
+        if options.node_rank is not None or options.rdzv or options.nodes is None:
+            raise ConfigError(f"--node-rank and --rdzv are for several nodes; give their number: {_USAGE}")
+        return None
+    assert options.nodes is not None
+    missing = [
+        flag for flag, value in (("--node-rank", options.node_rank), ("--rdzv", options.rdzv or None)) if value is None
+    ]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)} missing with --nodes {count}; {_USAGE}")
-    return _checked(
-        Nodes(count, _whole("--node-rank", given["--node-rank"], 0), _address(given["--rdzv"])), "--node-rank"
-    ), rest
-
-
-def _flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    given, rest, waiting = dict[str, str](), list[str](), list(arguments)
-    while waiting:
-        name, equals, value = (one := waiting.pop(0)).partition("=")
-        if name not in _FLAGS:
-            rest.append(one)
-        elif name in given:
-            raise ConfigError(f"{name} is given twice; {_USAGE}")
-        elif not equals and not waiting:
-            raise ConfigError(f"{name} needs a value; {_USAGE}")
-        else:
-            given[name] = value if equals else waiting.pop(0)
-    return given, rest
+        raise ConfigError(f"{' and '.join(missing)} missing with --nodes {options.nodes}; {_USAGE}")
+    assert options.node_rank is not None
+    return _checked(Nodes(options.nodes, options.node_rank, _address(options.rdzv)), "--node-rank")
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Nodes | None:
@@ -98,7 +93,9 @@ def _from_kubeflow(environ: Mapping[str, str]) -> Nodes | None:
     if not environ.get("PET_NNODES", "1").isdigit() or (count := int(environ.get("PET_NNODES", "1"))) < 2:
         return None
     if missing := [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in environ]:
-        raise ConfigError(f"PET_NNODES = {count} is exported, and {' and '.join(missing)} not; or give flags: {_USAGE}")
+        raise ConfigError(
+            f"PET_NNODES = {count} is exported, and {' and '.join(missing)} not; or give options: {_USAGE}"
+        )
     port = environ.get("PET_MASTER_PORT", PORT)
     return _checked(
         Nodes(count, int(environ["PET_NODE_RANK"]), f"{environ['PET_MASTER_ADDR']}:{port}"), "PET_NODE_RANK"
@@ -116,14 +113,8 @@ def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list: ``gpu[03-05,9],cpu1`` starts with ``gpu03``."""
     found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
     if found is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST = {nodes!r} has no first host; give flags: {_USAGE}")
+        raise ConfigError(f"SLURM_STEP_NODELIST = {nodes!r} has no first host; give options: {_USAGE}")
     return found[1] + (found[2] or "")
-
-
-def _whole(name: str, text: str, least: int) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {text!r}; {_USAGE}")
-    return int(text)
 
 
 def _address(text: str) -> str:

@@ -9,7 +9,6 @@ Services only bind to them and have no right to create them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -64,37 +63,21 @@ class ConnectionSettings(BaseModel):
     retention: RetentionSettings = RetentionSettings()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Create or delete what a run needs; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="penstock bootstrap",
-        description="Create the streams, consumers and buckets of a run; idempotent. Other arguments: run files and "
-        "section.key=value.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--run", help="id of the run (default: run.id of the run file)")
-    parser.add_argument(
-        "--s3-users",
-        metavar="FOLDER",
-        default="",
-        help="also create a user of the object store for each role, on MinIO or a fork; its secret key is FOLDER/s3_ROLE",
-    )
-    parser.add_argument("--delete", action="store_true", help="delete the run's streams and their contents")
-    parser.add_argument("--yes", action="store_true", help="delete without asking")
-    options, rest = parser.parse_known_args(arguments)
+def create_or_delete(arguments: Sequence[str], run: str | None, *, s3_users: str, delete: bool, yes: bool) -> int:
+    """Create or delete what a run needs; returns the exit code. ``s3_users``: folder of secret keys, empty for no users."""
     logs.configure("bootstrap")
     try:
-        files, overrides = split_arguments(rest)
+        files, overrides = split_arguments(arguments)
         loaded = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ)
-        settings, run_id = loaded.settings, _run_id(options.run, loaded)
+        settings, run_id = loaded.settings, _run_id(run, loaded)
         with Bus.connect(settings.nats, name="bootstrap") as bus:
-            if options.delete:
-                return _delete(bus, run_id, ask=not options.yes)
+            if delete:
+                return _delete(bus, run_id, ask=not yes)
             bootstrap(bus, Blobs(settings.s3), run_id, settings.retention.limits())
-        if options.s3_users:
+        if s3_users:
             from penstock.deploy.s3_users import create_users  # noqa: PLC0415  its library is needed only here
 
-            created = create_users(settings.s3, Path(options.s3_users))
+            created = create_users(settings.s3, Path(s3_users))
             print(f"users of {settings.s3.endpoint}: {', '.join(created)}")
     except PenstockError as err:
         print(f"bootstrap: {err}", file=sys.stderr)
@@ -120,4 +103,6 @@ def _delete(bus: Bus, run_id: str, *, ask: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from penstock.console.cli.main import run_verb
+
+    run_verb("bootstrap")

@@ -1,7 +1,5 @@
 """A certificate authority in a folder, and a certificate for each service: ``penstock certs FOLDER``.
 
-python -P -m penstock.deploy.certificates FOLDER [--service NAME]... [--name SERVICE=HOST]... [--days N] [--renew]
-
 FOLDER/ca.pem         the authority's certificate: every client gets it
 FOLDER/ca.key         its private key: keep it away from all services
 FOLDER/NAME.pem       the certificate of service NAME, for the host names NAME, localhost and the loopback addresses
@@ -12,7 +10,6 @@ FOLDER/signing.pem    its public key, by which workers know the trainer's weight
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import re
 import sys
@@ -28,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import Certificate
+from penstock.protocol.command_line import UsageError
 from penstock.protocol.files import atomic_write
 
 SERVICES = ("nats", "s3")
@@ -245,35 +243,19 @@ def _private(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> byt
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write certificates and list their paths and last days; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="penstock certs",
-        description="A local certificate authority, certificates for TLS, and a key that signs weights.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", type=Path, help="folder of the authority and the certificates")
-    parser.add_argument("--service", action="append", help="service to certify; repeatable (default: nats and s3)")
-    parser.add_argument(
-        "--name",
-        action="append",
-        default=[],
-        metavar="SERVICE=HOST",
-        help="another host name or IP address of a service; repeatable",
-    )
-    parser.add_argument("--days", type=float, default=365.0, help="days until the certificates expire (default: 365)")
-    parser.add_argument("--renew", action="store_true", help="replace certificates; the authority stays")
-    options = parser.parse_args(arguments)
-    if not 0 < options.days <= _CA_DAYS:
-        parser.error(f"--days: between 0 and {_CA_DAYS}")
-    if wrong := [one for one in options.name if "=" not in one]:
-        parser.error(f"--name {wrong[0]}: expected SERVICE=HOST")
-    pairs = [(service, host) for service, _, host in (one.partition("=") for one in options.name)]
+def print_certificates(folder: Path, services: Sequence[str], names: Sequence[str], *, days: float, renew: bool) -> int:
+    """Write certificates and list their paths and last days; returns the exit code.
+
+    ``names`` are SERVICE=HOST. Raises UsageError.
+    """
+    if not 0 < days <= _CA_DAYS:
+        raise UsageError(f"--days: between 0 and {_CA_DAYS}")
+    if wrong := [one for one in names if "=" not in one]:
+        raise UsageError(f"--name {wrong[0]}: expected SERVICE=HOST")
+    pairs = [(service, host) for service, _, host in (one.partition("=") for one in names)]
     try:
-        written = write_certificates(
-            options.folder, services=options.service or SERVICES, names=pairs, days=options.days, renew=options.renew
-        )
-        private, public = signing_key(options.folder)
+        written = write_certificates(folder, services=services, names=pairs, days=days, renew=renew)
+        private, public = signing_key(folder)
     except (DeployError, OSError) as err:
         print(f"penstock certs: {err}", file=sys.stderr)
         return 1
@@ -281,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{path}: {', '.join(hosts_of(path))}; until {_read(path).not_valid_after_utc:%Y-%m-%d}")
     print(f"{private}: signs weights; its public key is {public}")
     print(
-        f"clients trust {options.folder / 'ca.pem'}: nats.ca_file and s3.ca_file; the trainer signs with {private}: "
+        f"clients trust {folder / 'ca.pem'}: nats.ca_file and s3.ca_file; the trainer signs with {private}: "
         f"trainer.signing_key_file; workers trust {public}: worker.trusted_keys_file",
         file=sys.stderr,
     )
@@ -289,4 +271,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from penstock.console.cli.main import run_verb
+
+    run_verb("certs")

@@ -1,7 +1,5 @@
 """`penstock config show run.toml`: every setting of trainer, rollout worker, reward service and trackers, with its origin.
 
-python -m penstock.deploy.config_show [RUN.TOML] [SECTION.KEY=VALUE ...] [--command sft|dpo|rm] [--json]
-
 With ``--command`` the settings are those that `penstock sft`, `dpo` or `rm` would train with, and what it does not read is refused.
 """
 
@@ -16,11 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from penstock.console.tracking.settings import TrackSettings
-from penstock.deploy.settings_notes import notes
-from penstock.fine_tuning.own_section import OwnSection
-from penstock.fine_tuning.sections import DPO, RM, SFT
-from penstock.protocol.closed_output import ends_quietly
+from penstock.console.tracking.trackers import TrackSettings
+from penstock.deploy.resumption import notes
+from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.settings import RewardSettings
@@ -30,7 +26,6 @@ from penstock.trainer.settings import TrainerSettings
 SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings, TrackSettings)
 TRAIN = "train"
 FINE_TUNING: dict[str, OwnSection] = {one.section: one for one in (SFT, DPO, RM)}
-_COMMAND = "--command"
 _ERROR = 2  # exit code of settings that are refused
 
 
@@ -57,7 +52,7 @@ def load_for(
     if command == TRAIN:
         return load_all(files, overrides, environ), []
     if command not in FINE_TUNING:
-        raise ConfigError(f"{_COMMAND} {command}: expected {', '.join((TRAIN, *FINE_TUNING))}")
+        raise ConfigError(f"--command {command}: expected {', '.join((TRAIN, *FINE_TUNING))}")
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=environ)
     settings, unread = FINE_TUNING[command].chosen_settings(loaded, overrides)
     return [Loaded(settings, loaded.origins)], unread
@@ -86,16 +81,15 @@ def as_document(services: Sequence[Loaded[Any]]) -> dict[str, Any]:
     return merged
 
 
-def main(arguments: Sequence[str]) -> int:
+def print_settings(arguments: Sequence[str], command: str, *, as_json: bool) -> int:
     """Print the settings; returns 2 for settings that a service refuses, after the reason on stderr."""
-    command, rest = _split_command(arguments)
-    files, overrides = split_arguments([argument for argument in rest if argument != "--json"])
+    files, overrides = split_arguments(arguments)
     try:
         services, unread = load_for(command, files, overrides, os.environ)
     except ConfigError as err:
         sys.stderr.write(f"{err}\n")
         return _ERROR
-    if "--json" in arguments:
+    if as_json:
         document = as_document(services) | ({} if command == TRAIN else {"unread": unread})
         sys.stdout.write(json.dumps(document) + "\n")
     else:
@@ -104,20 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command whose settings are wanted, and the other arguments."""
-    command, rest = TRAIN, []
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == _COMMAND:
-            command = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    return command, rest
-
-
 if __name__ == "__main__":
-    with ends_quietly():
-        code = main(sys.argv[1:])
-    sys.exit(code)
+    from penstock.console.cli.main import run_verb
+
+    run_verb("config", "show")

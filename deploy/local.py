@@ -1,7 +1,5 @@
 """NATS and S3 on this machine, over one data folder: ``penstock up``.
 
-    python -m penstock.deploy.local [--data DIR] [--run ID] [--nats-port N] [--s3-port N] [--max-store-gb N] [--no-sync]
-
 Both servers run as child processes on the loopback, with credentials made at the first start and
 stored in the data folder (readable for its owner only). They stop when this process exits, SIGKILL
 included; a server that crashes is restarted on its port. The data folder is locked: two servers
@@ -10,7 +8,6 @@ would destroy the store, and nats-server does not check for another one.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -21,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -274,39 +270,15 @@ def stop_on_signals() -> threading.Event:
     return requested
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the servers, print the environment that uses them, and run until Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="penstock up", description="NATS and S3 on this machine.")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of all stored data (default: data)")
-    parser.add_argument("--run", help="also create the streams of this run")
-    parser.add_argument(
-        "--nats-port", type=int, default=0, help="port of NATS (default: the last one used, else a free one)"
-    )
-    parser.add_argument(
-        "--s3-port", type=int, default=0, help="port of S3 (default: the last one used, else a free one)"
-    )
-    parser.add_argument("--max-store-gb", type=int, default=50, help="disk space that all streams together may reserve")
-    parser.add_argument("--tls", action="store_true", help="take encrypted connections only, with own certificates")
-    parser.add_argument(
-        "--no-sync",
-        action="store_true",
-        help="acknowledge objects before they are on disk: faster, and a power loss may cost the last of them",
-    )
-    options = parser.parse_args(arguments)
+def serve(stack: LocalStack, run: str | None) -> int:
+    """Start the servers, print the environment that uses them, and run until Ctrl-C; creates the streams of ``run`` if it is named."""
     logs.configure("local")
     stop_requested = stop_on_signals()
     try:
-        with LocalStack(
-            options.data,
-            nats_port=options.nats_port,
-            s3_port=options.s3_port,
-            max_store_gb=options.max_store_gb,
-            tls=options.tls,
-            is_durable=not options.no_sync,
-        ) as stack:
-            if options.run:
+        with stack:
+            if run:
                 with Bus.connect(stack.nats, name="bootstrap") as bus:
-                    bootstrap(bus, Blobs(stack.s3), options.run)
+                    bootstrap(bus, Blobs(stack.s3), run)
             print((stack.data / "environment").read_text(), end="", flush=True)
             print(f"# NATS and S3 are running; in every other terminal: . {stack.data}/environment", file=sys.stderr)
             print("# then: penstock bootstrap run.toml, and the services and the trainer of that run", file=sys.stderr)
@@ -319,4 +291,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from penstock.console.cli.main import run_verb
+
+    run_verb("up")

@@ -12,7 +12,6 @@ When the trainer exits by itself the run is over. All of them stop when this pro
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
 import signal
@@ -22,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
-from penstock.deploy import local_inputs
-from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
+from penstock.deploy import local_inputs, local_settings
+from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import (
     check_engine,
     check_engine_is_installed,
     check_inputs,
     check_metrics_ports,
-    check_reward_files,
 )
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.processes.child import (
@@ -44,16 +42,10 @@ from penstock.deploy.processes.child import (
 from penstock.deploy.processes.servers import port_is_free
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, log_event, stop_all
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_lock
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.reward_service.settings import RewardSettings
-from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.algorithm.summary_line import summary_line
-from penstock.trainer.data.run_length import known_steps
-from penstock.trainer.settings import TrainerSettings
 
 TRAINER = "trainer"
 REWARD = "reward"
@@ -95,59 +87,36 @@ class LocalRun:
         own_servers: bool | None = None,
         tls: bool = False,
     ) -> None:
-        """Check the settings of all services; start nothing.
+        """Check the settings of all services; start nothing. Raises ConfigError, with file and line.
 
         Args:
             arguments: Run files and overrides, as every service takes them.
             num_workers: Rollout workers.
-            reward_files: Python files, each served as an HTTP endpoint by a process of its own (`penstock reward serve`).
+            reward_files: Python files, each served as an HTTP endpoint by a process (`penstock reward serve`).
             environ: Used instead of this process's environment.
             rule: When a process that crashes is restarted.
             trainer_overrides: Further overrides for the trainer's n-th session (from 0), called before each start.
             own_servers: Start NATS and S3 for it even if the run file names others; None: unless it names others.
             tls: These take encrypted connections only.
-
-        Raises:
-            ConfigError: A service would refuse them; names file and line.
         """
-        if num_workers < 1:
-            raise ConfigError(f"--workers {num_workers}: a run needs at least one rollout worker")
-        self._arguments = _with_absolute_files(arguments)
         self._environ = dict(os.environ if environ is None else environ)
-        files, overrides = split_arguments(self._arguments)
-        connection = load(ConnectionSettings, files=files, overrides=overrides, environ=self._environ)
-        loaded = load(TrainerSettings, files=files, overrides=overrides, environ=self._environ)
-        trainer = loaded.settings
-        reward = load(RewardSettings, files=files, overrides=overrides, environ=self._environ)
-        rollout = load(RolloutSettings, files=files, overrides=overrides, environ=self._environ).settings
-        self.settings = trainer
-        self.run_id = trainer.run.id
-        self.total_steps = known_steps(loaded)
-        self.algorithm = summary_line(trainer.algorithm, max_staleness=trainer.rollout.max_staleness)
-        self.folder = trainer.run.folder.absolute()
-        self.nats: NatsSettings = connection.settings.nats
-        self.s3: S3Settings = connection.settings.s3
+        self._local = local_settings.read(
+            arguments,
+            self._environ,
+            num_workers=num_workers,
+            reward_files=reward_files,
+            starts_servers=own_servers,
+            tls=tls,
+        )
+        self.settings = self._local.trainer
+        self.run_id = self.settings.run.id
+        self.total_steps = self._local.total_steps
+        self.algorithm = summary_line(self.settings.algorithm, max_staleness=self.settings.rollout.max_staleness)
+        self.folder = self.settings.run.folder.absolute()
+        self.nats: NatsSettings = self._local.connection.nats
+        self.s3: S3Settings = self._local.connection.s3
         self._tls = tls
-        self._limits = connection.settings.retention.limits()
-        self._own_servers = _own_servers(connection.origins) if own_servers is None else own_servers
-        if tls and not self._own_servers:
-            raise ConfigError(
-                "--tls is for servers that --local starts, and the settings name others: write nats.url = tls://... and "
-                "s3.endpoint = https://..., or leave out --tls"
-            )
-        self._choose_reward_port = reward.origins["reward_service.port"] == "default"
-        self._input = trainer.data.from_run  # then nothing is generated or scored
-        if self._input is not None and reward_files:
-            raise ConfigError(
-                f"--serve: the groups of data.from_run = {self._input} have their rewards; leave out --serve, or give them "
-                "others first (penstock rescore RUN --serve FILE)"
-            )
-        self._num_workers = num_workers if self._input is None else 0
-        self._worker_overrides = adapter_overrides(trainer, rollout)
-        self._has_own_keys = _names_keys(trainer, rollout)
-        self._reward_files = [file.absolute() for file in reward_files]
-        check_reward_files(self._reward_files)
-        self._rollout_settings = rollout
+        self._input = self.settings.data.from_run  # then nothing is generated or scored
         self._rule = rule
         self._trainer_overrides = trainer_overrides
         self._num_trainer_sessions = 0
@@ -178,10 +147,10 @@ class LocalRun:
         """
         check_inputs(self.settings)
         if self._input is None:
-            check_engine(self.settings, self._rollout_settings)
-            check_engine_is_installed(self._arguments, self._environ)
-            check_metrics_ports(self._rollout_settings, self._num_workers)
-        elif self._own_servers:
+            check_engine(self.settings, self._local.rollout)
+            check_engine_is_installed(self._local.arguments, self._environ)
+            check_metrics_ports(self._local.rollout, self._local.num_workers)
+        elif self._local.starts_servers:
             local_inputs.find(self._input, self.folder)
 
     def start(self) -> None:
@@ -200,23 +169,26 @@ class LocalRun:
         self._cpu_before = _cpu_s()
         self._supervisor = Supervisor(rule=self._rule, on_event=self._on_event)
         try:
-            if self._own_servers:
+            if self._local.starts_servers:
                 if self._input is not None:
                     local_inputs.copy_input(self._input, self.folder)
                 self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs", tls=self._tls)
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3
             with Bus.connect(self.nats, name="local-run") as bus:
-                bootstrap(bus, Blobs(self.s3), self.run_id, self._limits)
+                bootstrap(bus, Blobs(self.s3), self.run_id, self._local.connection.retention.limits())
             self._reward_port_file.unlink(missing_ok=True)
             if self._input is None:
                 self._launch(self._reward(), restart=lambda: self._reward().relaunch())
-            names = [worker_name(index) for index in range(self._num_workers)]
-            for child in self._workers():
+            names = [worker_name(index) for index in range(self._local.num_workers)]
+            for name in names:
+                child = self._worker(name)
                 self._launch(child, restart=child.relaunch, replicas=names)
             for child in self._endpoints():
                 self._launch(
-                    child, restart=child.relaunch, is_crash=functools.partial(self._is_endpoint_crash, child.name)
+                    child,
+                    restart=child.relaunch,
+                    is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events),
                 )
         except BaseException:
             self.stop()
@@ -233,7 +205,7 @@ class LocalRun:
         child, self._prepared_trainer = self._prepared_trainer, None
         if child is None or not child.begin():
             child = self._trainer()
-        self._launch(child, restart=lambda: self._trainer().relaunch(), is_crash=_was_killed)
+        self._launch(child, restart=lambda: self._trainer().relaunch(), is_crash=lambda code: code < 0)
 
     def _launch(
         self,
@@ -311,7 +283,6 @@ class LocalRun:
         return [] if self._supervisor is None else list(self._supervisor.events)
 
     def processes(self) -> list[ProcessView]:
-        """Return the current state of every process."""
         if self._supervisor is None:
             return []
         crashes = [event.name for event in self.events if event.kind == "crashed"]
@@ -345,7 +316,6 @@ class LocalRun:
         return self.folder / "reward.port"
 
     def log(self, name: str) -> Path:
-        """Return the log file of a process."""
         return self.folder / "logs" / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
@@ -353,29 +323,16 @@ class LocalRun:
         child = self._require_supervisor().child(name)
         return "\n".join(part for part in (child.log_tail(), full_disk(child.log.parent)) if part)
 
-    def _workers(self) -> list[Child]:
-        return [
-            self._service(
-                worker_name(index),
-                launch.module(
-                    "penstock.rollout_service",
-                    *self._arguments,
-                    *self._worker_overrides,
-                    f"worker.id={worker_name(index)}",
-                ),
-            )
-            for index in range(self._num_workers)
-        ]
+    def _worker(self, name: str) -> Child:
+        words = [*self._local.arguments, *self._local.worker_overrides, f"worker.id={name}"]
+        return self._service(name, launch.module("penstock.rollout_service", *words))
 
     def _reward(self) -> Child:
         """Return the reward service; it keeps its port over restarts, because endpoints renew their leases there."""
         extra = [f"reward_service.port_file={self._reward_port_file}"]
-        if self._choose_reward_port:
+        if self._local.chooses_reward_port:
             extra.append(f"reward_service.port={self._last_reward_port()}")
-        return self._service(REWARD, launch.module("penstock.reward_service", *self._arguments, *extra))
-
-    def _is_endpoint_crash(self, name: str, code: int) -> bool:
-        return not fails_at_first_start(name, code, self.events)
+        return self._service(REWARD, launch.module("penstock.reward_service", *self._local.arguments, *extra))
 
     def _last_reward_port(self) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -385,7 +342,7 @@ class LocalRun:
 
     def _endpoints(self) -> list[Child]:
         """Return a process for each reward file, once the reward service listens; raises DeployError."""
-        if not self._reward_files:
+        if not self._local.reward_files:
             return []
         if not wait_until(lambda: self.reward_url, _REWARD_DEADLINE_S):
             reward = self._require_supervisor().child(REWARD)
@@ -393,13 +350,13 @@ class LocalRun:
         register = ["--register", str(self.reward_url)]
         return [
             self._service(endpoint_name(file), launch.module("penstock.reward_service", "serve", str(file), *register))
-            for file in self._reward_files
+            for file in self._local.reward_files
         ]
 
     def _trainer(self, *, waits: bool = False) -> Child:
         overrides = self._trainer_overrides(self._num_trainer_sessions)
         self._num_trainer_sessions += 1
-        command = launch.trainer_command([*self._arguments, *overrides], self._environ)
+        command = launch.trainer_command([*self._local.arguments, *overrides], self._environ)
         if waits:
             command.insert(command.index("train"), "--prepare")
         # torchrun needs SIGTERM, so that it can stop its ranks; a single process does not
@@ -410,10 +367,10 @@ class LocalRun:
     def _service(
         self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL, waits: bool = False
     ) -> Child:
-        stack = None if self._stack is None or self._has_own_keys else self._stack.environment()
+        stack = None if self._stack is None or self._local.names_keys else self._stack.environment()
         environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3))}
         # else torch uses all cores in every process, and they wait for one another
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._num_workers + 1))))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._local.num_workers + 1))))
         return Child(name, command, log=self.log(name), environ=environ, death_signal=death_signal, waits=waits)
 
     def _require_supervisor(self) -> Supervisor:
@@ -427,28 +384,6 @@ def fails_at_first_start(name: str, code: int, events: Sequence[ProcessEvent]) -
     return code > 0 and not any(event.name == name and event.kind == "crashed" for event in events)
 
 
-def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> list[str]:
-    """Return overrides that let the workers' SGLang servers load the adapters that the trainer publishes.
-
-    A worker does not read the trainer's settings, but this process reads both. Empty when the run file sets the rank.
-    """
-    is_set = rollout.sglang.max_lora_rank is not None
-    if not trainer.publishes_adapters or rollout.worker.engine != "sglang" or is_set:
-        return []
-    return [f"sglang.max_lora_rank={trainer.model.lora.rank}"]
-
-
-def _names_keys(trainer: TrainerSettings, rollout: RolloutSettings) -> bool:
-    """Return True if the run file names the keys of signed weights; raises ConfigError if only workers have any."""
-    signing_key, trusted_keys = trainer.trainer.signing_key_file, rollout.worker.trusted_keys_file
-    if trusted_keys is not None and signing_key is None:
-        raise ConfigError(
-            f"worker.trusted_keys_file = {trusted_keys}, and no trainer.signing_key_file: no worker would load the trainer's "
-            "weights; set both, or neither"
-        )
-    return signing_key is not None
-
-
 def worker_name(index: int) -> str:
     """Return the name of a worker, in messages, of its log file and of its process."""
     return f"worker-{index}"
@@ -457,26 +392,6 @@ def worker_name(index: int) -> str:
 def endpoint_name(file: Path) -> str:
     """Return the name of the process that serves a reward file."""
     return f"endpoint-{file.stem}"
-
-
-def _was_killed(code: int) -> bool:
-    return code < 0
-
-
-def _own_servers(origins: Mapping[str, str]) -> bool:
-    given = [key for key in ("nats.url", "s3.endpoint") if origins[key] != "default"]
-    if len(given) == 1:
-        missing = "s3.endpoint" if given == ["nats.url"] else "nats.url"
-        raise ConfigError(
-            f"{origins[given[0]]}: {given[0]} is given but {missing} is not: name both servers, "
-            "or neither, to start both here"
-        )
-    return not given
-
-
-def _with_absolute_files(arguments: Sequence[str]) -> list[str]:
-    files, overrides = split_arguments(arguments)
-    return [*(str(file.absolute()) for file in files), *overrides]
 
 
 def _cpu_s() -> float:

@@ -13,15 +13,15 @@ files are readable, because a container reads its mounted secret under another u
 
 from __future__ import annotations
 
-import argparse
 import json
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from penstock.deploy import certificates
-from penstock.deploy.processes.child import DeployError
+from penstock.protocol.command_line import Help, program
 from penstock.reward_service.endpoints.access import hashed
 
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "environment", "viewer")
@@ -38,6 +38,7 @@ METRICS = (
 METRICS_HOSTS = ("trainer-cpu", "trainer-gpu", "rollout-cpu", "rollout-gpu", "trainer", "rollout")
 SERVERS = ("nats", "s3", "reward", "reward-model", METRICS, "prometheus", "grafana")
 _BYTES = 24
+_FOLDER = Path(__file__).with_name("secrets")
 _MODE = 0o644  # a container reads it under another user id, whatever the umask was; nobody else enters the folder
 _ROUTE_PORT = 6222
 
@@ -87,7 +88,9 @@ def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
     if written:
         _write(password, secrets.token_hex(_BYTES))
     known = password.read_text().strip()
-    urls = [f"nats-route://route:{known}@{one if ':' in one else f'{one}:{_ROUTE_PORT}'}" for one in servers]
+    urls = [
+        f"nats-route://route:{known}@{server if ':' in server else f'{server}:{_ROUTE_PORT}'}" for server in servers
+    ]
     text = f'ROUTE_PASSWORD: "{known}"\nROUTES: {json.dumps(urls)}\n'
     if not routes.exists() or routes.read_text() != text:
         _write(routes, text)
@@ -111,30 +114,33 @@ def _make_certificates(folder: Path, nats_servers: Sequence[str]) -> list[Path]:
     return [path for path in sorted(folder.glob("*")) if path.stat().st_mtime_ns != before.get(path)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the secrets and print the files that were written."""
-    parser = argparse.ArgumentParser(
-        prog="python -P -m penstock.deploy.make_secrets",
-        description="Make the secrets of a deployment: a password for each NATS role (nats_ROLE, and nats_passwords.conf, which nats.conf "
-        "includes as passwords.conf), the S3 secret key of the store's own user and of each role (s3_ROLE), tokens of the reward service for an administrator, for endpoints and for Prometheus with their hashes (reward_tokens), Grafana's password, and in tls/ the certificates of all servers and the key that signs weights. Existing files are kept.",
-    )
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path(__file__).with_name("secrets"), help="where to write them"
-    )
-    parser.add_argument(
-        "--nats-servers",
-        default="",
-        metavar="HOST,...",
-        help="hosts of a cluster of NATS servers: also writes nats_routes.conf, which nats.conf includes as routes.conf",
-    )
-    options = parser.parse_args(arguments)
+def write(
+    folder: Annotated[Path, Help("Where to write them.")] = _FOLDER,
+    *,
+    nats_servers: Annotated[
+        str,
+        Help(
+            "Hosts of a cluster of NATS servers, with commas between them: also writes nats_routes.conf, which nats.conf includes as routes.conf."
+        ),
+    ] = "",
+) -> int:
+    """Make the secrets of a deployment and print the files that were written; existing files are kept.
+
+    A password for each NATS role (nats_ROLE, and nats_passwords.conf, which nats.conf includes as passwords.conf), the S3
+    secret key of the store's own user and of each role (s3_ROLE), tokens of the reward service for an administrator, for
+    endpoints and for Prometheus with their hashes (reward_tokens), Grafana's password, and in tls/ the certificates of all
+    servers and the key that signs weights.
+    """
     try:
-        for path in make_secrets(options.folder, [host for host in options.nats_servers.split(",") if host]):
+        for path in make_secrets(folder, [host for host in nats_servers.split(",") if host]):
             print(path)
-    except (DeployError, OSError) as err:
+    except OSError as err:
         print(f"make_secrets: {err}", file=sys.stderr)
         return 1
     return 0
+
+
+main = program("make_secrets", write)
 
 
 if __name__ == "__main__":

@@ -6,30 +6,33 @@
     python -P -m penstock.deploy.nats_config --passwords nats_passwords.conf --store /var/lib/nats > secrets/nats.conf
     python -P -m penstock.deploy.nats_config --cluster > nats.conf            # the same file for each server of a cluster
 
-The rights are data in `protocol/rights.py`. Without ``--run`` they hold for any run: a stream's name
-is one token, which NATS matches as a whole or not at all, so a role may then read the streams and
-buckets of its own kind in every run. With ``--run`` the streams and buckets are named.
+The rights are data in `protocol/rights.py`. Everything a client asks of JetStream is a message to a subject below ``$JS.API``,
+so permissions are patterns of subjects. A NATS wildcard stands for a whole token and a stream's name is one token
+(``my-run-tasks``): without ``--run`` rights hold for any run, and refuse by name the buckets that runs share; with ``--run``
+streams and buckets are named.
 
-Streams are in the account PENSTOCK, where only admin is. Every role has an account of its own, which
-imports the requests it may make. The reply subject of a request is then a subject of the role's
-account: in one common account a role could name a stream, or a request that deletes one, as the reply
-subject, and the server would publish there with its own rights.
+Streams are in the account PENSTOCK, where only admin is. Every role has another account, which imports the requests it may
+make. Permissions do not cover the reply subject of a request, to which the server sends stored messages: in one common account
+a role could name a stream, or a request that deletes one, as the reply subject, and the server would publish there with its
+rights.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from penstock.deploy.nats_permissions import Permissions, permissions
 from penstock.protocol import streams, subjects
+from penstock.protocol.command_line import Help, program
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.rights import ANY_RUN, rights
+from penstock.protocol.rights import ANY_KEY, ANY_RUN, KeyRight, Rights, TailRight, rights
 from penstock.protocol.subjects import check_run_id
 
+_API = "$JS.API"
 _COMMAND = "python -P -m penstock.deploy.nats_config"
 _PASSWORDS, _STORE = "passwords.conf", "/data/jetstream"  # of the container
 _ROUTES = "routes.conf"
@@ -118,6 +121,91 @@ _MANY_ANSWERS = {
 _MAX_CONNECTIONS = {"rollout": 10_000, "reward": 1_000, "environment": 1_000, "trainer": 1_000, "viewer": 500}
 _MAX_FILE_GB, _SERVERS = 100, 3  # of one server; of a cluster
 _MAX_SUBSCRIPTIONS = 1_000  # of one connection; a service has fewer than a hundred
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """What one user may publish and subscribe to; a subject that is both allowed and denied is refused."""
+
+    publish: tuple[str, ...]
+    deny_publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def permissions(rights: Rights) -> Permissions:
+    """Return the permissions that grant these rights."""
+    allowed = _unique(_whole_tokens(subject) for subject in _allowed(rights))
+    denied = _unique(_denied(rights))
+    announced = (_whole_tokens(subjects.stored(tail.subject)) for tail in rights.tails)
+    return Permissions(allowed, denied, _unique([f"_INBOX_{rights.role}.>", *announced]))
+
+
+def _allowed(rights: Rights) -> Iterator[str]:
+    yield f"{_API}.INFO"
+    if rights.lists_streams:
+        yield from (f"{_API}.STREAM.LIST", f"{_API}.STREAM.NAMES")
+    yield from rights.publishes
+    for spec in rights.fetches:
+        yield f"{_API}.CONSUMER.MSG.NEXT.{spec.stream}.{spec.durable}"
+        # Of exact length: in a longer pattern the names could stand for other parts of another consumer's acknowledgement.
+        yield f"$JS.ACK.{spec.stream}.{spec.durable}.*.*.*.*.*"
+    for spec in rights.resets:
+        yield f"{_API}.CONSUMER.RESET.{spec.stream}.{spec.durable}"
+    for spec in rights.observes:
+        yield f"{_API}.CONSUMER.INFO.{spec.stream}.{spec.durable}"
+    for tail in rights.tails:
+        yield from _to_tail(tail)
+    for stream in rights.scans:
+        yield from (f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.STREAM.MSG.GET.{stream}")
+    for right in rights.reads:
+        yield from _to_read(right)
+    for right in rights.writes:
+        yield f"{_API}.STREAM.INFO.{_stream(right)}"  # binding to a bucket asks for it
+        yield _subject(right)
+
+
+def _to_tail(tail: TailRight) -> Iterator[str]:
+    yield from (f"{_API}.STREAM.INFO.{tail.stream}", f"{_API}.DIRECT.GET.{tail.stream}")
+
+
+def _to_read(right: KeyRight) -> Iterator[str]:
+    yield f"{_API}.STREAM.INFO.{_stream(right)}"
+    yield f"{_API}.DIRECT.GET.{_stream(right)}.{_subject(right)}"
+    if right.key == ANY_KEY:  # all keys in one request, whose body says which
+        yield f"{_API}.DIRECT.GET.{_stream(right)}"
+    if right.newest:
+        yield f"{_API}.STREAM.MSG.GET.{_stream(right)}"
+
+
+def _denied(rights: Rights) -> Iterator[str]:
+    """Refuse what the wildcards for any run would let through."""
+    read = {right.bucket for right in rights.reads}
+    written = {right.bucket for right in rights.writes}
+    for bucket in streams.shared_buckets():
+        stream = f"KV_{bucket.bucket}"
+        if bucket not in written:
+            yield f"$KV.{bucket.bucket}.>"
+        if bucket not in read:
+            yield from (f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.DIRECT.GET.{stream}.>")
+        if bucket not in {right.bucket for right in rights.reads if right.newest}:
+            yield f"{_API}.STREAM.MSG.GET.{stream}"
+
+
+def _stream(right: KeyRight) -> str:
+    return f"KV_{right.bucket.bucket}"
+
+
+def _subject(right: KeyRight) -> str:
+    return f"$KV.{right.bucket.bucket}.{right.key}"
+
+
+def _whole_tokens(subject: str) -> str:
+    """Return the subject with every token that contains a wildcard replaced by the wildcard: ``*-tasks`` by ``*``."""
+    return ".".join("*" if "*" in token else token for token in subject.split("."))
+
+
+def _unique(subjects: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(subjects))
 
 
 def nats_config(
@@ -225,56 +313,35 @@ def _list(name: str, subjects: Sequence[str]) -> list[str]:
     return [f"            {name}: [", *quoted, "            ]"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the configuration, or compare it with a file; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND,
-        description="Print a NATS server's configuration with the rights of every role.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--run", action="append", default=[], help="id of a run that the rights are for; repeatable")
-    parser.add_argument(
-        "--passwords",
-        default=_PASSWORDS,
-        help="file of passwords that it includes, from the folder of the configuration (default: %(default)s)",
-    )
-    parser.add_argument("--store", default=_STORE, help="the server's folder of data (default: %(default)s)")
-    parser.add_argument(
-        "--tls",
-        metavar="FOLDER",
-        default="",
-        help="folder of penstock certs, from the folder of the configuration: take encrypted connections only",
-    )
-    parser.add_argument("--cluster", action="store_true", help="for the servers of a cluster")
-    parser.add_argument(
-        "--routes",
-        default=_ROUTES,
-        help="file of the cluster's routes that it includes, from the folder of the configuration (default: %(default)s)",
-    )
-    parser.add_argument("--check", type=Path, help="compare with this file and print nothing when it is the same")
-    options = parser.parse_args(arguments)
-    try:
-        text = nats_config(
-            options.run,
-            passwords=options.passwords,
-            store=options.store,
-            tls=options.tls,
-            is_cluster=options.cluster,
-            routes=options.routes,
-        )
-    except ConfigError as err:
-        print(f"nats_config: {err}", file=sys.stderr)
-        return 1
-    if options.check is None:
+def print_config(
+    *,
+    run: Annotated[tuple[str, ...], Help("Id of a run that the rights are for; repeatable.")] = (),
+    passwords: Annotated[
+        str, Help("File of passwords that it includes, from the folder of the configuration.")
+    ] = _PASSWORDS,
+    store: Annotated[str, Help("The server's folder of data.")] = _STORE,
+    tls: Annotated[
+        str, Help("Folder of penstock certs, from the folder of the configuration: take encrypted connections only.")
+    ] = "",
+    cluster: Annotated[bool, Help("For the servers of a cluster.")] = False,
+    routes: Annotated[
+        str, Help("File of the cluster's routes that it includes, from the folder of the configuration.")
+    ] = _ROUTES,
+    check: Annotated[Path | None, Help("Compare with this file and print nothing when it is the same.")] = None,
+) -> int:
+    """Print a NATS server's configuration with the rights of every role."""
+    text = nats_config(run, passwords=passwords, store=store, tls=tls, is_cluster=cluster, routes=routes)
+    if check is None:
         print(text, end="")
-    elif not options.check.is_file() or options.check.read_text() != text:
-        more = f" --tls {options.tls}" if options.tls else ""
-        more += " --cluster" if options.cluster else ""
-        print(
-            f"nats_config: {options.check} is not up to date; run: {_COMMAND}{more} > {options.check}", file=sys.stderr
-        )
+    elif not check.is_file() or check.read_text() != text:
+        more = f" --tls {tls}" if tls else ""
+        more += " --cluster" if cluster else ""
+        print(f"nats_config: {check} is not up to date; run: {_COMMAND}{more} > {check}", file=sys.stderr)
         return 1
     return 0
+
+
+main = program("nats_config", print_config)
 
 
 if __name__ == "__main__":

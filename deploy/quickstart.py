@@ -1,7 +1,5 @@
 """``penstock quickstart``: train a tiny language model through every service, with a live panel.
 
-    python -m penstock.deploy.quickstart [--task tools] [--seed 0] [--steps 150] [--workers 2] [--engine sglang] [--json] [--no-kill]
-
 1. Makes a tiny model and the data of a task (`deploy/quickstart_tasks.py`); nothing is downloaded.
 2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
    and warms the model up on examples meanwhile (`penstock sft`).
@@ -14,7 +12,6 @@ written here, ``run.toml`` in the run's folder, is a good start.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
+from penstock.console.cli.options import QuickstartOptions
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption, sglang_cpu
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
-from penstock.deploy.processes import page_process
 from penstock.deploy.processes.child import Child, DeployError, describe_exit
 from penstock.deploy.processes.page_process import PageProcess
 from penstock.deploy.quickstart_task import write_model
@@ -104,7 +101,7 @@ update_mode = "retract"     # new weights are loaded at once; sequences under wa
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command's options."""
+    """The options with everything that follows from them."""
 
     seed: int
     steps: int
@@ -118,9 +115,9 @@ class Options:
     task: QuickstartTask = SORT
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def quickstart(given: QuickstartOptions) -> int:
     """Run the quickstart; returns 0, the trainer's exit code, or 130 when it was stopped on request."""
-    options = _options(arguments)
+    options = _derived(given)
     logs.configure("quickstart", level="warning")
     stop_requested = stop_on_signals()
     started = time.monotonic()
@@ -335,53 +332,18 @@ class _Progress:
             print(f"{time.monotonic() - self._started:5.1f} s  {text}" if text else "", flush=True)
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(
-        prog="penstock quickstart",
-        description="A tiny language model learns to sort digits, or with --task tools to use a tool in a second turn, through "
-        "every service, on this machine. No GPU, no download, about a minute.",
-        epilog="Then: penstock chat quickstart",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--task",
-        choices=tuple(TASKS),
-        default="sort",
-        help="; ".join(f"{task.name}: {task.does}" for task in TASKS.values()) + " (default: sort)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling (default: 0)")
-    steps = ", ".join(f"{task.steps} for {task.name}" for task in TASKS.values())
-    parser.add_argument("--steps", type=int, help=f"optimizer steps (default: {steps})")
-    parser.add_argument(
-        "--workers", type=int, help="rollout workers (default: 2; 1 with SGLang, which needs more memory)"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("embedded", "sglang"),
-        default="embedded",
-        help="sglang: a real SGLang server, slowly, on the CPU; needs `make sglang-env` first",
-    )
-    parser.add_argument("--run", default="quickstart", help="run id; a number is appended when it is taken")
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder for runs (default: runs)")
-    parser.add_argument("--json", action="store_true", help="print only one JSON object, as the last line of stdout")
-    parser.add_argument("--no-kill", action="store_true", help="do not kill a worker")
-    page_process.add_flag(parser)
-    given = parser.parse_args(arguments)
-    if given.workers is None:
-        given.workers = 2 if given.engine == "embedded" else 1
+def _derived(given: QuickstartOptions) -> Options:
     task = TASKS[given.task]
-    given.steps = task.steps if given.steps is None else given.steps
-    if given.seed < 0 or given.steps < 2 or given.workers < 1:
-        parser.error("--seed must be 0 or more, --steps 2 or more, --workers 1 or more")
+    workers = given.workers or (2 if given.engine == "embedded" else 1)
     run_id = _free_run_id(given.dir, given.run)
     return Options(
         seed=given.seed,
-        steps=given.steps,
-        workers=given.workers,
+        steps=task.steps if given.steps is None else given.steps,
+        workers=workers,
         run_id=run_id,
         folder=(given.dir / run_id).absolute(),
         as_json=given.json,
-        kill=not given.no_kill and given.workers > 1,
+        kill=not given.no_kill and workers > 1,
         engine=given.engine,
         page=given.page,
         task=task,
@@ -398,4 +360,6 @@ def _free_run_id(folder: Path, wanted: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from penstock.console.cli.main import run_verb
+
+    run_verb("quickstart")

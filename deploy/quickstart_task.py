@@ -60,11 +60,11 @@ def write_data(folder: Path, *, seed: int, num_sft: int, num_train: int, num_eva
     """Write ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; warm-up and training share no problem."""
     folder.mkdir(parents=True, exist_ok=True)
     seen = problems(seed, held_out=False)
-    _write_rows(folder / "sft.jsonl", (_chat_row(next(seen)) for _ in range(num_sft)))
-    _write_rows(folder / "train.jsonl", (_prompt_row(next(seen)) for _ in range(num_train)))
+    write_rows(folder / "sft.jsonl", (_chat_row(next(seen)) for _ in range(num_sft)))
+    write_rows(folder / "train.jsonl", (_prompt_row(next(seen)) for _ in range(num_train)))
     # The same held-out problems for every seed, so that runs can be compared.
     held_out = problems(0, held_out=True)
-    _write_rows(folder / "eval.jsonl", (_prompt_row(next(held_out)) for _ in range(num_eval)))
+    write_rows(folder / "eval.jsonl", (_prompt_row(next(held_out)) for _ in range(num_eval)))
 
 
 def _question(digits: str) -> dict[str, str]:
@@ -83,7 +83,7 @@ def _prompt_row(digits: str) -> dict[str, Any]:
     return {"prompt": [_question(digits)], "ground_truth": _answer(digits), "data_source": "sort_digits"}
 
 
-def _write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     with path.open("w") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")

@@ -1,15 +1,42 @@
-"""What a person needs to know when a run is stopped or started: the command that resumes it, and notes on its settings."""
+"""Tell a person how to resume a run, which settings have no effect, and which a resumed run changes."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.deploy.settings_notes import notes
-from penstock.protocol.config.run_file import config_document, load, split_arguments
+from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
 from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.settings import TrainerSettings
+
+_EVALUATION = ("num_prompts", "at_start", "at_end", "temperature", "samples", "max_new_tokens", "environment")
+
+
+def notes(loaded: Loaded[TrainerSettings]) -> list[str]:
+    """Return a line for each setting that was given and does nothing here."""
+    settings, origins = loaded.settings, loaded.origins
+    return [
+        f"{key} has no effect {why} [{origins[key]}]"
+        for key, why in _idle(settings)
+        if origins.get(key, "default") != "default"
+    ]
+
+
+def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
+    """Yield keys that do nothing beside the others, and why."""
+    if settings.trainer.schedule == "constant" and settings.sft.schedule == "constant":
+        yield "trainer.min_lr_ratio", "with trainer.schedule = constant"
+    if settings.trainer.max_mismatch is None:
+        yield "trainer.mismatch_patience", "without trainer.max_mismatch"
+    if settings.trainer.skip_step_above_grad_norm is None:
+        yield "trainer.skip_step_after", "without trainer.skip_step_above_grad_norm"
+    if not settings.trainer.resume:
+        yield "trainer.resume_older_step", "with trainer.resume = false"
+    if settings.data.from_run is not None:
+        yield from ((key, "with data.from_run") for key in ("data.train", "data.eval"))
+    if settings.data.from_run is not None or not settings.evaluated:
+        yield from ((f"eval.{name}", "without data.eval") for name in _EVALUATION)
 
 
 def stopped(verb: str, arguments: Sequence[str]) -> str:

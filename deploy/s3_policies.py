@@ -10,13 +10,12 @@ Without ``--run`` a policy holds for any run, as `deploy/nats.conf` does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.command_line import Help, program
 from penstock.protocol.rights import ANY_RUN, ObjectRights, Role, object_rights
 from penstock.protocol.subjects import check_run_id
 
@@ -31,8 +30,8 @@ def policies(bucket: str, run_ids: Sequence[str] = ()) -> dict[Role, Policy]:
     """Return the policy of each role, for the given runs or (none given) for any; raises ConfigError for what is no run id."""
     by_role: dict[Role, list[ObjectRights]] = {}
     for run_id in [check_run_id(run_id) for run_id in run_ids] or [ANY_RUN]:
-        for one in object_rights(run_id):
-            by_role.setdefault(one.role, []).append(one)
+        for object_right in object_rights(run_id):
+            by_role.setdefault(object_right.role, []).append(object_right)
     return {role: _policy(bucket, rights) for role, rights in by_role.items()}
 
 
@@ -40,36 +39,31 @@ def _policy(bucket: str, of_runs: Sequence[ObjectRights]) -> Policy:
     arn = f"arn:aws:s3:::{bucket}"
     statements: list[Policy] = []
     for actions, prefixes in (
-        (_READ, [prefix for one in of_runs for prefix in one.reads]),
-        (_WRITE, [prefix for one in of_runs for prefix in one.writes]),
-        (_DELETE, [prefix for one in of_runs for prefix in one.deletes]),
+        (_READ, [prefix for of_run in of_runs for prefix in of_run.reads]),
+        (_WRITE, [prefix for of_run in of_runs for prefix in of_run.writes]),
+        (_DELETE, [prefix for of_run in of_runs for prefix in of_run.deletes]),
     ):
         if prefixes:
             resources = [f"{arn}/{prefix}*" for prefix in prefixes]
             statements.append({"Effect": "Allow", "Action": list(actions), "Resource": resources})
-    if listed := [f"{prefix}*" for one in of_runs for prefix in one.lists]:
+    if listed := [f"{prefix}*" for of_run in of_runs for prefix in of_run.lists]:
         condition = {"StringLike": {"s3:prefix": listed}}
         statements.append({"Effect": "Allow", "Action": list(_LIST), "Resource": [arn], "Condition": condition})
     return {"Version": "2012-10-17", "Statement": statements}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one role's policy; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -P -m penstock.deploy.s3_policies",
-        description="Print the policy of a role's S3 user as JSON.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("role", choices=[one.role for one in object_rights()], help="whose policy")
-    parser.add_argument("--run", action="append", default=[], help="id of a run that it is for; repeatable")
-    parser.add_argument("--bucket", default="penstock", help="the bucket (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    try:
-        print(json.dumps(policies(options.bucket, options.run)[options.role], indent=2))
-    except ConfigError as err:
-        print(f"s3_policies: {err}", file=sys.stderr)
-        return 1
+def print_policy(
+    role: Annotated[Literal["rollout", "reward", "trainer", "viewer"], Help("Whose policy.")],
+    *,
+    run: Annotated[tuple[str, ...], Help("Id of a run that it is for; repeatable.")] = (),
+    bucket: Annotated[str, Help("The bucket.")] = "penstock",
+) -> int:
+    """Print the policy of a role's S3 user as JSON."""
+    print(json.dumps(policies(bucket, run)[role], indent=2))
     return 0
+
+
+main = program("s3_policies", print_policy)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ _SHORTEST = 8  # characters of a secret key that MinIO takes
 
 
 def access_key(role: Role) -> str:
-    """Return the access key of a role."""
     return f"penstock-{role}"
 
 

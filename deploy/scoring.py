@@ -8,7 +8,6 @@ run's ``config.json``, whose rewards are defined for the service too.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,8 +26,9 @@ from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import Child, wait_until
 from penstock.deploy.stored import run_command
 from penstock.protocol import logs
+from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.config.run_file import split_arguments, toml_text
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -41,21 +41,15 @@ _ELSEWHERE = ("nats.", "s3.", "run.")  # settings of the run's own servers
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code, 1 when the service does not start."""
-    parser = argparse.ArgumentParser(prog="penstock", allow_abbrev=False)
-    parser.add_argument("--serve", type=Path, action="append", default=[])
-    parser.add_argument("--recorded", type=Path)
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--")
-    options, settings = parser.parse_known_args(given[:split])
-    logs.configure("scoring", level="error")
-    try:
-        with service(options.serve, settings, recorded=options.recorded) as url:
+
+    def run(*settings: RunArguments, serve: tuple[Path, ...] = (), recorded: Path | None = None) -> int:
+        with service(serve, settings, recorded=recorded) as url:
             return run_command([*given[split + 1 :], "--url", url], os.environ)
-    except PenstockError as err:
-        print(f"penstock: {err}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # before the command started, or after it exited
-        return 130
+
+    logs.configure("scoring", level="error")
+    return program("penstock", run)(given[:split])
 
 
 @contextlib.contextmanager
@@ -111,14 +105,14 @@ def _num_endpoints(url: str) -> int:
         rewards = RewardService(url).call("GET", "/v1/rewards")["rewards"]
     except RewardServiceError:
         return 0
-    return sum(one["kind"] == "endpoint" for one in rewards)
+    return sum(reward["kind"] == "endpoint" for reward in rewards)
 
 
 def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -> list[str]:
     """Return the arguments of the service: recorded rewards first, then the given settings without those of servers."""
     files, overrides = split_arguments(settings)
     words = iter(overrides)
-    joined = [f"{one}={next(words, '')}" if one.startswith("--") and "=" not in one else one for one in words]
+    joined = [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
     kept = [one for one in joined if not one.lstrip("-").startswith(_ELSEWHERE)]
     first = []
     if recorded is not None and (rewards := _recorded_rewards(recorded)):

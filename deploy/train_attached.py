@@ -1,7 +1,5 @@
 """``penstock train run.toml``: the trainer of a run whose other services run elsewhere, with a live panel and a report.
 
-python -m penstock.deploy.train_attached run.toml [--json] [--nodes N --node-rank K --rdzv HOST:PORT] [section.key=value ...]
-
 Creates what the run lacks on NATS and S3, if this user may. On a terminal the panel is shown, and the trainer's output goes
 to ``runs/<id>/logs/trainer.log``; elsewhere the trainer writes to this process's output, as in a container. A trainer that
 a signal killed is started again and resumes; so is one that ended because NATS or the object store does not answer, for up
@@ -11,7 +9,6 @@ process becomes their torchrun.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -22,7 +19,7 @@ from types import FrameType
 
 from penstock.console import launch
 from penstock.console.live.panel import LivePanel
-from penstock.console.nodes import JOIN_S, split
+from penstock.console.nodes import JOIN_S, Nodes
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
@@ -42,7 +39,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.train import OUTAGE
 from penstock.trainer.data.run_length import known_steps
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.settings import TrainerSettings
 
 _POLL_S = 0.2
@@ -53,22 +50,17 @@ _APART_S = 900.0  # exits that are further apart belong to two outages; one trai
 _OUTAGE_S = 3600.0  # how long the trainer is started again while NATS or the object store does not answer
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until the trainer exits; returns its exit code, 2 for an error that is explained on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="penstock train",
-        description="The trainer of a run. Other arguments: run files and section.key=value.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
-    options, given = parser.parse_known_args(arguments)
+def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bool, again: Sequence[str]) -> int:
+    """Run until the trainer exits; returns its exit code, 2 for an error that is explained on stderr.
+
+    ``again`` are the arguments of `penstock train` that resume the run.
+    """
     logs.configure("train", level="warning")
     try:
-        nodes, rest = split(given, os.environ)
-        files, overrides = split_arguments(rest)
+        files, overrides = split_arguments(arguments)
         loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
         settings, steps = loaded.settings, known_steps(loaded)
-        command = launch.trainer_command(given, os.environ)
+        command = launch.trainer(settings.trainer.num_ranks, "train", *arguments, nodes=nodes)
         if nodes is not None:
             print(
                 f"node {nodes.rank} of {nodes.count}: the nodes meet at {nodes.rdzv}, within {JOIN_S} s",
@@ -76,13 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if not nodes.is_first:
                 launch.replace_process(command)
-        if finished := finished_run.notice(settings):
-            return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
+        if finished := resume_checks.finished_notice(settings):
+            return say_finished(settings.run.folder.absolute(), finished, as_json=as_json)
         check_inputs(settings)
-        trackers = TrackerProcesses(rest, os.environ)
+        trackers = TrackerProcesses(arguments, os.environ)
         algorithm = summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
         print(f"algorithm {algorithm}", file=sys.stderr)
-        for note in resumption.start_notes(rest, os.environ):
+        for note in resumption.start_notes(arguments, os.environ):
             print(note, file=sys.stderr)
         create_what_is_missing(settings)
         with trackers:
@@ -91,17 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 trackers.start()
                 if trainer.is_logged:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
-                code, summary = _watch(trainer, trackers, settings, steps, quiet=options.json)
+                code, summary = _watch(trainer, trackers, settings, steps, quiet=as_json)
             # a signal that came after the last step stopped nothing
-            is_done = code == 0 or (trainer.stop_requested and finished_run.notice(settings) is not None)
+            is_done = code == 0 or (trainer.stop_requested and resume_checks.finished_notice(settings) is not None)
             if is_done and summary is not None:
-                write_report(settings.run.folder.absolute(), summary, as_json=options.json)
+                write_report(settings.run.folder.absolute(), summary, as_json=as_json)
                 for line in trackers.finish():
                     print(f"penstock train: {line}", file=sys.stderr)
     except PenstockError as err:
         print(f"penstock train: {err}", file=sys.stderr)
         return _ERROR
-    again = sys.argv[1:] if arguments is None else arguments
     if ending := _ending(trainer, code, settings, again, is_done=is_done):
         print(f"penstock train: {ending}", file=sys.stderr)
     return code if code >= 0 else 128 - code
@@ -238,4 +229,6 @@ def _watch(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from penstock.console.cli.main import run_verb
+
+    run_verb("train")

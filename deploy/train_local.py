@@ -1,11 +1,7 @@
-"""``penstock train run.toml --local``: every service of one run on this machine, with a live panel and a report at the end.
-
-python -m penstock.deploy.train_local run.toml [--workers N] [--serve my_reward.py] [--json] [section.key=value ...]
-"""
+"""``penstock train run.toml --local``: every service of one run on this machine, with a live panel and a report at the end."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -13,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.console.cli.options import LocalOptions
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
@@ -20,71 +17,54 @@ from penstock.deploy import resumption
 from penstock.deploy.early_checks import missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun
-from penstock.deploy.processes import page_process
 from penstock.deploy.processes.page_process import PageProcess
 from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 
 _POLL_S = 0.2
 _STOPPED_ON_REQUEST = 130
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until the trainer exits; returns its exit code, 130 when it was stopped on request."""
-    parser = argparse.ArgumentParser(
-        prog="penstock train --local",
-        description="Every service of one run on this machine. Other arguments: run files and section.key=value.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--workers", type=int, default=2, help="number of rollout workers (default: 2)")
-    parser.add_argument(
-        "--serve",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE.py",
-        help="also serve this reward file as an HTTP endpoint, in a process of its own; repeatable",
-    )
-    parser.add_argument(
-        "--tls", action="store_true", help="encrypt the connections to NATS and S3, with own certificates"
-    )
-    parser.add_argument("--json", action="store_true", help="print only one JSON object, as the last line of stdout")
-    page_process.add_flag(parser)
-    options, rest = parser.parse_known_args(arguments)
+def train_local(arguments: Sequence[str], options: LocalOptions, *, as_json: bool, again: Sequence[str]) -> int:
+    """Run until the trainer exits; returns its exit code, 130 when it was stopped on request.
+
+    ``again`` are the arguments of `penstock train` that resume the run. Raises DeployError, and ConfigError for the run file.
+    """
     logs.configure("local-run", level="warning")
     stop_requested = stop_on_signals()
     try:
-        trackers = TrackerProcesses(rest, os.environ)
+        trackers = TrackerProcesses(arguments, os.environ)
     except PenstockError as err:
         print(f"penstock train: {err}", file=sys.stderr)
         return 1
     with trackers:
-        again = [*(sys.argv[1:] if arguments is None else arguments), "--local"]
-        return _train(options, rest, trackers, stop_requested, again)
+        return _train(arguments, options, trackers, stop_requested, as_json=as_json, again=again)
 
 
 def _train(
-    options: argparse.Namespace,
-    rest: Sequence[str],
+    arguments: Sequence[str],
+    options: LocalOptions,
     trackers: TrackerProcesses,
     stop_requested: threading.Event,
+    *,
+    as_json: bool,
     again: Sequence[str],
 ) -> int:
     """Run until the trainer exits, write the report, and wait a little for the trackers; returns the exit code."""
     try:
         with contextlib.ExitStack() as stack:
             run = stack.enter_context(
-                LocalRun(rest, num_workers=options.workers, reward_files=options.serve, tls=options.tls)
+                LocalRun(arguments, num_workers=options.workers, reward_files=options.serve, tls=options.tls)
             )
-            page = stack.enter_context(PageProcess(run.folder, is_wanted=options.page, as_json=options.json))
-            if finished := finished_run.notice(run.settings):
-                return say_finished(run.folder, finished, as_json=options.json)
+            page = stack.enter_context(PageProcess(run.folder, is_wanted=options.page, as_json=as_json))
+            if finished := resume_checks.finished_notice(run.settings):
+                return say_finished(run.folder, finished, as_json=as_json)
             run.check()
-            for note in [*resumption.start_notes(rest, os.environ), *missing_rewards(run.settings, options.serve)]:
+            for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
             pause_request.clear(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
@@ -93,7 +73,7 @@ def _train(
             run.start_services()
             print(f"live page: {page.notice()}", file=sys.stderr)
             trackers.start(connection_environment(run.nats, run.s3))
-            code, summary = _watch(run, page, trackers, stop_requested, quiet=options.json)
+            code, summary = _watch(run, page, trackers, stop_requested, quiet=as_json)
             if code == 0:
                 trackers.wait_until_read()
             log_tail = run.log_tail(TRAINER)
@@ -111,7 +91,7 @@ def _train(
     print(
         f"penstock train: {run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time", file=sys.stderr
     )
-    write_report(run.folder, summary, as_json=options.json)
+    write_report(run.folder, summary, as_json=as_json)
     if pause_request.is_requested(run.folder):
         print(f"penstock train: {resumption.paused('train', again)}", file=sys.stderr)
     for line in trackers.finish():
@@ -164,4 +144,6 @@ def _watch(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from penstock.console.cli.main import run_verb
+
+    run_verb("train", "--local")

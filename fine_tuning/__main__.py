@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from penstock.fine_tuning.fine_tune import fine_tune
 from penstock.fine_tuning.sections import DPO, RM, SFT
-from penstock.protocol.closed_output import ends_quietly
+from penstock.protocol.process_end import ends_quietly
 from penstock.trainer.commands.run_command import run_command, start_process
 
 _SECTIONS = {section.section: section for section in (SFT, DPO, RM)}

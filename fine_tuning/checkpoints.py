@@ -8,18 +8,23 @@ compared before anything is loaded.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.record.checkpoint_state import PARTIAL
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.recovery import durable_folders
-from penstock.trainer.recovery.checkpoint_files import hash_files
+from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.recovery.checkpoint import commit_folder, hash_files, raise_not_written, remove_folder, sync_tree
+from penstock.trainer.recovery.commit_thread import CommitThread
 
 STATE_FILE = "state.json"
 _AGAIN = "to begin again from the first step, set trainer.resume=false"
@@ -64,14 +69,14 @@ def commit(root: Path, state: TrainingState, write: Callable[[Path], None], *, k
         write(partial)
         complete = state.model_copy(update={"files": hash_files(partial)})
         (partial / STATE_FILE).write_text(complete.model_dump_json(indent=1), encoding="utf-8")
-        durable_folders.sync_tree(partial)
+        sync_tree(partial)
     except (OSError, RuntimeError) as err:  # torch raises RuntimeError when the disk is full
-        durable_folders.raise_not_written(partial, err)
+        raise_not_written(partial, err)
     crash_points.reach(CrashPoint.WRITTEN)
-    durable_folders.commit(partial, partial.with_name(partial.name.removesuffix(PARTIAL)))
+    commit_folder(partial, partial.with_name(partial.name.removesuffix(PARTIAL)))
     crash_points.reach(CrashPoint.COMMITTED)
     for old in _committed(root)[:-keep]:
-        durable_folders.remove(old)
+        remove_folder(old)
 
 
 def newest(root: Path) -> tuple[Path, TrainingState] | None:
@@ -124,9 +129,58 @@ def check_same(state: TrainingState, folder: Path, *, settings: Mapping[str, Any
 def remove_all(root: Path) -> None:
     """Remove every checkpoint."""
     for folder in _committed(root):
-        durable_folders.remove(folder)
+        remove_folder(folder)
     shutil.rmtree(root, ignore_errors=True)
 
 
 def _committed(root: Path) -> list[Path]:
     return sorted(folder for folder in root.glob("step*") if folder.suffix != PARTIAL)
+
+
+log = structlog.get_logger("trainer.fine_tuning.checkpoints")
+
+
+class BackgroundCheckpoints:
+    """The checkpoints of one session; made on every rank at the same place."""
+
+    def __init__(self, policy: Policy, dims: ParallelDims, *, keep: int, on_committed: Callable[[float], None]) -> None:
+        """Keep the newest ``keep``; ``on_committed`` is called with the seconds of each one, on its thread (rank 0)."""
+        self._policy = policy
+        self._keep = keep
+        self._on_committed = on_committed
+        self._slot = CaptureSlot()
+        self._thread = CommitThread()
+        self._writer = CheckpointWriter(self._slot, dims.ranks)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether one is being written (rank 0)."""
+        return self._thread.is_busy
+
+    def check(self) -> None:
+        """Raise the error of one that could not be written, without waiting (rank 0)."""
+        self._thread.check()
+
+    def wait(self) -> None:
+        """Wait until none is being written; raises the error of one that failed (rank 0)."""
+        self._thread.wait()
+
+    def begin(self, root: Path | None = None, state: TrainingState | None = None) -> None:
+        """Copy this rank's state in memory; rank 0 then has all copies written and committed below ``root``.
+
+        Called on every rank after rank 0's `wait`; ``root`` and ``state`` are given on rank 0.
+        """
+        self._slot.put(CapturedState([self._policy.capture()]))
+        if root is not None and state is not None:
+            self._thread.start(lambda: self._commit(root, state), step=state.step)
+
+    def close(self) -> None:
+        """Let one that is being written end, for a minute at most."""
+        self._thread.close()
+
+    def _commit(self, root: Path, state: TrainingState) -> None:
+        started = time.monotonic()
+        commit(root, state, self._writer.write, keep=self._keep)
+        took_s = time.monotonic() - started
+        self._on_committed(took_s)
+        log.info("checkpoint committed", step=state.step, took_s=round(took_s, 3))

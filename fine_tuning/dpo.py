@@ -12,15 +12,15 @@ from torch import Tensor
 
 from penstock.fine_tuning.length import Length
 from penstock.fine_tuning.loop import Made, Plan, Training
-from penstock.fine_tuning.result import Result
 from penstock.fine_tuning.session import load_trained, open_folder, plan_of
-from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.fine_tuning.training_folder import Result
 from penstock.trainer.data.pairs import Pair, PairSet
+from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.learner.load_model import load_reference
-from penstock.trainer.learner.pairs.pair_planner import PairPlanner, Scorer, mean_tokens_of
-from penstock.trainer.learner.pairs.preference_objective import Answers, mean_figures
+from penstock.trainer.learner.pair_planner import PairPlanner, Scorer, mean_tokens_of
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.preference_objective import Answers, mean_figures
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims
@@ -112,12 +112,11 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 def open_pairs(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
     """Open preference rows, and log what was read; raises MalformedData or ConfigError."""
     data = settings.data
-    tokenizer = ChatTokenizer.read(
-        settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
-    )
     longest = settings.trainer.micro_batch_tokens // 2  # both answers of a pair are in one micro-batch
     one_answer = settings.dpo.takes_one_answer
-    pairs = PairSet.open(files, data=data, tokenizer=tokenizer, max_tokens=longest, takes_one_answer=one_answer)
+    pairs = PairSet.open(
+        files, data=data, tokenizer=read_tokenizer(settings), max_tokens=longest, takes_one_answer=one_answer
+    )
     if dims.writes_files:
         for path, count in pairs.num_rows.items():
             log.info("data read", file=str(path), rows=count)

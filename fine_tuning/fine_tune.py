@@ -11,12 +11,12 @@ from importlib import import_module
 
 import structlog
 
-from penstock.fine_tuning.own_section import OwnSection, check_ranks
+from penstock.fine_tuning.sections import OwnSection, check_ranks
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request, run_lock
-from penstock.trainer.commands.stop_signals import end_with_torchrun, stop_on_signals
+from penstock.trainer.commands.run_command import end_with_torchrun, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.learner.vision_check import refuse_vision

@@ -9,6 +9,7 @@ no list of rows: a resumed training makes the same steps as one that was never i
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,20 +20,16 @@ from typing import Any, Protocol
 import structlog
 
 from penstock.fine_tuning import checkpoints
-from penstock.fine_tuning.background_checkpoints import BackgroundCheckpoints
-from penstock.fine_tuning.checkpoints import TrainingState
-from penstock.fine_tuning.early_stop import Best
-from penstock.fine_tuning.length import Length
-from penstock.fine_tuning.result import Result, move_result, write_result
-from penstock.fine_tuning.training_folder import TrainingFolder
+from penstock.fine_tuning.checkpoints import BackgroundCheckpoints, TrainingState
+from penstock.fine_tuning.length import Best, Length
+from penstock.fine_tuning.training_folder import Result, TrainingFolder, move_result, write_result
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.progress import ProgressLine
-from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
+from penstock.trainer.recovery.commit_thread import CheckpointSchedule
 from penstock.trainer.telemetry.metrics import layer_fields
 
 log = structlog.get_logger("trainer.fine_tuning")
@@ -302,3 +299,40 @@ class Training:
             self._folder.finish({**asdict(result), "folder": str(plan.output.absolute())})
             checkpoints.remove_all(self._folder.checkpoints)
         return result
+
+
+progress_log = structlog.get_logger("trainer.progress")
+
+_LINES_PER_JOB = 10
+
+
+class ProgressLine:
+    """Shows steps out of a known number, with values given by the caller."""
+
+    def __init__(self, job: str, num_steps: int) -> None:
+        """Show nothing yet."""
+        self._job = job
+        self._num_steps = num_steps
+        self._rewrites = sys.stderr.isatty()
+        self._started = time.monotonic()
+
+    def show(self, step: int, **figures: float | str) -> None:
+        """Show that ``step`` steps are done, and the ``figures`` by name."""
+        last = step == self._num_steps
+        if self._rewrites:
+            left_s = (time.monotonic() - self._started) / max(step, 1) * (self._num_steps - step)
+            shown = figures if last else {**figures, "eta": f"{left_s:.0f} s"}
+            text = " ".join(f"{name} {_short(value)}" for name, value in shown.items())
+            sys.stderr.write(f"\r\x1b[K{self._job} {step}/{self._num_steps} {text}" + ("\n" if last else ""))
+            sys.stderr.flush()
+        elif last or step % max(1, self._num_steps // _LINES_PER_JOB) == 0:
+            progress_log.info(self._job, step=step, of=self._num_steps, **{k: _rounded(v) for k, v in figures.items()})
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _rounded(value: float | str) -> float | str:
+    """Return a number that stays one in a log line of JSON."""
+    return value if isinstance(value, str) else float(_short(value))

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
-from penstock.trainer.learner.health.flops import pass_cost
-from penstock.trainer.learner.health.layer_groups import layer_groups
+from penstock.trainer.learner.flops import pass_cost
 from penstock.trainer.learner.load_model import attach_adapters, check_attention, from_folder, prepare
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.step_watch import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 

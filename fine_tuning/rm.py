@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from penstock.fine_tuning.loop import Made, Training
-from penstock.fine_tuning.result import Result
 from penstock.fine_tuning.reward_scorer import load_reward_model
 from penstock.fine_tuning.session import open_folder, plan_of, seed_random_numbers
-from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.fine_tuning.training_folder import Result
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
-from penstock.trainer.algorithm.objective import Outcome
+from penstock.trainer.algorithm.objective import Outcome, PlainObjective
 from penstock.trainer.data.pairs import Ids, Pair, PairSet
-from penstock.trainer.learner.pairs.pair_batches import plan_pairs
+from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.preference_objective import plan_pairs
 from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
@@ -53,24 +53,13 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.
 
 
 @dataclass(frozen=True, slots=True)
-class RewardObjective:
+class RewardObjective(PlainObjective):
     """Minimises `bradley_terry` over ``num_pairs`` pairs of the whole batch."""
 
     num_pairs: int
     center: float
 
-    needs_entropy = False
-    needs_full_kl = False
-    needs_teacher_kl = False
-
-    def __call__(
-        self,
-        logprobs: Tensor,
-        batch: MicroBatch,
-        entropies: Tensor | None = None,
-        full_kl: Tensor | None = None,
-        teacher_kl: Tensor | None = None,
-    ) -> Outcome:
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         """Return the loss of a micro-batch, whose rewards are given where others have log-probabilities."""
         assert isinstance(batch, ScoredBatch)
         assert batch.margins is not None
@@ -85,10 +74,6 @@ class RewardObjective:
         maxima = {"reward_max": held.max(), "reward_min": (-held).max()} if len(held) else {}
         empty = float("-inf")
         return Outcome(losses.sum() / self.num_pairs, sums, maxima or {"reward_max": empty, "reward_min": empty})
-
-    def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return 1: the schedule alone sets the learning rate."""
-        return 1.0
 
 
 class RewardTask:
@@ -168,11 +153,8 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 
 def _open_pairs(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
     data = settings.data
-    tokenizer = ChatTokenizer.read(
-        settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
-    )
     longest = settings.trainer.micro_batch_tokens // 2 - 1  # both texts of a pair are in one micro-batch
-    pairs = PairSet.open(files, data=data, tokenizer=tokenizer, max_tokens=longest, ends="chat")
+    pairs = PairSet.open(files, data=data, tokenizer=read_tokenizer(settings), max_tokens=longest, ends="chat")
     if dims.writes_files:
         log.info("pairs", kept=len(pairs), dropped=dict(pairs.dropped))
     return pairs

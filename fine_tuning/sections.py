@@ -1,8 +1,187 @@
-"""The settings that `penstock sft`, `penstock dpo` and `penstock rm` read; pure."""
+"""Finds the settings that a command with a section of its own does not read, so that none is ignored in silence; pure.
+
+`penstock sft`, `penstock dpo` and `penstock rm` read their own section, and listed parts of the others. On their command line the general
+names of some settings, such as ``learning_rate`` or ``trainer.steps``, mean those of their own section.
+"""
 
 from __future__ import annotations
 
-from penstock.fine_tuning.own_section import OwnSection
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.protocol.config.run_file import SECTIONS, Loaded, values_of
+from penstock.protocol.config.sources import OVERRIDE, from_overrides
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.settings import TrainerSettings
+
+READ = frozenset({
+    "run.id", "run.dir", "run.seed",
+    "model.path", "model.dtype", "model.gradient_checkpointing", "model.activation_offload",
+    "model.lora.rank", "model.lora.alpha", "model.lora.targets", "model.lora.seed",
+    "data.train", "data.format", "data.map", "data.system_prompt", "data.overlong", "data.max_samples", "data.shuffle",
+    "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.ignore",
+    "trainer.num_ranks", "trainer.sequence_parallel", "trainer.tensor_parallel", "trainer.micro_batch_tokens", "trainer.zero_stage", "trainer.offload",
+    "trainer.gradient_dtype", "trainer.weight_decay",
+    "trainer.min_lr_ratio", "trainer.max_grad_norm", "trainer.checkpoint_every_s", "trainer.keep_checkpoints",
+    "trainer.resume", "trainer.verify_export",
+})  # fmt: skip
+"""Keys that every such command reads besides its section; also those below them."""
+
+_OWN_NAMES = {
+    "trainer.lr": "lr",
+    "trainer.steps": "steps",
+    "trainer.epochs": "epochs",
+    "trainer.betas": "betas",
+    "trainer.warmup_steps": "warmup_steps",
+    "trainer.schedule": "schedule",
+    "trainer.checkpoint_every": "checkpoint_every",
+    "rollout.groups_per_step": "batch_size",
+}
+_NOT_LISTED = (
+    "nats.",
+    "s3.",
+    "retention.",
+    "sft.",
+    "dpo.",
+    "rm.",
+)  # a shared run file has them whatever is started with it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnSection:
+    """A command with a section of its own."""
+
+    section: str  # the command's name too
+    also_read: frozenset[str]
+    instead: Mapping[str, str]  # what to do with keys that it does not read
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Keys that the command reads; also those below them."""
+        own: Any = TrainerSettings.model_fields[self.section].annotation
+        return READ | self.also_read | {f"{self.section}.{name}" for name in own.model_fields}
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """General keys, and the key of the section that each means on the command line."""
+        return {key: f"{self.section}.{name}" for key, name in _OWN_NAMES.items()}
+
+    def chosen_settings(
+        self, loaded: Loaded[TrainerSettings], overrides: Sequence[str]
+    ) -> tuple[TrainerSettings, list[str]]:
+        """Return the settings with those of the command line in place, and the keys of a shared run file that are not read.
+
+        Raises ConfigError for a setting that the command does not read, on the command line or in a run file without its
+        section.
+        """
+        problems = [*self._of_other_services(overrides), *self._given_twice(loaded)]
+        is_shared = any(
+            key.startswith(f"{self.section}.") and not origin.startswith((OVERRIDE, "default"))
+            for key, origin in loaded.origins.items()
+        )
+        unread: list[str] = []
+        for key, origin in _changed(loaded):
+            if self._is_read(key) or (key in self.keys and _is_override(origin)):
+                continue
+            if not _is_override(origin) and (is_shared or key.startswith(_NOT_LISTED)):
+                unread += [] if key.startswith(_NOT_LISTED) else [key]
+            else:
+                problems.append(f"{origin}: {key} is not read by `penstock {self.section}`; {self._advice(key)}")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return self._with_meant(loaded), unread
+
+    def _of_other_services(self, overrides: Sequence[str]) -> list[str]:
+        given = from_overrides(overrides, [])
+        return [
+            f"{OVERRIDE}: {'.'.join(one.path)} is not read by `penstock {self.section}`, which starts no service; remove it"
+            for one in given
+            if (section := one.path[0].replace("-", "_")) in SECTIONS and section not in TrainerSettings.model_fields
+        ]
+
+    def _given_twice(self, loaded: Loaded[TrainerSettings]) -> list[str]:
+        pairs = [
+            (key, own) for key, own in self.keys.items() if all(_is_override(loaded.origins[k]) for k in (key, own))
+        ]
+        problems = [
+            f"{OVERRIDE}: {key} and {own} are both given, and mean the same for `penstock {self.section}`; leave one out"
+            for key, own in pairs
+        ]
+        steps, epochs = self._origin_of("steps", loaded), self._origin_of("epochs", loaded)
+        if "default" not in (steps, epochs) and _is_override(steps) == _is_override(epochs):
+            problems.append(f"{epochs}: {self.section}.steps and {self.section}.epochs are both given; leave one out")
+        return problems
+
+    def _origin_of(self, name: str, loaded: Loaded[TrainerSettings]) -> str:
+        general = loaded.origins[f"trainer.{name}"]
+        return general if _is_override(general) else loaded.origins[f"{self.section}.{name}"]
+
+    def _with_meant(self, loaded: Loaded[TrainerSettings]) -> TrainerSettings:
+        settings = loaded.settings
+        values: dict[str, Any] = {
+            own.partition(".")[2]: _value(settings, key)
+            for key, own in self.keys.items()
+            if _is_override(loaded.origins[key])
+        }
+        if _is_override(self._origin_of("steps", loaded)):  # above epochs in a run file
+            values["epochs"] = None
+        chosen = getattr(settings, self.section).model_copy(update=values)
+        if chosen.epochs is None and chosen.warmup_steps > chosen.steps:
+            raise ConfigError(
+                f"{self.section}.warmup_steps is more than {self.section}.steps; lower it, so that the peak is reached"
+            )
+        return settings.model_copy(update={self.section: chosen})
+
+    def _is_read(self, key: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in self.read)
+
+    def _advice(self, key: str) -> str:
+        instead = {**{key: f"use {own}" for key, own in self.keys.items()}, **_INSTEAD, **self.instead}
+        found = next((text for name, text in instead.items() if key == name or key.startswith(f"{name}.")), None)
+        where = f"[{self.section}] if `penstock train` shares it"
+        found = found.format(section=self.section) if found else None
+        return found or f"remove it, or give the run file a section {where}"
+
+
+_INSTEAD = {
+    "data.eval": "rows for the validation loss are {section}.eval_data; remove it",
+    "data.max_prompt_tokens": "prompt and answer together have at most trainer.micro_batch_tokens tokens",
+    "data.from_run": "use {section}.data",
+    "model.lora.publish": "the result is a model folder and, beside it, the adapter's; remove it",
+}
+
+
+def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> None:
+    """Raise ConfigError if a run file asks for another number of processes than were started."""
+    wanted = loaded.settings.trainer.num_ranks
+    if loaded.origins["trainer.num_ranks"] != "default" and wanted != started:
+        raise ConfigError(
+            f"trainer.num_ranks = {wanted}, but {started} process(es) were started; start it with torchrun --nproc-per-node "
+            f"{wanted} -m penstock.fine_tuning {command} ..., or set trainer.num_ranks={started} on the command line"
+        )
+
+
+def _changed(loaded: Loaded[TrainerSettings]) -> list[tuple[str, str]]:
+    """Return the keys whose value differs from the default, with their origin."""
+    standard = TrainerSettings.model_validate({"model": {"path": loaded.settings.model.path}})
+    defaults = {".".join(path): value for path, value in values_of(standard)}
+    return [
+        (key, origin)
+        for path, value in values_of(loaded.settings)
+        if (key := ".".join(path)) not in defaults or value != defaults[key]
+        if (origin := loaded.origins[key]) != "default" and not origin.startswith("preset ")
+    ]
+
+
+def _value(settings: TrainerSettings, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(settings, section), name)
+
+
+def _is_override(origin: str) -> bool:
+    return origin == OVERRIDE or origin.startswith(f"{OVERRIDE} ")
+
 
 SFT = OwnSection(
     section="sft",

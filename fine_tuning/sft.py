@@ -15,12 +15,12 @@ import numpy as np
 import structlog
 
 from penstock.fine_tuning.loop import Made, Training
-from penstock.fine_tuning.result import Result
 from penstock.fine_tuning.session import load_trained, open_folder, plan_of
-from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.fine_tuning.training_folder import Result
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches
 from penstock.trainer.algorithm.objective import CrossEntropy
+from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.data.turns import Turn, TurnSet
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
@@ -110,11 +110,12 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 def open_turns(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> TurnSet:
     """Open rows to imitate, and log what was read; raises MalformedData or ConfigError."""
     data = settings.data
-    tokenizer = ChatTokenizer.read(
-        settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
-    )
     turns = TurnSet.open(
-        files, data=data, tokenizer=tokenizer, max_tokens=settings.trainer.micro_batch_tokens, mask=settings.sft.mask
+        files,
+        data=data,
+        tokenizer=read_tokenizer(settings),
+        max_tokens=settings.trainer.micro_batch_tokens,
+        mask=settings.sft.mask,
     )
     if dims.writes_files:
         for notes in turns.notes:

@@ -25,7 +25,6 @@ def finished_episode(prefix: str, kind: str, index: int, sha256: str) -> str:
 
 
 def all_finished_episodes_prefix(run_id: str) -> str:
-    """Return the prefix of all such episodes."""
     return f"runs/{run_id}/episodes/"
 
 
@@ -35,12 +34,10 @@ def task_list(run_id: str, pack_id: str) -> str:
 
 
 def task_lists_prefix(run_id: str) -> str:
-    """Return the prefix of all task lists."""
     return f"runs/{run_id}/tasks/"
 
 
 def weights_prefix(run_id: str, version: PolicyVersion) -> str:
-    """Return the prefix of one version's shards."""
     return f"runs/{run_id}/weights/v{version:08d}/"
 
 
@@ -60,7 +57,6 @@ def weights_layout(run_id: str, layout_id: str) -> str:
 
 
 def layouts_prefix(run_id: str) -> str:
-    """Return the prefix of all layouts."""
     return f"runs/{run_id}/layout/"
 
 
@@ -75,7 +71,6 @@ def model_file(run_id: str, sha256: str, name: str) -> str:
 
 
 def models_prefix(run_id: str) -> str:
-    """Return the prefix of all small files of model folders."""
     return f"runs/{run_id}/model/"
 
 
@@ -85,7 +80,6 @@ def image(run_id: str, sha256: str) -> str:
 
 
 def images_prefix(run_id: str) -> str:
-    """Return the prefix of all images."""
     return f"runs/{run_id}/images/"
 
 
@@ -125,7 +119,6 @@ def input_users_prefix(run_id: str) -> str:
 
 
 def checkpoints_prefix(run_id: str) -> str:
-    """Return the prefix of a run's stored checkpoints."""
     return f"runs/{run_id}/checkpoints/"
 
 
@@ -145,7 +138,6 @@ def checkpoint_metrics(run_id: str, epoch: int, state_sha256: str, sha256: str) 
 
 
 def lineage_prefix(run_id: str) -> str:
-    """Return the prefix of the record of a run."""
     return f"runs/{run_id}/lineage/"
 
 
@@ -156,17 +148,14 @@ def rescored_sha256(run_id: str, key: str) -> str:
 
 
 def owner_of_pack(key: str) -> str:
-    """Return the run id in the key of a pack."""
     return key.partition("/groups/")[0].removeprefix("runs/")
 
 
 def copied_pack(run_id: str, key: str) -> str:
-    """Return the key of a run's copy of another run's pack."""
     return groups_prefix(run_id) + key.partition("/groups/")[2]
 
 
 def logprobs_prefix(run_id: str) -> str:
-    """Return the prefix of the log-probabilities of all steps."""
     return f"runs/{run_id}/logprobs/"
 
 
@@ -181,17 +170,14 @@ def step_logprobs(run_id: str, step: int, epoch: int, sha256: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the prefix of all objects of a run."""
     return f"runs/{run_id}/"
 
 
 def groups_prefix(run_id: str) -> str:
-    """Return the prefix of all packs of groups."""
     return f"runs/{run_id}/groups/"
 
 
 def all_weights_prefix(run_id: str) -> str:
-    """Return the prefix of the shards and manifests of all versions."""
     return f"runs/{run_id}/weights/"
 
 

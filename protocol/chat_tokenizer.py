@@ -45,7 +45,6 @@ class ChatTokenizer:
         context_tokens: int | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """Hold the parts. Called by `read`."""
         self._arguments = dict(arguments or {})
         self.context_tokens = context_tokens
         """Most tokens of a prompt and its completion; None if the model's configuration does not tell."""
@@ -181,7 +180,6 @@ class ChatTokenizer:
         return Tokenizer.from_str(json.dumps(described))
 
     def decode_many(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """Return the texts of several lists of token ids."""
         with _refusing_panics():
             return self._tokenizer.decode_batch(list(rows), skip_special_tokens=skip_special_tokens)
 

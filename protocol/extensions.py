@@ -37,8 +37,6 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, slots=True)
 class Extension(Generic[Kind]):
-    """An extension that was found."""
-
     name: str  # as the run file writes it
     value: Kind
     digest: str = ""  # of its source, 16 hex digits; empty for what is built in

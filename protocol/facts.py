@@ -26,353 +26,50 @@ each costs more than training a tiny model (measured, see `benchmarks/`).
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
-from penstock.protocol.seeds import MAX_SEED
+from penstock.protocol.groups import (  # noqa: F401  what facts carry, for their readers
+    MAX_COMPLETIONS,
+    MAX_EXPERTS,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGES,
+    MAX_TEACHER_TOP_K,
+    SINGLE_TURN,
+    AbandonedCompletion,
+    BlobRef,
+    Clock,
+    Count,
+    Duration,
+    FinishReason,
+    Finite,
+    GeneratedGroup,
+    Identifier,
+    ImageRef,
+    RewardName,
+    RewardRequest,
+    RouterShape,
+    RowImages,
+    Sampling,
+    ScoredGroup,
+    Sha256,
+    Split,
+    StopStrings,
+    Task,
+    Wire,
+    without_empty,
+)
 
 MAX_FACT_BYTES = 63 * 1024  # the streams refuse 64 KiB including headers
 MAX_LETTER_BYTES = 192 * 1024  # the stream of dead letters takes 256 KiB: a letter holds a whole message
-MAX_TEACHER_TOP_K = 256  # likeliest tokens that a teacher names for each sampled one
 MAX_NESTING = 32  # hostile nesting is refused before pydantic sees it
-
-Split = Literal["train", "eval"]
-FinishReason = Literal["stop", "length", "abort"]
-AbandonReason = Literal["aborted", "surplus"]
-Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#-]+$")]
-RewardName = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#/-]+$")
-]  # rewards/mine.py:score
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Clock = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]  # seconds since 1970, by the writer's clock
-Duration = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # seconds
-
-
-class Wire(BaseModel):
-    """Base of all models sent between processes: frozen, strict, unknown fields refused."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-def without_empty(document: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the fields of a model without those of ``names`` that are empty: readers of earlier releases do not know them."""
-    return {name: value for name, value in document.items() if value or name not in names}
-
-
-class BlobRef(Wire):
-    """Reference to one immutable object in S3, with size and sha256 to verify it by."""
-
-    key: Annotated[str, Field(min_length=1, max_length=512)]
-    size_bytes: Count
-    sha256: Sha256
-
-
-TopK = Annotated[int, Field(ge=0, le=MAX_TEACHER_TOP_K)]
-StopString = Annotated[str, Field(min_length=1, max_length=200)]
-StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
-
-
-MAX_EXPERTS = 2**15  # of a layer; their numbers are stored in 8 or 16 bits
-
-
-class RouterShape(Wire):
-    """How many experts the routers of a model choose for each token."""
-
-    num_layers: Annotated[int, Field(ge=1, le=10_000)]  # with experts
-    num_experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]  # of a layer
-    top_k: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]  # chosen for a token, all different
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of the choices of one token."""
-        return self.num_layers * self.top_k * (1 if self.num_experts <= 256 else 2)
-
-    def __str__(self) -> str:
-        """Return the shape in words."""
-        return f"{self.top_k} of {self.num_experts} experts in {self.num_layers} layers"
-
-    @model_validator(mode="after")
-    def _possible(self) -> RouterShape:
-        if self.top_k > self.num_experts:
-            raise ValueError(f"{self}: a token has at most {self.num_experts} different ones")
-        return self
-
-
-MAX_IMAGES = 8  # of a row
-MAX_IMAGE_BYTES = 16 * 1024**2
-MAX_IMAGE_SIDE = 2**15  # patches of a grid in one direction
-
-
-class ImageRef(Wire):
-    """One image of a row: the object with its bytes, and the tokens that stand for it."""
-
-    position: Count  # of its first token in the row
-    num_tokens: Annotated[int, Field(ge=1, le=2**24)]  # all with the id of the model's image token
-    grid_thw: tuple[
-        Annotated[int, Field(ge=1, le=1)],
-        Annotated[int, Field(ge=1, le=MAX_IMAGE_SIDE)],
-        Annotated[int, Field(ge=1, le=MAX_IMAGE_SIDE)],
-    ]  # patches: temporal, of the height, of the width
-    sha256: Sha256
-    size_bytes: Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES)]
-
-    @property
-    def end(self) -> int:
-        """The position behind its last token."""
-        return self.position + self.num_tokens
-
-    @property
-    def num_patches(self) -> int:
-        """Patches of its grid; a token stands for the same number of them in every image of a model."""
-        return self.grid_thw[0] * self.grid_thw[1] * self.grid_thw[2]
-
-    @model_validator(mode="after")
-    def _whole_tokens(self) -> ImageRef:
-        if self.num_patches % self.num_tokens:
-            raise ValueError(f"image {self.sha256}: {self.num_tokens} tokens for a grid of {self.grid_thw} patches")
-        return self
-
-
-class RowImages(Wire):
-    """The images of a row in the order of its tokens; see `protocol/images`."""
-
-    processor: Sha256  # of what makes pixel values of the bytes: `ImageProcessor.sha256`
-    refs: Annotated[tuple[ImageRef, ...], Field(min_length=1, max_length=MAX_IMAGES)]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all images."""
-        return sum(ref.num_tokens for ref in self.refs)
-
-    def before(self, end: int) -> RowImages | None:
-        """Return those whose tokens are among the first ``end`` of the row; None: there are none."""
-        refs = tuple([ref for ref in self.refs if ref.end <= end])
-        return RowImages(processor=self.processor, refs=refs) if refs else None
-
-    @model_validator(mode="after")
-    def _in_order(self) -> RowImages:
-        for one, other in zip(self.refs, self.refs[1:], strict=False):
-            if one.end > other.position:
-                raise ValueError(
-                    f"image {other.sha256} begins at token {other.position}, before image {one.sha256} ends at {one.end}"
-                )
-        return self
-
-
-MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
-SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
-
-
-class Sampling(Wire):
-    """How the engine samples. ``temperature`` 0 is greedy; ``top_p`` and ``top_k`` at 1 and -1 are off.
-
-    A completion also ends with the first token that completes one of ``stop`` in its text. The tokens of the stop string are
-    part of the completion, and so is its text: nothing is cut away or tokenised again.
-    """
-
-    max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)]
-    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    stop_token_ids: tuple[int, ...] = ()
-    stop: StopStrings = ()
-    routers: RouterShape | None = None  # return the experts that these choose for every token; None: do not
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what a worker of an earlier release would not know, unless it is used."""
-        return without_empty(fields(self), "routers")
-
-
-class RewardRequest(Wire):
-    """What the reward service needs to score a group: the reward's name and the row it belongs to.
-
-    ``ground_truth`` and ``extra_info`` are JSON texts, so that any value of a data set is preserved.
-    """
-
-    name: RewardName
-    data_source: str = ""
-    ground_truth: str | None = None
-    extra_info: str = "{}"
-
-    @model_validator(mode="after")
-    def _json_texts(self) -> RewardRequest:
-        for field in ("ground_truth", "extra_info"):
-            text = getattr(self, field)
-            if text is not None:
-                try:
-                    json.loads(text)
-                except (ValueError, RecursionError) as err:
-                    raise ValueError(f"{field} is not JSON: {err}") from None
-        return self
-
-
-class Task(Wire):
-    """Generate one group: ``group_size`` completions of one prompt.
-
-    With a baseline the group has one more completion, the last, sampled greedily: scored and never trained on.
-    """
-
-    group_id: Identifier
-    prompt_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)]
-    prompt_text: str
-    group_size: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)]
-    sampling: Sampling
-    reward: RewardRequest
-    split: Split
-    environment: Identifier = SINGLE_TURN
-    attempt: Count = 0
-    issued_version: Count
-    pinned_version: Count | None = None  # evaluation: every token must come from this version
-    with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
-    redundant_completions: Annotated[int, Field(ge=0, lt=MAX_COMPLETIONS)] = (
-        0  # started besides; ``group_size`` are enough
-    )
-    redundant_wait: Annotated[float, Field(ge=0.0, le=1000.0, allow_inf_nan=False)] = 0.0  # for these, see `Redundancy`
-    min_episodes: Count | None = None  # fewest episodes of a group, where others failed in every attempt; None: all
-    messages: str = ""  # the row's chat as JSON, for environments that render it themselves; "": single_turn
-    teacher_top_k: TopK | None = (
-        None  # likeliest tokens that the teacher is to name, 0: none but those sampled; None: no teacher
-    )
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None  # of its samples and episodes; None: random
-    images: RowImages | None = None  # of the prompt; ``prompt_ids`` hold all of their tokens
-
-    @model_validator(mode="after")
-    def _images_in_prompt(self) -> Task:
-        for ref in self.images.refs if self.images is not None else ():
-            if ref.end > len(self.prompt_ids) or len(set(self.prompt_ids[ref.position : ref.end])) != 1:
-                raise ValueError(
-                    f"image {ref.sha256}: tokens {ref.position} to {ref.end} of a prompt of {len(self.prompt_ids)} are not "
-                    "one token, repeated"
-                )
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what a worker of an earlier release would not know, unless it is used."""
-        document = without_empty(fields(self), "messages", "redundant_completions", "redundant_wait")
-        if self.teacher_top_k is None:
-            document.pop("teacher_top_k", None)  # not there where defaults are left out
-        for name in ("seed", "images"):
-            if getattr(self, name) is None:
-                document.pop(name, None)
-        return document
-
-
-class AbandonedCompletion(Wire):
-    """A completion that was started and is not part of its group, since enough others had ended before it.
-
-    ``aborted``: the engine ended it on request; ``surplus``: it had ended by itself when that was requested, or together with
-    the last one that was needed.
-    """
-
-    reason: AbandonReason
-    num_tokens: Annotated[int, Field(ge=0, le=1_000_000)]  # sampled until then
-
-
-class GeneratedGroup(Wire):
-    """One group of a pack, as generated; ``row_group`` is its row group in the Parquet object.
-
-    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together. The object does
-    not hold completions that were ``abandoned``.
-    """
-
-    group_id: Identifier
-    row_group: Count
-    split: Split
-    attempt: Count
-    reward_name: RewardName
-    issued_version: Count
-    oldest_version: Count
-    newest_version: Count
-    prompt_tokens: Count
-    completion_tokens: tuple[Count, ...]
-    finish_reasons: tuple[FinishReason, ...]
-    has_baseline: bool = False  # the last trajectory is the greedy one that is not trained on
-    rows: tuple[Count, ...] = ()  # of each episode; none: every trajectory is one row, and no episode is described
-    row_tokens: Count | None = None  # of all rows of episodes together, context and shared beginnings included
-    teacher_top_k: TopK | None = (
-        None  # a teacher's log-probabilities are in the pack, with so many likeliest tokens each
-    )
-    abandoned: Annotated[tuple[AbandonedCompletion, ...], Field(max_length=MAX_COMPLETIONS)] = ()
-    routers: RouterShape | None = None  # the experts that the engine's routers chose for each token are in the pack
-    image_processor: Sha256 | None = None  # `RowImages.processor` of its rows; None: no row has an image
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what services of an earlier release would not know, unless it is used."""
-        document = without_empty(fields(self), "abandoned", "routers", "image_processor")
-        if self.teacher_top_k is None:
-            document.pop("teacher_top_k", None)  # not there where defaults are left out
-        return document
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the group in its pack."""
-        return sum(self.rows) if self.rows else len(self.completion_tokens)
-
-    @property
-    def num_trained(self) -> int:
-        """Trajectories that the trainer may train on: all but the baseline, which is the last."""
-        return len(self.completion_tokens) - self.has_baseline
-
-    @model_validator(mode="after")
-    def _consistent(self) -> GeneratedGroup:
-        if self.num_trained < 1:
-            raise ValueError(f"group {self.group_id} has no trajectory" + " but a baseline" * self.has_baseline)
-        if len(self.completion_tokens) != len(self.finish_reasons):
-            raise ValueError(
-                f"group {self.group_id}: {len(self.completion_tokens)} lengths but "
-                f"{len(self.finish_reasons)} finish reasons"
-            )
-        if (self.row_tokens is None) != (not self.rows) or (
-            self.rows and (len(self.rows) != len(self.completion_tokens) or min(self.rows) < 1)
-        ):
-            raise ValueError(
-                f"group {self.group_id}: {self.rows[:8]} rows of {self.row_tokens} tokens for "
-                f"{len(self.completion_tokens)} episodes; expected one or more rows for each"
-            )
-        if self.rows and self.abandoned:
-            raise ValueError(
-                f"group {self.group_id}: {len(self.abandoned)} abandoned completions in a group of episodes, expected none"
-            )
-        if self.newest_version < self.oldest_version:
-            raise ValueError(f"group {self.group_id}: newest version is older than the oldest")
-        return self
-
-
-class ScoredGroup(Wire):
-    """One group with a reward for every trajectory; ``parts`` are named components, same length."""
-
-    generated: GeneratedGroup
-    rewards: tuple[Finite, ...]
-    parts: dict[str, tuple[Finite, ...]] = {}
-    scorer: str  # endpoint or built-in that gave the rewards, with its version
-
-    @model_validator(mode="after")
-    def _one_reward_each(self) -> ScoredGroup:
-        expected = len(self.generated.completion_tokens)
-        for name, values in {"rewards": self.rewards, **self.parts}.items():
-            if len(values) != expected:
-                raise ValueError(
-                    f"group {self.generated.group_id}: {len(values)} values in {name}, "
-                    f"expected one for each of {expected} trajectories"
-                )
-        return self
 
 
 class Fact(Wire):
@@ -545,7 +242,7 @@ class Heartbeat(Fact):
     busy_s: Duration = 0.0
     idle_s: Duration = 0.0
     cpu_s: Duration = 0.0
-    figures: dict[str, Finite] = {}
+    figures: dict[str, Finite] = Field(default={})
     period_s: Annotated[Finite, Field(gt=0)] | None = None  # seconds until the next one; None: 1
     metrics_url: Annotated[str, Field(max_length=300)] | None = None  # where Prometheus may scrape it; None: nowhere
 
@@ -558,7 +255,7 @@ class RunEvent(Fact):
     source: Identifier
     kind: Identifier
     at: Clock
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = Field(default={})
 
 
 class DeadLetter(Fact):

@@ -8,15 +8,108 @@ A heartbeat announces its own period, and readers decide by it. All workers of a
 | `lost_after_s`: 4 periods                    | a reader that watches reports the service as lost         |
 | state `EXITED`                               | it exited regularly: it is not lost                      |
 | `expires_after_s`: 6 periods, 10 s or more   | its key expires: the service no longer counts as running  |
+
+Measure how busy a role is, the same way in every service, so that the shares can be compared.
+
+A role is *busy* while at least one piece of its own work is under way (a request in the engine, a
+group being scored, an optimizer step) and *idle* while it waits for another role. The idle shares
+of a run show which role is the bottleneck.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Heartbeat, decode
+
+THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of the threads of one name
+ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
+_NUMBERED = re.compile(r"(?:[-_]\d+)+$")
+_MAX_NAMES = 16
+
+
+class Activity:
+    """Accumulates busy and idle seconds; thread-safe. ``clock`` returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since = clock()
+        self._num_working = 0
+        self._busy_s = 0.0
+        self._idle_s = 0.0
+        self.state = "starting"
+
+    @contextlib.contextmanager
+    def working(self, state: str = "working") -> Iterator[None]:
+        """Count the block as busy; blocks may overlap."""
+        self._turn(+1, state)
+        try:
+            yield
+        finally:
+            self._turn(-1, "waiting")
+
+    def restart(self) -> None:
+        """Reset the counters: start-up is neither busy nor idle."""
+        with self._lock:
+            self._since = self._clock()
+            self._busy_s = self._idle_s = 0.0
+
+    def totals(self) -> tuple[float, float]:
+        """Return busy and idle seconds so far."""
+        with self._lock:
+            self._account()
+            return self._busy_s, self._idle_s
+
+    def _turn(self, change: int, state: str) -> None:
+        with self._lock:
+            self._account()
+            self._num_working += change
+            if self._num_working == 0 or change > 0:
+                self.state = state
+
+    def _account(self) -> None:
+        now = self._clock()
+        if self._num_working:
+            self._busy_s += now - self._since
+        else:
+            self._idle_s += now - self._since
+        self._since = now
+
+
+def cpu_seconds() -> float:
+    """Return user and system seconds of this process and of its children that have exited."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def thread_cpu_seconds() -> dict[str, float]:
+    """Return the CPU seconds of this process's running threads as figures, ``thread_cpu_s:NAME``; empty without /proc.
+
+    Numbered threads of one name are one figure, and threads of libraries have the name that the system knows. What an
+    ended thread used is in no figure, only in `cpu_seconds`.
+    """
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    seconds: dict[str, float] = {}
+    for folder in Path("/proc/self/task").glob("[0-9]*"):
+        try:
+            head, _, rest = (folder / "stat").read_text().rpartition(")")
+        except OSError:  # it has just ended
+            continue
+        name = names.get(int(folder.name)) or head.partition("(")[2]
+        fields = rest.split()
+        name, used = _NUMBERED.sub("", name), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        seconds[name] = seconds.get(name, 0.0) + used
+    largest = sorted(seconds, key=lambda name: seconds[name], reverse=True)[:_MAX_NAMES]
+    return {THREAD_CPU + name: seconds[name] for name in largest if seconds[name] > 0.0}
+
 
 EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
 EXITED_TTL_S = 5.0  # of that heartbeat: readers that poll once a second get its totals

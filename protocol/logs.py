@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 import structlog
 
-from penstock.protocol import internal_errors
+from penstock.protocol import process_end
 
 
 class _Stderr:
@@ -30,7 +30,7 @@ _STDERR = cast(TextIO, _Stderr())
 
 def configure(service: str, *, level: str = "info", json_lines: bool | None = None) -> None:
     """Set up logging for this process, and the last line of a crash; called once by every ``__main__``."""
-    internal_errors.install(service)
+    process_end.install(service)
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()

@@ -22,7 +22,6 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread."""
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -88,12 +88,10 @@ def stream_name(run_id: str, stage: StreamStage) -> str:
 
 
 def stream_names(run_id: str) -> tuple[str, ...]:
-    """Return the names of all streams of a run."""
     return tuple(spec.name for spec in streams(run_id))
 
 
 def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec, ...]:
-    """Return the six streams of a run."""
     limits = limits or StreamLimits()
 
     def queue(stage: StreamStage, subject: Callable[[str, Split], str], max_msgs: int) -> StreamSpec:
@@ -182,7 +180,6 @@ def scored_consumer(run_id: str, split: str, limits: StreamLimits | None = None)
 
 
 def consumers(run_id: str, limits: StreamLimits | None = None) -> tuple[ConsumerSpec, ...]:
-    """Return the five durable consumers of a run."""
     return (
         tasks_consumer(run_id, "train", limits),
         tasks_consumer(run_id, "eval", limits),
@@ -233,12 +230,10 @@ def scoring_bucket(run_id: str) -> BucketSpec:
 
 
 def run_buckets(run_id: str) -> tuple[BucketSpec, ...]:
-    """Return the buckets that are deleted with a run."""
     return (state_bucket(run_id), live_bucket(run_id), lease_bucket(run_id), scoring_bucket(run_id))
 
 
 def buckets(run_id: str) -> tuple[BucketSpec, ...]:
-    """Return the buckets a run needs."""
     return (*run_buckets(run_id), *shared_buckets())
 
 

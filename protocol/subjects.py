@@ -47,12 +47,10 @@ def tasks(run_id: str, split: Split | str = "*") -> str:
 
 
 def generated(run_id: str, split: Split | str = "*") -> str:
-    """Return the subject of `GroupGenerated`."""
     return f"{PREFIX}.{run_id}.generated.{split}"
 
 
 def scored(run_id: str, split: Split | str = "*") -> str:
-    """Return the subject of `GroupScored`."""
     return f"{PREFIX}.{run_id}.scored.{split}"
 
 
@@ -62,22 +60,18 @@ def of_every_split(subject: Callable[[str, Split], str], run_id: str) -> tuple[s
 
 
 def weights_published(run_id: str) -> str:
-    """Return the subject of `WeightsPublished`."""
     return f"{PREFIX}.{run_id}.weights.published"
 
 
 def weights_applied(run_id: str) -> str:
-    """Return the subject of `WeightsApplied`."""
     return f"{PREFIX}.{run_id}.weights.applied"
 
 
 def weights_refused(run_id: str) -> str:
-    """Return the subject of `WeightsRefused`."""
     return f"{PREFIX}.{run_id}.weights.refused"
 
 
 def weights(run_id: str) -> str:
-    """Return the subjects of the weights stream."""
     return f"{PREFIX}.{run_id}.weights.*"
 
 

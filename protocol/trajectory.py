@@ -23,8 +23,7 @@ from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 if TYPE_CHECKING:
     from penstock.protocol.episode import Episode, Turn
-    from penstock.protocol.expert_choices import ExpertChoices
-    from penstock.protocol.teacher_scores import TeacherScores
+    from penstock.protocol.token_annotations import ExpertChoices, TeacherScores
 
 # Of recorded groups: a token of probability exp(-1000), which is 0 in every format, is never sampled.
 LOWEST_LOGPROB = -1000.0
@@ -314,7 +313,6 @@ class Group:
         return tuple([one.finish_reason for one in (self.episodes or self.trajectories)])
 
     def summary(self, row_group: int) -> GeneratedGroup:
-        """Describe the group for the message that announces it."""
         return GeneratedGroup(
             group_id=self.group_id,
             row_group=row_group,

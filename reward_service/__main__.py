@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.protocol import internal_errors, logs
-from penstock.protocol.closed_output import ends_quietly
+from penstock.protocol import logs, process_end
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.traces.traces import recording
 from penstock.reward_service import process_memory
 from penstock.reward_service.settings import RewardSettings
@@ -32,7 +31,7 @@ from penstock.reward_service.settings import RewardSettings
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of ours are one text on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    internal_errors.install("reward")
+    process_end.install("reward")
     try:
         return _command(arguments)
     except (PenstockError, BaseExceptionGroup) as err:
@@ -71,8 +70,12 @@ def _check_tests() -> int:
 
 
 def _serve(command: str, arguments: Sequence[str]) -> int:
-    module = f"penstock.reward_service.hosting.{command.replace('-', '_')}"
-    return importlib.import_module(module).main(arguments)  # imported here: the service itself never loads user code
+    from penstock.protocol.command_line import application, run  # noqa: PLC0415 the service itself has settings, and no options
+    from penstock.reward_service.hosting import commands  # noqa: PLC0415 see above
+
+    app = application(f"python -m penstock.reward_service {command}")
+    app.default(getattr(commands, command.replace("-", "_")))
+    return run(app, arguments)
 
 
 def _run_service(arguments: Sequence[str]) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.protocol import heartbeats, rewards_offered
-from penstock.protocol.activity import Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.heartbeats import Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.streams import ConsumerSpec, heartbeat_key
 from penstock.protocol.transport.bus import Bus

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, PenstockError
 from penstock.protocol.facts import BlobRef, GeneratedGroup, GroupGenerated
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.group_pack import GroupTexts
-from penstock.protocol.traces.spans import Value
-from penstock.protocol.traces.traces import NO_TRACES, Traces
+from penstock.protocol.traces.traces import NO_TRACES, Traces, Value
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
 from penstock.reward_service import pack_progress, pack_trace

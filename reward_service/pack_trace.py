@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from penstock.protocol.traces.spans import SpanContext, Value, new_context
-from penstock.protocol.traces.traces import Traces
+from penstock.protocol.traces.traces import SpanContext, Traces, Value, new_context
 
 
 @dataclass(slots=True)

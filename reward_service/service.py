@@ -11,10 +11,10 @@ from pathlib import Path
 import structlog
 
 from penstock.protocol import streams
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.files import atomic_write
-from penstock.protocol.metrics.certificates import certificate_ends
+from penstock.protocol.heartbeats import Activity
+from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
 from penstock.protocol.transport import http_tls

@@ -13,18 +13,18 @@ from collections.abc import Iterable, Iterator
 import structlog
 
 from penstock.protocol import streams
-from penstock.protocol.activity import Activity
 from penstock.protocol.config import run_file
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Split, TaskIssued
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.logs import configure
-from penstock.protocol.metrics.certificates import certificate_ends
+from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
-from penstock.rollout_service import loop, worker_metrics
+from penstock.rollout_service import heartbeat, loop
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
 from penstock.rollout_service.environments.environment import Environment, ServerRegistry, load_environments
@@ -98,7 +98,7 @@ async def _serve(settings: RolloutSettings) -> None:
             await engine.prepare()
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus)
             folders = {"worker.cache_dir": settings.cache_dir}
-            with worker_metrics.serving(
+            with heartbeat.serving(
                 settings.metrics,
                 run_id,
                 worker_id,

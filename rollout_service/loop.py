@@ -19,7 +19,7 @@ from functools import partial
 
 import structlog
 
-from penstock.protocol.activity import Activity
+from penstock.protocol.heartbeats import Activity
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.environments.environment import ServerRegistry
 from penstock.rollout_service.heartbeat import HeartbeatWriter

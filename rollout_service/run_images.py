@@ -28,7 +28,6 @@ class RunImages:
     """Reads and stores the images of a run, for one worker. For one event loop."""
 
     def __init__(self, blobs: Blobs, run_id: str, *, max_bytes: int = _MAX_BYTES) -> None:
-        """Prepare; `use_model` follows with the first weights."""
         self.num_bytes = 0
         self._blobs = blobs
         self._run_id = run_id

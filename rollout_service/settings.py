@@ -17,13 +17,13 @@ from penstock.protocol.config.environment_settings import EnvironmentSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
+from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
-from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.engines.vllm.settings import VllmSettings
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
-from penstock.rollout_service.packs.pack_limit import MOST_PACKS
-from penstock.rollout_service.teachers.interface import TEACHERS
+from penstock.rollout_service.packs.pack_loops import MOST_PACKS
+from penstock.rollout_service.teachers.teacher import TEACHERS
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
@@ -203,12 +203,10 @@ class WorkerSettings(Section):
 
     @property
     def kind(self) -> EngineKind:
-        """The kind of engine that `engine` names."""
         return ENGINES.find(self.engine).value
 
     @property
     def engine_urls(self) -> tuple[str, ...]:
-        """The URLs in `engine_url`."""
         return tuple(url.strip().rstrip("/") for url in self.engine_url.split(",") if url.strip())
 
     def trusted_keys(self) -> TrustedKeys | None:

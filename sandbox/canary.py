@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.sandbox.errors import SandboxError
-from penstock.sandbox.outcome import Reason, failure
-from penstock.sandbox.run_program import run_program
-from penstock.sandbox.zygote_command import Kind, Launch
+from penstock.sandbox.outcome import Reason, failure, run_program
+from penstock.sandbox.zygote_command import Kind, Launch, SandboxError
 from penstock.sandbox.zygote_process import Limits, Zygote
 
 _LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=64 * 1024, tasks=8)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import enum
+import json
 import signal
 
-from penstock.sandbox.errors import SandboxError
-from penstock.sandbox.zygote_process import Killed, Limits, Run, was_out_of_cpu
+from penstock.sandbox.zygote_command import SandboxError
+from penstock.sandbox.zygote_process import Killed, Limits, Run, Watch, Zygote, was_out_of_cpu
+
+
+def run_program(zygote: Zygote, program: str, limits: Limits, *, stdin: str = "") -> Run:
+    """Return how a program ended and what it wrote; `outcome.failure` says whose failure it is. Raises SandboxError."""
+    with Watch(limits) as watch:
+        job = json.dumps({"program": program}).encode()
+        run = watch.start(zygote, "stdin", job=job, stdin=stdin.encode("utf-8", errors="surrogatepass"))
+        watch.wait()
+    return run
 
 
 class Reason(enum.StrEnum):

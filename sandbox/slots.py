@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
-from penstock.sandbox.errors import SandboxError
+from penstock.sandbox.zygote_command import SandboxError
 
 log = structlog.get_logger("sandbox")
 
@@ -17,8 +17,6 @@ _TRIES = 2
 
 
 class Stoppable(Protocol):
-    """What works in one slot."""
-
     def stop(self) -> None:
         """Make the thread that works in it raise SandboxError soon; called from another thread."""
         ...
@@ -40,7 +38,6 @@ class Slots(Generic[SlotT]):
     """Slots that are lent to one caller at a time. For one event loop. Call `close` at the end."""
 
     def __init__(self, slots: Sequence[SlotT]) -> None:
-        """Nothing is started yet."""
         self.all = tuple(slots)
         self._idle: asyncio.LifoQueue[SlotT] = asyncio.LifoQueue()
         for slot in self.all:

@@ -10,7 +10,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.sandbox.errors import SandboxError
+from penstock.protocol.errors import PenstockError
+
+
+class SandboxError(PenstockError):
+    """A sandbox did not start, exited or did not answer, and the program is not proven to be the cause."""
+
 
 _ROOT = Path(__file__).absolute().parents[2]  # the folder that holds `penstock`
 _INSIDE = Path("penstock/sandbox/inside")
@@ -33,8 +38,6 @@ ENVIRONMENT = {
 
 
 class Kind(enum.StrEnum):
-    """A kind of sandbox."""
-
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
 

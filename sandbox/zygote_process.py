@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.sandbox.errors import SandboxError
-from penstock.sandbox.zygote_command import ENVIRONMENT, Launch
+from penstock.sandbox.zygote_command import ENVIRONMENT, Launch, SandboxError
 
 _START_S = 60.0  # starting an interpreter on a busy machine
 _EXIT_S = 20.0  # from SIGKILL to the zygote's report that the program ended
@@ -124,7 +123,6 @@ class Zygote:
             process.kill()
 
     def kill(self) -> None:
-        """Kill the zygote and its programs."""
         process, self._process = self._process, None
         line, self.channel = self.channel, None
         if process is not None:

@@ -19,7 +19,7 @@ import structlog
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.protocol.transport import http_tls, listening_socket
+from penstock.protocol.transport import http_tls
 
 GRACE_S = 10.0  # a request's headers and a small body, over any network
 MIN_BYTES_PER_S = 32_000  # 16 MiB may take about nine minutes
@@ -69,7 +69,7 @@ class RequestClock:
 
 def listen(host: str, port: int, *, key: str, backlog: int = _BACKLOG) -> socket.socket:
     """Bind a socket; raises ConfigError naming the setting ``key`` when the address cannot be had."""
-    return listening_socket.listen(host, port, key=key, backlog=backlog)
+    return http_tls.listen(host, port, key=key, backlog=backlog)
 
 
 async def serve(app: object, bound: socket.socket, done: asyncio.Event) -> None:

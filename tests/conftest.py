@@ -158,13 +158,11 @@ def own_s3(tmp_path: Path) -> Iterator[Callable[[], S3Server]]:
 
 @pytest.fixture
 def run_id() -> str:
-    """A run id that no other test of this session has."""
     return f"t{next(_numbers)}"
 
 
 @pytest.fixture
 def nats_settings(nats_server: NatsServer) -> NatsSettings:
-    """How to reach the session's nats-server."""
     return nats_server.settings
 
 

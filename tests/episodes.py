@@ -69,7 +69,6 @@ def forked(number: int = 0, *, group_id: str = "e0.p0.a0", reward: float | None 
 
 
 def one_turn(number: int, *, group_id: str = "e0.p0.a0", reward: float | None = 0.0, **more: Any) -> Episode:
-    """An episode of one row with one turn."""
     rows = (make_row([(0, [5, 6, 7]), (1, [15 + number, 2])], text="other", versions=(2,)),)
     given: dict[str, Any] = {"environment_version": "1.2", "seed": 7, "status": "done", "rows": rows} | more
     return Episode(
@@ -78,7 +77,6 @@ def one_turn(number: int, *, group_id: str = "e0.p0.a0", reward: float | None = 
 
 
 def group_of(*episodes: Episode, reward_name: str = "environment") -> Group:
-    """The group of these episodes."""
     return Group.of_episodes(
         episodes,
         split="train",

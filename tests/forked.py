@@ -32,8 +32,6 @@ _READ_AT_THE_START = ("LD_PRELOAD", "PYTHONPATH")  # variables that a forked pro
 
 @dataclass(frozen=True)
 class Own:
-    """What a forked process does not have in common with the others."""
-
     log: str | None
     err: str | None
     environ: dict[str, str] | None
@@ -108,18 +106,16 @@ class Forked:
         self.wait(pid)
 
     def wait(self, pid: int) -> None:
-        """Wait until a process has ended."""
         wait_for(lambda: self.poll(pid) is not None, f"the end of process {pid}: {self.log}")
 
     def close(self) -> None:
-        """End all processes."""
         for pid in list(self._running):
             if self.poll(pid) is None:
                 self.kill(pid)
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.close()
-        self._server.wait(30)
+        self._server.wait(60.0)
         self._server.stdout.close()
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
@@ -152,14 +148,12 @@ class ForkedProcess:
         return not any(environ.get(name) for name in _READ_AT_THE_START)
 
     def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
         with self._lock:
             if self.returncode is None:
                 self.returncode = self._forked.poll(self.pid)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code."""
         deadline = time.monotonic() + (600.0 if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -168,19 +162,16 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def run(
     module: str, *preloaded: str, arguments: Sequence[str], cwd: Path, environ: Mapping[str, str], deadline_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process that is forked from one that has imported it, as ``subprocess.run`` does."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-forked-") as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         forked = _kept(module, *preloaded)

@@ -18,7 +18,6 @@ TOKENS = (*SPECIALS, *CHARACTERS, "as")
 
 
 def tensors(seed: int = 0) -> dict[str, np.ndarray]:
-    """Return the weights under their GGUF names."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:

@@ -116,7 +116,6 @@ def make_task(
     issued_version: int = 0,
     pinned_version: int | None = None,
 ) -> Task:
-    """A task to generate one group."""
     return Task(
         group_id=group_id,
         prompt_ids=tuple(prompt_ids),
@@ -167,5 +166,4 @@ def make_scored(
 
 
 def pack_bytes(groups: Sequence[Group]) -> bytes:
-    """The Parquet object of the groups."""
     return group_pack.encode(groups)

@@ -50,11 +50,9 @@ class JsonServer:
         self._thread.start()
 
     def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
-        """Return the status and the JSON value, or the bytes, of an answer."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop to serve."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

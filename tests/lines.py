@@ -25,12 +25,10 @@ def tracked(ending: str) -> list[Path]:
 
 
 def lines(paths: Iterable[Path]) -> int:
-    """Return the sum of their lines."""
     return sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 def words(paths: Iterable[Path]) -> int:
-    """Return the sum of their words."""
     return sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in paths)
 
 
@@ -60,7 +58,6 @@ def rows() -> list[tuple[str, int, int | None]]:
 
 
 def main() -> None:
-    """Print a row for each count."""
     for name, count, most in rows():
         limit = "" if most is None else f"of {most:>7,}" + ("" if count <= most else f"   over by {count - most:,}")
         sys.stdout.write(f"{name:42} {count:>8,} {limit}\n".rstrip() + "\n")

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.traces.spans import Span
-from penstock.protocol.traces.traces import Traces
+from penstock.protocol.traces.traces import Span, Traces
 
 
 class Receiver:
@@ -50,11 +49,9 @@ class Receiver:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def named(self, name: str) -> list[Any]:
-        """The spans of one name."""
         return [span for span in self.spans if span.name == name]
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -69,7 +66,6 @@ class Receiver:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    """Return a span's attributes as plain values."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
 
 
@@ -95,6 +91,5 @@ class Recorded:
 
 
 def recorded() -> tuple[Traces, list[Span]]:
-    """Return traces that record into a list, without a thread."""
     kept: Any = Recorded()
     return Traces(kept), kept.spans

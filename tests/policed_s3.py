@@ -182,7 +182,6 @@ def _signed(
     sha256: str,
     headers: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return headers with the signature of a request."""
     url = urlsplit(f"http://host{path}")
     query = "&".join(sorted(part if "=" in part else f"{part}=" for part in url.query.split("&") if part))
     url = url._replace(path=quote(unquote(url.path), safe="/~"), query=query)

@@ -27,13 +27,13 @@ class Disk:
         self.folder.mkdir()
         with self._image.open("wb") as file:
             file.truncate(mega_bytes * 2**20)
-        subprocess.run(["/usr/sbin/mkfs.ext4", "-q", "-F", str(self._image)], check=True, timeout=60)
+        subprocess.run(["/usr/sbin/mkfs.ext4", "-q", "-F", str(self._image)], check=True, timeout=300)
         self._mount()
 
     def _mount(self) -> None:
         done = subprocess.run(
             ["mount", "-o", "loop", str(self._image), str(self.folder)],
-            check=False, capture_output=True, text=True, timeout=60,
+            check=False, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         if done.returncode:
             pytest.skip(f"no loop device can be mounted here: {done.stderr.strip()}")
@@ -52,5 +52,4 @@ class Disk:
         self._mount()
 
     def remove(self) -> None:
-        """Unmount it."""
-        subprocess.run(["umount", str(self.folder)], check=True, timeout=60)
+        subprocess.run(["umount", str(self.folder)], check=True, timeout=300)

@@ -50,7 +50,7 @@ class RefusingS3:
                     status, code = proxy.refusal
                     self._answer(status, _BODY.format(code=code, message="no").encode(), "application/xml")
                     return
-                connection = http.client.HTTPConnection(upstream, timeout=30)
+                connection = http.client.HTTPConnection(upstream, timeout=60)
                 connection.request(self.command, self.path, body, dict(self.headers))
                 reply = connection.getresponse()
                 data = reply.read()

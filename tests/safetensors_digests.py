@@ -13,7 +13,6 @@ _MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format itself
 
 
 def safetensors_digests(data: bytes | memoryview) -> list[TensorDigest]:
-    """Digest every tensor of one safetensors file; raises MalformedWeights when it is not one."""
     view = memoryview(data).cast("B")
     size = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
     start = _HEADER_LENGTH_BYTES + size

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import secrets
 import shutil
@@ -32,6 +33,12 @@ def require_package(program: str, package: str) -> None:
     """Skip the test when a program of a Debian package is not installed; the summary prints the command to get it."""
     if shutil.which(program) is None and not Path(program).exists():
         pytest.skip(f"{program} is not installed: apt-get install {package}")
+
+
+def needs(module: str, *, extra: str) -> pytest.MarkDecorator:
+    """Skip the tests of a file when a package is not installed. Does not import it: six processes collect every file, one runs it."""
+    reason = f"{module} is not installed: pip install 'penstock[{extra}]'"
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=reason)
 
 
 def require(program: str) -> None:
@@ -84,7 +91,6 @@ class NatsCluster:
             wait_for(self.nodes[name]._ready, f"{name} to be ready", 120.0)
 
     def stop(self) -> None:
-        """Stop all."""
         for node in self.nodes.values():
             node.kill()
 
@@ -117,7 +123,6 @@ def secret_file(secret: str) -> Path:
 
 
 def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
-    """Wait until ``condition()`` is true; fails naming ``what`` was waited for."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:

@@ -30,7 +30,6 @@ _LIBRARIES = {"client", "_client", "js", "msg", "err", "sub", "_sub", "_store"} 
 
 
 def _primitive_of(node: ast.AST) -> str | None:
-    """Return the primitive that a node is a copy of; None for any other node."""
     match node:
         case ast.Call():
             return _primitive_of_call(node)
@@ -63,7 +62,6 @@ def _primitive_of_call(call: ast.Call) -> str | None:
 
 @functools.cache
 def _places() -> Mapping[str, set[str]]:
-    """Return the files that have each primitive."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for path in (path for package in _PACKAGES for path in (_ROOT / package).rglob("*.py")):
         text = path.read_text()
@@ -82,7 +80,7 @@ def _places() -> Mapping[str, set[str]]:
             {
                 "protocol/files.py",
                 "protocol/parent_death.py",  # a program that imports no package
-                "fine_tuning/result.py",  # moves what may be on another file system
+                "fine_tuning/training_folder.py",  # moves what may be on another file system
                 "trainer/learner/export.py",
                 "trainer/learner/gguf_model.py",
             },

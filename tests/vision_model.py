@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +83,6 @@ def build_vision_model(folder: Path, *, seed: int = 0, **changes: Any) -> Qwen2_
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return model
-
-
-def loaded_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors by the names that they have in the model, instead of those in its files."""
-    found = {}
-    for name, tensor in tensors.items():
-        if name.startswith("visual."):
-            found[f"model.{name}"] = tensor
-        elif name.startswith("model."):
-            found[f"model.language_model.{name.removeprefix('model.')}"] = tensor
-        else:
-            found[name] = tensor
-    return found
 
 
 def write_vision_tokenizer(folder: Path) -> dict[str, int]:

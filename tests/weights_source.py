@@ -22,8 +22,7 @@ from penstock.protocol.weights.signature import SigningKey
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import VersionPublisher
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
-from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import VersionWriter
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets, read_buckets
@@ -47,8 +46,6 @@ class _Store(Blobs):
 
 
 class _NotSent:
-    """The outcome of a publication that was not made."""
-
     def wait(self) -> Receipt:
         return Receipt(sequence=0, duplicate=False)
 
@@ -73,7 +70,6 @@ class _Bus:
 
 
 def adapter_base(tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterBase:
-    """Return a model as the base of adapters."""
     buckets = copy_to_buckets(tensors)
     return AdapterBase(buckets, config, ModelWeights(buckets).root())
 
@@ -143,6 +139,5 @@ class WeightsSource:
         return self._bus.last
 
     def answer(self) -> WeightsPublished:
-        """Publish the newest version again, as the answer to a refusal."""
         assert self.publisher.publish_again()
         return self._bus.last

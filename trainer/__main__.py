@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from penstock.protocol.closed_output import ends_quietly
+from penstock.protocol.command_line import program
+from penstock.protocol.process_end import ends_quietly
 from penstock.trainer.commands.run_command import STOPPED, run_command, start_process
 
 COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    if name in ("data-check", "data-rows"):
+        command = getattr(import_module("penstock.trainer.commands.data_commands"), name.replace("-", "_"))
+        return program(f"python -m penstock.trainer {name}", command, error=None)(arguments)
     return import_module(f"penstock.trainer.commands.{name.replace('-', '_')}").main(arguments)
 
 

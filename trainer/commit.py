@@ -47,7 +47,6 @@ from penstock.trainer.telemetry.event_writer import EventWriter
 
 log = structlog.get_logger("trainer.commit")
 
-CHECKPOINTS = "checkpoints"
 _ABANDONED_KEPT = 16  # newest ranges of rolled-back versions that later sessions know; older samples are long stale
 
 
@@ -109,7 +108,7 @@ class Committer:
             record=record,
             chapter=chapter,
         )
-        if not checkpoint.has_weights_of(self.settings.run.folder / CHECKPOINTS, state):
+        if not checkpoint.has_weights_of(self.settings.run.folder / checkpoint.CHECKPOINTS, state):
             self.learner.capture()
         crash_points.reach(CrashPoint.CAPTURED)
         self.thread.start(lambda: self._finish(state, trained, evaluated), step=step)
@@ -119,7 +118,7 @@ class Committer:
     ) -> None:
         """Write a checkpoint, name it in NATS, and acknowledge; on the thread."""
         started = time.monotonic()
-        root = self.settings.run.folder / CHECKPOINTS
+        root = self.settings.run.folder / checkpoint.CHECKPOINTS
         if self.stored is not None and not checkpoint.has_weights_of(root, state):
             self.stored.remove_local(self.lease.confirm)
         data = checkpoint.commit(

@@ -10,9 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Identifier, RewardName
+from penstock.trainer.data.row_formats.row_format import ROW_FORMATS
 from penstock.trainer.fine_tuning_settings import Files, listed
-
-Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
 
 COLUMNS = (
     "prompt",
@@ -54,7 +53,11 @@ class DataSettings(Section):
         description="Train on this output of `penstock rescore` instead of generating: no engine, no rewards, no evaluation; "
         "data.train and data.eval are not read.",
     )
-    format: Format = Field(default="auto", description="Form of the rows; auto recognises it by the columns.")
+    format: str = Field(
+        default="auto",
+        description="Form of the rows: auto recognises it by the columns; verl, trl, messages, flat, question_answer, sharegpt, "
+        "alpaca, openrlhf, or your own as my_format.py:my_format.",
+    )
     map: dict[str, str] = Field(
         default={}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'
     )
@@ -98,6 +101,16 @@ class DataSettings(Section):
         default=[], description="Columns to leave out, as named in the file; no reward sees them."
     )
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, value: str) -> str:
+        if value != "auto" and ":" not in value:  # a file is run when rows are read, not when settings are
+            try:
+                ROW_FORMATS.find(value)
+            except ConfigError as err:
+                raise ValueError(str(err)) from None
+        return value
 
     @field_validator("map")
     @classmethod

@@ -1,16 +1,111 @@
-"""How the ranks share the work of a run: who computes which rows and tokens, who sums, who publishes, who writes files.
+"""How the ranks of a run share its work: data, sequence and tensor parallelism; imports no torch.
 
-Ranks that compute the same rows (`trainer/parallel_layout.py`) have the same losses and figures, which count once in every sum.
-Learner and publishing ask here and never compare rank numbers themselves, so another layout changes this file.
+Rank ``((dp * SP) + sp) * TP + tp``: ranks next to each other exchange the most. Ranks that compute the same rows have the same losses and
+figures, which count once in every sum. Learner and publishing ask `ParallelDims` and never compare rank numbers themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from penstock.trainer.parallel_layout import ParallelLayout
-from penstock.trainer.ranks import Ranks, RankSubgroup
+from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.trainer.ranks import Ranks, RankSubgroup
+
+# The model_type of models whose weights are divided: tests compare each of them with one process.
+DIVIDED = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """How many ranks compute a micro-batch together; all others compute other rows."""
+
+    sequence_parallel: int = 1  # ranks that share the tokens of a micro-batch
+    tensor_parallel: int = 1  # ranks that share the weights
+
+    def __str__(self) -> str:
+        """The settings that are not 1."""
+        settings = (("sequence_parallel", self.sequence_parallel), ("tensor_parallel", self.tensor_parallel))
+        return " x ".join(f"trainer.{name} = {value}" for name, value in settings if value > 1)
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """Ranks that compute the same rows."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    def check(self, config: Mapping[str, Any], where: str) -> None:
+        """Raise ConfigError if a model cannot be computed in this layout.
+
+        A config whose names of heads are others than usual is left to `check_heads`.
+
+        Args:
+            config: The content of its config.json.
+            where: Names the model.
+        """
+        text = config.get("text_config", config)
+        text = text if isinstance(text, Mapping) else config
+        if self.tensor_parallel > 1:
+            self._check_weights(text, where)
+        heads = text.get("num_attention_heads")
+        if isinstance(heads, int):
+            kv_heads = text.get("num_key_value_heads")
+            self.check_heads(heads, kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads, where)
+
+    def allows(self, config: Mapping[str, Any]) -> bool:
+        """Return True if a model can be computed in this layout."""
+        try:
+            self.check(config, "")
+        except ConfigError:
+            return False
+        return True
+
+    def check_heads(self, heads: int, kv_heads: int, where: str) -> None:
+        """Raise ConfigError unless every rank gets equally many attention heads; ``where`` names the model.
+
+        Key heads may be fewer than the ranks that share tokens: then ranks next to each other compute with the same one.
+        """
+        ranks = self.tensor_parallel
+        for number, what in ((heads, "attention"), (kv_heads, "key")):
+            if number % ranks:
+                raise ConfigError(
+                    f"trainer.tensor_parallel = {ranks} does not divide the {number} {what} heads of {where}: each rank has the "
+                    f"weights of some of the heads; set it to {_divisors(number)}"
+                )
+        heads, kv_heads = heads // ranks, kv_heads // ranks
+        of_rank = " that a rank has" if ranks > 1 else ""
+        ranks = self.sequence_parallel
+        if heads % ranks:
+            raise ConfigError(
+                f"trainer.sequence_parallel = {ranks} does not divide the {heads} attention heads{of_rank} of {where}: in "
+                f"attention each rank computes some of the heads; set it to {_divisors(heads)}"
+            )
+        if kv_heads % ranks and ranks % kv_heads:
+            raise ConfigError(
+                f"trainer.sequence_parallel = {ranks} neither divides the {kv_heads} key heads{of_rank} of {where} nor is divided "
+                f"by them: in attention each rank computes some of the heads; set it to a divisor or a multiple of {kv_heads}"
+            )
+
+    def _check_weights(self, config: Mapping[str, Any], where: str) -> None:
+        ranks, family = self.tensor_parallel, config.get("model_type")
+        if family not in DIVIDED:
+            raise ConfigError(
+                f"trainer.tensor_parallel = {ranks}, and {where} is a {family} model: only the weights of {', '.join(DIVIDED)} are "
+                "divided, which are compared with one process; DeepSpeed 0.19 refuses experts, and trains others wrongly without a "
+                "word where a weight is read by a part of the heads. Set trainer.tensor_parallel = 1, and trainer.zero_stage = 3"
+            )
+        width = config.get("intermediate_size")
+        if isinstance(width, int) and width % ranks:
+            raise ConfigError(
+                f"trainer.tensor_parallel = {ranks} does not divide intermediate_size = {width} of {where}; set it to a divisor"
+            )
+
+
+def _divisors(number: int) -> str:
+    found = [str(one) for one in range(2, number + 1) if number % one == 0]
+    return " or ".join(found) if found else "1"
 
 
 @dataclass(frozen=True, slots=True)

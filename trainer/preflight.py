@@ -1,24 +1,25 @@
-"""Checks servers, run and rewards before anything starts. Every error names the fix.
-
-The data files and the model folder are checked where they are opened.
-"""
+"""Checks servers, run and rewards before anything starts, and opens the data. Every error names the fix."""
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
 from penstock.protocol import streams
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Head, decode
+from penstock.protocol.images.processor import read_processor
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, folder_name
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.rewards_offered import (
@@ -33,11 +34,22 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet
-from penstock.trainer.errors import CheckpointError, UnknownReward
+from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.data.row_checks import read_tokenizer
+from penstock.trainer.errors import CheckpointError, UnknownReward, UnsupportedModel
+from penstock.trainer.eval_settings import DATA_EVAL
+from penstock.trainer.evaluation.eval_result import EvaluatedSource
+from penstock.trainer.groups.task_packs import evaluation_sampling
+from penstock.trainer.learner.pair_planner import open_mixed_pairs
+from penstock.trainer.learner.vision_check import check_environments
 from penstock.trainer.publishing.head import read_head
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.recovery import checkpoint
+from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.preflight")
+data_log = structlog.get_logger("trainer.assemble")
 
 _REWARD_DEADLINE_S = 60.0  # reward services may start after the trainer
 _POLL_S = 0.2
@@ -56,6 +68,26 @@ def connect(settings: TrainerSettings, *, deadline_s: float = 20.0, traces: Trac
     blobs.check(settings.run.id)
     bus = Bus.connect(settings.nats, name="trainer", deadline_s=deadline_s)
     return Connections(settings.run.id, bus, blobs, HeldGroups(traces))
+
+
+def newest_checkpoint(
+    settings: TrainerSettings, connections: Connections, committed: bytes | None, stored: StoredCheckpoints
+) -> tuple[tuple[Path, CheckpointState] | None, bytes]:
+    """Return the checkpoint to resume, verified, and its ``state.json``; fetched if only the object store has it.
+
+    ``committed`` is the checkpoint key of the run in NATS. Raises as `check_resume` and `check_is_newest` do.
+    """
+    root, older_step = settings.run.folder / checkpoint.CHECKPOINTS, settings.trainer.resume_older_step
+    newest = checkpoint.newest(root, settings.run.id)
+    if older_step is None and stored.fetch(committed, newest[1] if newest else None):
+        newest = checkpoint.newest(root, settings.run.id)
+    check_resume(connections, resume=settings.trainer.resume, has_checkpoint=newest is not None)
+    state_json = (newest[0] / STATE_FILE).read_bytes() if newest else b""
+    check_is_newest(committed, root, newest[1] if newest else None, state_json, older_step=older_step)
+    if newest is not None:
+        stored.complete(*newest)
+        checkpoint.verify_files(*newest)
+    return newest, state_json
 
 
 def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:
@@ -243,3 +275,104 @@ def _plain_first(missing: set[str], defined: Mapping[str, str]) -> list[str]:
 def _near(name: str, offers: list[RewardsOffered]) -> str:
     near = nearest(name, offers)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+_VISIBLE_S = 10.0  # a file that one node has made may be seen late on another, by a network file system
+
+
+def check_shared(folder: Path, ranks: Ranks, *, deadline_s: float = _VISIBLE_S) -> None:
+    """Make a file on rank 0 and look for it on every rank (all ranks); raises ConfigError on each if one does not see it."""
+    if ranks.num_ranks == 1:
+        return
+    name = ""
+    if ranks.is_leader:
+        name = f".seen-by-all-{secrets.token_hex(8)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    mark = folder / ranks.broadcast(name or None)
+    deadline = time.monotonic() + deadline_s
+    while not (is_seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (num_seeing,) = ranks.sum([float(is_seen)])
+    if ranks.is_leader:
+        mark.unlink()
+    if num_seeing < ranks.num_ranks:
+        raise ConfigError(
+            f"run.dir: {folder.absolute()} of rank 0 is seen by {num_seeing:.0f} of {ranks.num_ranks} ranks; every rank writes its "
+            "part of a checkpoint there: set run.dir to a folder on storage that all nodes share, at the same path"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The rows of a run."""
+
+    train: PromptSet | None  # None: groups come from a stored run
+    eval: tuple[EvaluatedSource, ...]
+    tokenizer: ChatTokenizer
+    pairs: PairSet | None = None  # that are trained on beside the groups
+
+    @property
+    def sets(self) -> list[PromptSet]:
+        held_out = [source.prompts for source in self.eval]
+        return held_out if self.train is None else [self.train, *held_out]
+
+
+def open_data(settings: TrainerSettings) -> RunData:
+    """Open and check all rows of a run; raises ConfigError, MalformedData or UnsupportedModel."""
+    if not (settings.model.path / "config.json").is_file():
+        raise UnsupportedModel(
+            f"model.path = {settings.model.path}: it has no config.json; set it to a Hugging Face model folder"
+        )
+    tokenizer = read_tokenizer(settings)
+    if settings.data.from_run is not None:  # nothing is generated: no prompts are needed, and none can be evaluated
+        return RunData(None, (), tokenizer)
+    evaluated = tuple(_open_source(settings, name, tokenizer) for name in settings.evaluated)
+    train = _open_prompts(
+        settings,
+        settings.data.train_files,
+        tokenizer,
+        max_new_tokens=settings.rollout.max_new_tokens,
+        skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
+    )
+    held_out = {source.name: source.prompts.num_with_images for source in evaluated}
+    check_environments(settings, {None: train.num_with_images, **held_out})
+    return RunData(train, evaluated, tokenizer, open_mixed_pairs(settings))
+
+
+def _open_source(settings: TrainerSettings, name: str, tokenizer: ChatTokenizer) -> EvaluatedSource:
+    section = settings.eval.of(name)
+    section = section.model_copy(update={"environment": section.environment or settings.rollout.environment})
+    files, reward = settings.data.eval_files, None
+    if name != DATA_EVAL:
+        files, reward = settings.eval.source[name].files, settings.eval.source[name].reward
+    update: dict[str, Any] = {"data": settings.data.model_copy(update={"max_samples": None})}
+    if reward:
+        update["reward"] = settings.reward.model_copy(update={"name": reward, "by_source": {}})
+    longest = section.max_new_tokens or settings.rollout.max_new_tokens
+    prompts = _open_prompts(settings.model_copy(update=update), files, tokenizer, max_new_tokens=longest)
+    return EvaluatedSource(name, prompts, section, evaluation_sampling(section, settings.rollout, tokenizer.eos_ids))
+
+
+def _open_prompts(
+    settings: TrainerSettings,
+    files: Sequence[Path],
+    tokenizer: ChatTokenizer,
+    *,
+    max_new_tokens: int,
+    skips_pairs: bool = False,
+) -> PromptSet:
+    prompts = PromptSet.open(
+        files,
+        data=settings.data,
+        reward=settings.reward,
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        skips_pairs=skips_pairs,
+        processor=read_processor(settings.model.path),
+    )
+    for notes in prompts.notes:
+        data_log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
+    if prompts.dropped:
+        data_log.warning("prompts left out", files=[str(path) for path in files], **prompts.dropped)
+    return prompts

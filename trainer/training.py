@@ -9,46 +9,41 @@ from dataclasses import asdict, dataclass, field
 
 import structlog
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.record import pause_request
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_digest
-from penstock.protocol.traces.spans import Value
-from penstock.protocol.traces.traces import HeldGroups
+from penstock.protocol.traces.traces import HeldGroups, Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
-from penstock.trainer.algorithm.collapse_check import CollapseCheck
-from penstock.trainer.algorithm.engine_check import EngineCheck
+from penstock.trainer.algorithm.engine_check import CollapseCheck, EngineCheck
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
-from penstock.trainer.evaluation.early_stop import EarlyStop
-from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
+from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
-from penstock.trainer.learner.health.peak_flops import peak_of
+from penstock.trainer.learner.flops import peak_of
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
+from penstock.trainer.recovery.commit_thread import CheckpointSchedule
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.recovery.stopped_batch import Stop, save_batch
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
-from penstock.trainer.telemetry.event_writer import EventWriter
+from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
-from penstock.trainer.telemetry.metrics import StepTiming, step_fields
-from penstock.trainer.telemetry.speed import speed_fields
-from penstock.trainer.telemetry.step_reporter import StepReporter
+from penstock.trainer.telemetry.metrics import StepTiming, speed_fields, step_fields
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
 log = structlog.get_logger("trainer.training")

@@ -23,10 +23,9 @@ from pydantic import ValidationError
 
 from penstock.agents.environments.play_episode import Played
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.agents.proxy.build_episode import counts_of, messages_json, stored_rows
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
-from penstock.agents.proxy.rows import TreeRows
+from penstock.agents.proxy.rows import TreeRows, counts_of, messages_json, stored_rows
 from penstock.agents.proxy.session import AgentModel, EpisodeSession
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -39,6 +38,7 @@ from penstock.protocol.seeds import derived_seed
 from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.run_images import RunImages
+from penstock.serving.target_policy import OwnServer
 
 log = structlog.get_logger("rollout.environment")
 
@@ -103,9 +103,9 @@ class EpisodeEnvironment(Environment):
     options: ClassVar[type[PlayOptions]] = PlayOptions  # what `environment.define.NAME.options` may hold
 
     def __init__(self) -> None:
-        """Start with the default options and limits, and without a model."""
         self.settings: EpisodeSettings = EpisodeSettings()  # pyright: ignore[reportCallIssue]
         self.chosen: Any = None  # an instance of ``options``; None: its defaults
+        self.own_servers: tuple[OwnServer, ...] = ()  # of the run, which no URL may lead to
         self._folder = Path()
         self._context_tokens: int | None = None
         self._site: Site | None = None
@@ -138,12 +138,14 @@ class EpisodeEnvironment(Environment):
         """The most versions by which an ended episode of an earlier delivery may be behind."""
         return self.settings.kept_staleness
 
+    def never_call(self, servers: Sequence[OwnServer]) -> None:
+        self.own_servers = tuple(servers)
+
     def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:
         """Note where ended episodes are stored, and the places that all episodes of the worker share."""
         self._store, self._worker_places = store, running
 
     def use_images(self, images: RunImages) -> None:
-        """Note where the images of messages are stored."""
         self._images = images
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
@@ -219,7 +221,6 @@ class EpisodeEnvironment(Environment):
         return (episode.environment, episode.seed) == (self.name, group_seed(task)) and episode.index < task.group_size
 
     def limits(self) -> EpisodeLimits:
-        """Return what one episode may use."""
         deadline_s = self.settings.episode_deadline_s
         return EpisodeLimits(max_turns=self.settings.max_turns, answer_deadline_s=deadline_s)  # pyright: ignore[reportCallIssue]
 

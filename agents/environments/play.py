@@ -1,4 +1,4 @@
-"""What an environment of several turns is made of: one `Play` for each episode.
+"""What an environment of several turns is made of: one `Play` for each episode; and calls of its methods with a deadline, whose results are checked.
 
 An author writes a class with ``start`` and ``step``, and an instance of `TurnEnvironment` that makes one of it for a task
 (`turn_environment.py`). A play holds its own state and knows nothing of tokens, engines or groups. Its methods may be coroutines;
@@ -7,15 +7,18 @@ plain ones run on a thread, so that a slow one does not stop the others.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.agents.proxy.api.chat_completions import read_message
-from penstock.agents.proxy.messages import Message
-from penstock.agents.proxy.request_errors import RequestRefused
+from penstock.agents.proxy.messages import Message, RequestRefused
 from penstock.protocol.facts import Task
 
 
@@ -72,7 +75,6 @@ def say(text: str, reward: float = 0.0) -> Reply:
 
 
 def done(reward: float, **parts: float) -> Reply:
-    """Return the reply that ends an episode."""
     return Reply(reward=reward, is_done=True, parts=parts)
 
 
@@ -96,3 +98,56 @@ class Play(ABC):
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most plays hold nothing
         """Give up what the play holds; called once, also after a failure."""
+
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class EnvironmentFailed(Exception):
+    """The environment failed; the text says how."""
+
+
+async def call(function: Callable[[], Any], deadline_s: float, executor: Executor) -> Any:
+    """Return what a method of a play returns; raises EnvironmentFailed when it raises, or takes too long."""
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            if inspect.iscoroutinefunction(getattr(function, "func", function)):
+                return await function()
+            value = await asyncio.get_running_loop().run_in_executor(executor, function)
+            return await value if inspect.isawaitable(value) else value
+    except TimeoutError as err:  # the episode's own deadline cancels this call instead
+        if not limit.expired():
+            raise EnvironmentFailed(f"TimeoutError: {err}") from err
+        raise EnvironmentFailed(f"no reply within {deadline_s:g} s (reply_deadline_s)") from None
+    except Exception as err:
+        raise EnvironmentFailed(f"{type(err).__name__}: {err}") from err
+
+
+def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
+    """Return messages that the policy can answer; raises EnvironmentFailed."""
+    messages = tuple(value) if isinstance(value, Sequence) else ()
+    wrong = [one for one in messages if not (isinstance(one, Message) and one.role in _ROLES)]
+    if wrong or not messages or messages[-1].role not in ("user", "tool"):
+        last = f"the last of role {messages[-1].role!r}" if messages and not wrong else f"got {str(value)[:200]!r}"
+        what = "start() returns" if is_first else "a reply that is not the last has"
+        raise EnvironmentFailed(f"{what} at least one Message, the last of role user or tool; {last}")
+    return messages
+
+
+def checked_score(value: Any) -> float:
+    """Return what a play's score() returns; raises EnvironmentFailed for what is no finite number."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise EnvironmentFailed(f"score() returns a finite number, got {value!r}")
+    return float(value)
+
+
+def checked_reply(value: Any) -> Reply:
+    """Return a play's reply; raises EnvironmentFailed for another value, or numbers that are not finite."""
+    if not isinstance(value, Reply):
+        raise EnvironmentFailed(f"step() returns a Reply, got {type(value).__name__}")
+    numbers = {"reward": value.reward, **value.parts}
+    for name, number in numbers.items():
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise EnvironmentFailed(f"{name} is {number!r}, expected a finite number")
+    return value

@@ -24,17 +24,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.agents.environments.call_play import (
+from penstock.agents.environments.play import (
     EnvironmentFailed,
+    Play,
+    Reply,
     call,
     checked_messages,
     checked_reply,
     checked_score,
 )
-from penstock.agents.environments.play import Play, Reply
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
-from penstock.agents.proxy.messages import Message
-from penstock.agents.proxy.request_errors import RequestRefused
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 from penstock.protocol.config.environment_settings import EpisodeSettings

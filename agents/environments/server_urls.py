@@ -1,12 +1,13 @@
-"""Options that several environments have: the URLs of their servers, and which addresses may be called."""
+"""Options that several environments have: the URLs of their servers, the file of a token, and which addresses may be called."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
 
-from penstock.protocol.errors import TargetRefused
+from penstock.protocol.errors import ConfigError, TargetRefused
 from penstock.serving.target_policy import TargetPolicy
 
 _MAX_URLS = 256
@@ -48,3 +49,14 @@ def _are_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
 # an environment that has no other way to its servers refuses an empty list
 ServerUrls = Annotated[str | list[str], AfterValidator(_are_different)]
 AllowedTargets = Annotated[tuple[str, ...], AfterValidator(_are_targets)]
+
+
+def read_token(file: Path, key: str) -> str:
+    """Return the token of a file; raises ConfigError that names the setting ``key``, and never shows the token."""
+    try:
+        token = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{key} {file}: not readable as ASCII ({type(err).__name__})") from None
+    if not token or not token.isprintable() or " " in token:
+        raise ConfigError(f"{key} {file}: expected one token without spaces")
+    return token

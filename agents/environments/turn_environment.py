@@ -6,6 +6,7 @@ A new one is one file with an instance of `TurnEnvironment` at its top level, fo
 from __future__ import annotations
 
 from abc import abstractmethod
+from pathlib import Path
 from typing import Any
 
 from penstock.agents.environments.episode_environment import (
@@ -18,6 +19,8 @@ from penstock.agents.environments.episode_environment import (
 from penstock.agents.environments.play import Play, Row
 from penstock.agents.environments.play_episode import play_episode
 from penstock.agents.proxy.session import EpisodeSession
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import Sampler
 
 
@@ -45,3 +48,36 @@ class TurnEnvironment(EpisodeEnvironment):
         finally:
             made = session.end()  # where it is cancelled too: what the engine samples for it is cancelled
         return Attempt(session, made, played, play.version)
+
+
+class ServerEnvironment(TurnEnvironment):
+    """An environment type that servers play: it has connections to them once options with URLs are chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions: Any = None
+
+    @abstractmethod
+    def new_sessions(self, options: Any) -> Any:
+        """Return the connections to the servers of ``options``, with a coroutine ``close``."""
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        super().use_model(folder, context_tokens)
+        if self.chosen is not None:
+            self.sessions = self.new_sessions(self.chosen)
+
+    async def close(self) -> None:
+        if self.sessions is not None:
+            await self.sessions.close()
+
+
+def check_reply_deadline(
+    name: str, definition: EnvironmentDefinition, call_deadline_s: float, answers_within_s: float
+) -> None:
+    """Raise ConfigError for a deadline of replies that ends before that of one call of a server's tool."""
+    least = call_deadline_s + answers_within_s
+    if definition.reply_deadline_s <= least:
+        raise ConfigError(
+            f"environment.define.{name}.reply_deadline_s = {definition.reply_deadline_s:g}: expected more than {least:g}, which is "
+            f"options.call_deadline_s and {answers_within_s:g} s to see whether the server still answers"
+        )

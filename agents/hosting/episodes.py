@@ -15,13 +15,6 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from penstock.agents.environments.call_play import (
-    EnvironmentFailed,
-    call,
-    checked_messages,
-    checked_reply,
-    checked_score,
-)
 from penstock.agents.environments.over_http import wire
 from penstock.agents.environments.over_http.wire import (
     ProblemCode,
@@ -32,9 +25,17 @@ from penstock.agents.environments.over_http.wire import (
     Step,
     Stepped,
 )
-from penstock.agents.environments.play import Play, Row
+from penstock.agents.environments.play import (
+    EnvironmentFailed,
+    Play,
+    Row,
+    call,
+    checked_messages,
+    checked_reply,
+    checked_score,
+)
 from penstock.agents.environments.turn_environment import TurnEnvironment
-from penstock.agents.proxy.request_errors import RequestRefused
+from penstock.agents.proxy.messages import RequestRefused
 
 Answer = TypeVar("Answer")
 

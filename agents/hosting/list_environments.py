@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import inspect
 import json
@@ -25,33 +24,23 @@ from penstock.rollout_service.environments.environment import Environment, load_
 from penstock.rollout_service.settings import RolloutSettings
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the built-in and installed environments, and those of a run file."""
-    parser = argparse.ArgumentParser(prog="penstock env list", description="List environments and their options.")
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        help="run file; what it defines is listed too. With --registered also several, and overrides such as nats.url=URL: where NATS is",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--registered",
-        action="store_true",
-        help="list the registered environment servers instead: versions, states, episodes, leases",
-    )
-    options = parser.parse_intermixed_args(arguments)  # run files may stand between options
-    if options.registered:
-        return _list_registered(options.settings, is_json=options.json)
-    files = [Path(one) for one in options.settings]
-    if len(files) > 1 or any("=" in one for one in options.settings):
-        raise ConfigError(f"{options.settings[-1]} is needed with --registered only; without it, give one run file")
+def print_environments(given: Sequence[str], *, as_json: bool, registered: bool) -> int:
+    """Print the built-in and installed environments, and those of a run file; or the ``registered`` servers instead.
+
+    Raises ConfigError.
+    """
+    if registered:
+        return _list_registered(given, is_json=as_json)
+    files = [Path(one) for one in given]
+    if len(files) > 1 or any("=" in one for one in given):
+        raise ConfigError(f"{given[-1]} is needed with --registered only; without it, give one run file")
     if not files:
         found = load_environments(())
     else:
         settings = load(RolloutSettings, files=files).settings
         found = load_environments(settings.worker.environments, settings.environment.define)
     rows = {name: _about(environment) for name, environment in sorted(found.items())}
-    if options.json:
+    if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
         return 0
     for name, about in rows.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import time
@@ -21,6 +20,7 @@ from penstock.agents.environments.over_http.registry import (
     RegistrationRefused,
 )
 from penstock.agents.environments.over_http.wire import About
+from penstock.agents.hosting.commands import LEASE_S
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
@@ -32,7 +32,6 @@ from penstock.serving import lease, target_policy
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
-LEASE_S = 15.0
 LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
 _ASK_S = 5.0
 _MAX_ANSWER_BYTES = 1024 * 1024
@@ -53,38 +52,6 @@ class Offer:
     url: str
     lease_s: float = LEASE_S
     replace: bool = False  # another version of the name
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a registration, and the positional ones that say where NATS is."""
-    parser.add_argument(
-        "settings", nargs="*", help="run files, and overrides such as nats.url=nats://HOST:4222: where NATS is"
-    )
-    parser.add_argument(
-        "--lease-s",
-        type=float,
-        default=LEASE_S,
-        help=f"seconds without a renewal after which it is out of service (default: {LEASE_S:g})",
-    )
-    parser.add_argument(
-        "--replace",
-        action="store_true",
-        help="take over the name from servers of another version, which end their episodes",
-    )
-
-
-def add_target_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which servers are called, and whom they are trusted by."""
-    parser.add_argument("--secret-file", type=Path, help="file with the server's signing keys")
-    parser.add_argument(
-        "--ca-file", type=Path, help="certificates of the authorities that an https server is trusted by"
-    )
-    parser.add_argument(
-        "--allowed-target",
-        action="append",
-        default=[],
-        help="network or host name of servers that may be called; repeatable (default: loopback and private ranges)",
-    )
 
 
 def read_settings(given: Sequence[str], environ: dict[str, str]) -> RegistrySettings:

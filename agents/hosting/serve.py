@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from penstock.agents.environments.server_urls import checked_url
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import app, registrar
+from penstock.agents.hosting.commands import LeaseOptions, ServeOptions
 from penstock.agents.hosting.episodes import Episodes
 from penstock.agents.hosting.register import check_name, say_registered
 from penstock.agents.hosting.registrar import Offer, Registrar
@@ -29,55 +29,10 @@ from penstock.serving.host import allowed_hosts, stopping_by_signal
 from penstock.serving.target_policy import PRIVATE_TARGETS
 from penstock.serving.web_server import serving_app
 
-_EPILOG = """\
-The file holds a class like the one of docs/environments.md: a TurnEnvironment whose `play` makes a Play with `start` and `step`.
-/openapi.json describes the API, for servers in other languages.
 
-Example:  penstock env serve guess.py:Guess --port 8800
-          penstock env test http://127.0.0.1:8800
-          penstock env serve guess.py:Guess run.toml --register guess
-
-Ctrl-C unregisters it, takes no new episodes and lets those in progress end; a second Ctrl-C exits at once.
-"""
-
-
-def main(arguments: Sequence[str]) -> int:
+def serve_environment(reference: str, settings: Sequence[str], options: ServeOptions, lease: LeaseOptions) -> int:
     """Serve until SIGTERM or Ctrl-C; raises ConfigError when the environment or an option is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="penstock env serve",
-        description='Serve an environment over HTTP, for [environment.define.NAME] with type = "http".',
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("environment", help="FILE.py:CLASS, module:CLASS, or the name of a built-in or installed one")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
-    parser.add_argument("--capacity", type=int, default=256, help="episodes that are played at once (default: 256)")
-    parser.add_argument(
-        "--reply-s", type=float, default=60.0, help="seconds that the environment may take for one reply (default: 60)"
-    )
-    parser.add_argument(
-        "--idle-s",
-        type=float,
-        default=900.0,
-        help="seconds without a call after which an episode is closed (default: 900)",
-    )
-    parser.add_argument(
-        "--drain-s",
-        type=float,
-        default=60.0,
-        help="seconds that episodes in progress may take after Ctrl-C (default: 60)",
-    )
-    parser.add_argument(
-        "--secret-file",
-        type=Path,
-        help="file with one or two signing keys whsec_..., one per line; calls signed with neither are refused",
-    )
-    parser.add_argument("--register", metavar="NAME", default="", help="register it on NATS under this name")
-    parser.add_argument("--url", help="URL at which workers reach it, to register (default: from host and port)")
-    registrar.add_options(parser)
-    options = parser.parse_intermixed_args(arguments)  # run files may stand between options
-    environment = served_environment(options.environment)
+    environment = served_environment(reference)
     secrets = signature.read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
     if not secrets and not http_tls.is_loopback(options.host):
         raise ConfigError(
@@ -86,10 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.capacity < 1 or not min(options.reply_s, options.idle_s, options.drain_s) > 0:
         raise ConfigError("--capacity must be at least 1, and --reply-s, --idle-s and --drain-s more than 0")
     check_name(options.register)
-    if options.settings and not options.register:
-        raise ConfigError(f"{options.settings[0]} says where NATS is, which is needed with --register NAME only")
+    if settings and not options.register:
+        raise ConfigError(f"{settings[0]} says where NATS is, which is needed with --register NAME only")
     configure("environment")
-    asyncio.run(_serve(environment, options, secrets))
+    asyncio.run(_serve(environment, options, secrets, (settings, lease)))
     return 0
 
 
@@ -109,7 +64,12 @@ def version_of(environment: TurnEnvironment) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8] if file else ""
 
 
-async def _serve(environment: TurnEnvironment, options: argparse.Namespace, secrets: Sequence[str]) -> None:
+async def _serve(
+    environment: TurnEnvironment,
+    options: ServeOptions,
+    secrets: Sequence[str],
+    registration: tuple[Sequence[str], LeaseOptions],
+) -> None:
     stop = asyncio.Event()
     version = version_of(environment)
     episodes = Episodes(
@@ -124,7 +84,7 @@ async def _serve(environment: TurnEnvironment, options: argparse.Namespace, secr
             )
             sys.stdout.flush()
             with stopping_by_signal(stop):
-                async with _registered(options, secrets, options.url or url) as keeper:
+                async with _registered(options, registration, secrets, options.url or url) as keeper:
                     await stop.wait()
                     await _drain(episodes, options.drain_s, keeper)
     finally:
@@ -143,16 +103,19 @@ async def _drain(episodes: Episodes, drain_s: float, keeper: Registrar | None) -
 
 
 @contextlib.asynccontextmanager
-async def _registered(options: argparse.Namespace, secrets: Sequence[str], url: str) -> AsyncIterator[Registrar | None]:
+async def _registered(
+    options: ServeOptions, registration: tuple[Sequence[str], LeaseOptions], secrets: Sequence[str], url: str
+) -> AsyncIterator[Registrar | None]:
     """Register the server inside the block, if that is wanted; raises PenstockError."""
     if not options.register:
         yield None
         return
+    given, lease = registration
     try:
-        offer = Offer(options.register, checked_url(url), options.lease_s, options.replace)
+        offer = Offer(options.register, checked_url(url), lease.lease_s, lease.replace)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-    settings = registrar.read_settings(options.settings, dict(os.environ))
+    settings = registrar.read_settings(given, dict(os.environ))
     own = [urlsplit(url).hostname or ""]  # it is called by itself, wherever it is
     client = await registrar.client_of(settings, secrets=secrets, ca_file=None, allowed=(*PRIVATE_TARGETS, *own))
     try:

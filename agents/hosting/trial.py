@@ -16,15 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from penstock.agents.environments.call_play import (
+from penstock.agents.environments.over_http.http_environment import Http
+from penstock.agents.environments.play import (
     EnvironmentFailed,
+    Play,
+    Row,
     call,
     checked_messages,
     checked_reply,
     checked_score,
 )
-from penstock.agents.environments.over_http.http_environment import Http
-from penstock.agents.environments.play import Play, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.messages import Message, ToolCall

@@ -1,8 +1,7 @@
-"""``penstock env test``: read the command line, play, print."""
+"""``penstock env test``: play episodes and print what they were."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from penstock.agents.environments.episode_environment import EpisodeEnvironment
 from penstock.agents.environments.over_http.http_environment import Http
 from penstock.agents.environments.play import Row
+from penstock.agents.hosting.commands import TrialOptions
 from penstock.agents.hosting.trial import Policy, RandomPolicy, ScriptedPolicy, Trial, play_trial, summary
 from penstock.agents.proxy.messages import Message
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -21,49 +21,12 @@ from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, Environment, load_environments
 from penstock.rollout_service.settings import RolloutSettings
 
-_EPILOG = """\
-Plays each seed with a policy that answers at random: words and numbers of the last message, calls of tools with arguments that
-fit their schema. With --script also with one that answers the lines of a file. One episode is played twice, to see whether
-the same seed and the same answers make the same episode.
 
-Example:  penstock env test frozen_lake
-          penstock env test guess.py:Guess --episodes 50
-          penstock env test http://127.0.0.1:8800 --options '{"highest": 20}' --script answers.txt
-          penstock env test my-env --run-file run.toml
-"""
-
-
-def main(arguments: Sequence[str]) -> int:
+def try_environment(name: str, options: TrialOptions) -> int:
     """Return 1 if an episode failed or could not be repeated; raises ConfigError for wrong arguments."""
-    parser = argparse.ArgumentParser(
-        prog="penstock env test",
-        description="Play episodes of an environment without a model; show lengths, rewards, errors and times.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("environment", help="a name, FILE.py:CLASS, or the URL of an environment server")
-    parser.add_argument("--episodes", type=int, default=20, help="episodes of each policy (default: 20)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the first episode; each next one has the next (default: 0)"
-    )
-    parser.add_argument("--script", type=Path, help="file with the answers of the scripted policy, one a line")
-    parser.add_argument(
-        "--answer-format", default="hermes", help="how the script writes calls of tools (default: hermes)"
-    )
-    parser.add_argument("--options", default="{}", help="options of the environment, as a JSON object")
-    parser.add_argument("--max-turns", type=int, default=16, help="turns of one episode (default: 16)")
-    parser.add_argument("--prompt", default="get 37", help="last message of the row's prompt (default: get 37)")
-    parser.add_argument("--ground-truth", default="null", help="the row's ground truth, as JSON")
-    parser.add_argument("--extra-info", default="{}", help="the row's extra_info, as a JSON object")
-    parser.add_argument(
-        "--run-file", type=Path, help="run file that defines the environment; its options and limits are used"
-    )
-    parser.add_argument("--secret-file", type=Path, help="file with the server's signing keys")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
     if options.episodes < 1 or options.max_turns < 1:
         raise ConfigError("--episodes and --max-turns must be at least 1")
-    environment = _environment(options)
+    environment = _environment(name, options)
     row = Row(
         (Message("user", options.prompt),),
         _json(options.ground_truth, "--ground-truth"),
@@ -102,8 +65,7 @@ async def _trials(
         await environment.close()
 
 
-def _environment(options: argparse.Namespace) -> Environment:
-    name = options.environment
+def _environment(name: str, options: TrialOptions) -> Environment:
     if options.run_file is not None:
         settings = load(RolloutSettings, files=[options.run_file]).settings
         known = load_environments(settings.worker.environments, settings.environment.define)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.agents.proxy.agent_request import RetryMark
-from penstock.agents.proxy.request_errors import RequestRefused, invalid
+from penstock.agents.proxy.messages import RequestRefused, RetryMark, invalid
 from penstock.agents.proxy.tree import SampledTurn
 
 
@@ -67,7 +66,6 @@ class Calls:
                 asyncio.get_running_loop().call_later(self._grace_s, _cancel_without_client, call)
 
     def cancel(self) -> None:
-        """Cancel every running call."""
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()

@@ -2,6 +2,8 @@
 
 Each API (`api/`) is translated into these. Two spellings of one message are one message: content that is null, empty,
 absent or one text part, and arguments of a tool call that are equal as JSON.
+
+Requests that the proxy does not answer, each with its HTTP status; the API of the request writes the body.
 """
 
 from __future__ import annotations
@@ -12,7 +14,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.images.admission import AdmittedImage
+
+
+class RequestRefused(PenstockError):
+    """A request cannot be answered; ``code`` is one word for programs, the text a sentence for people."""
+
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
+        """``param`` names the field of the body at fault."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+def invalid(message: str, param: str | None = None, *, code: str = "invalid_request") -> RequestRefused:
+    """Return the error for a body that is not as the API has it."""
+    return RequestRefused(400, code, message, param=param)
+
+
+def unsupported(what: str, param: str) -> RequestRefused:
+    """Return the error for a field that asks for what the proxy does not do."""
+    return RequestRefused(400, "unsupported", f"{what} is not supported: leave out {param}", param=param)
+
+
+def constrained(param: str) -> RequestRefused:
+    """Return the error for a field that would constrain decoding."""
+    return RequestRefused(
+        400,
+        "constrained_decoding",
+        f"{param} constrains decoding: the log-probabilities would be of another distribution than the trained one; leave it out, "
+        "and let the reward judge the form",
+        param=param,
+    )
+
 
 _KEY_BYTES = 16
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -55,7 +91,6 @@ class Message:
 
     @classmethod
     def of_parts(cls, role: str, *parts: Part, tool_call_id: str = "") -> Message:
-        """Return a message of texts and images."""
         texts = [part for part in parts if isinstance(part, str)]
         has_images = len(texts) < len(parts)
         return cls(role, "\n".join(texts), tool_call_id=tool_call_id, parts=parts if has_images else ())
@@ -66,7 +101,6 @@ class Message:
         return tuple([part for part in self.parts if not isinstance(part, str)])
 
     def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
-        """Return the message as chat templates read it."""
         made: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.parts:
             made["content"] = [
@@ -170,3 +204,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return ("word", value)
     return ("number", float(value))
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """What the policy is asked."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()  # as the chat completions API writes them
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    reads_calls: bool = True  # False: tool_choice is "none"
+    overruled: tuple[str, ...] = ()  # fields whose values the task's own sampling replaces, or that have no effect here
+
+
+@dataclass(frozen=True, slots=True)
+class RetryMark:
+    """What tells a repeated request from a new one with the same body."""
+
+    digest: bytes  # of path and body
+    key: str | None = None  # the Idempotency-Key header
+    is_retry: bool = False  # a client library counts it as a retry

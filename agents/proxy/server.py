@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from penstock.agents.proxy.api.app import ProxyApp
-from penstock.agents.proxy.proxy import AgentProxy
+from penstock.agents.proxy.session import AgentProxy
 from penstock.serving import web_server
 from penstock.serving.web_server import LONG_BACKLOG
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
 
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
-from penstock.agents.proxy.messages import Message, ToolCall
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
-from penstock.agents.proxy.request_errors import RequestRefused, invalid
 from penstock.agents.proxy.rows import TreeRows, build_rows
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
@@ -26,11 +24,13 @@ from penstock.protocol.images.processor import ImageProcessor
 from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
 from penstock.rollout_service.run_images import RunImages
 
 log = structlog.get_logger("rollout.episode")
+
+_ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told so
 
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
@@ -99,7 +99,6 @@ class EpisodeSession:
 
     @property
     def temperature(self) -> float:
-        """The task's temperature."""
         return self._sampling.temperature
 
     async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
@@ -289,5 +288,48 @@ class EpisodeSession:
 
 
 def episode_ended(episode_id: str) -> RequestRefused:
-    """Return the error for a request to an episode that has ended."""
     return RequestRefused(404, "episode_ended", f"episode {episode_id} has ended: nothing more is sampled for it")
+
+
+class AgentProxy:
+    """The open episodes. For one event loop."""
+
+    def __init__(self, limits: EpisodeLimits, images: RunImages | None = None) -> None:
+        """Start without episodes; ``images`` stores those of their messages, None: they are refused."""
+        self.limits = limits
+        self._images = images
+        self.num_refused = 0  # requests with an unknown secret, or to an episode that has ended
+        self._open: dict[str, EpisodeSession] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+
+    def begin(
+        self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, seed: int | None = None
+    ) -> EpisodeSession:
+        """Begin an episode; `path` is what its agent needs. Without a ``seed`` answers are random."""
+        episode = EpisodeSession(episode_id, model, sampler, sampling, self.limits, seed, self._images)
+        self._open[episode.secret] = episode
+        return episode
+
+    def end(self, episode: EpisodeSession) -> TreeRows:
+        """End an episode: its secret is worth nothing from now on."""
+        self._open.pop(episode.secret, None)
+        self._ended[episode.secret] = episode.id
+        while len(self._ended) > _ENDED_KEPT:
+            self._ended.popitem(last=False)
+        return episode.end()
+
+    def find(self, secret: str) -> EpisodeSession:
+        """Return the episode of a secret; raises RequestRefused with 401, or 404 once it has ended."""
+        episode = self._open.get(secret)
+        if episode is not None:
+            return episode
+        self.num_refused += 1
+        ended = self._ended.get(secret)
+        if ended is not None:
+            raise episode_ended(ended)
+        raise RequestRefused(401, "invalid_api_key", "no episode has the secret of this URL")
+
+
+def path(episode: EpisodeSession) -> str:
+    """Return the path of an episode's base URL; an OpenAI client appends ``/chat/completions`` to it."""
+    return f"/episodes/{episode.secret}/v1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from penstock.agents.proxy.match import HistoryMatch
+from penstock.agents.proxy.tree import HistoryMatch
 from penstock.protocol.config.connection import Section
 
 

@@ -5,23 +5,59 @@ from a root to a turn are exactly those that the engine was given and returned. 
 token, or behind an earlier one where the template continues with another token than the sampled stop token.
 
 Messages find the turn, tokens verify it. A request that continues no turn begins a new root, or a branch of an older turn.
+
+Whether a client's copy of an answer is the answer that was sent to it; pure.
+
+The answer that was sent is the reference: its token ids are used, and its text where a history is rendered again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.proxy.match import HistoryMatch, is_copy
-from penstock.agents.proxy.messages import Message, next_key
-from penstock.protocol.expert_choices import ExpertChoices
+from penstock.agents.proxy.messages import Message, ToolCall, next_key, same_arguments, similar_arguments
 from penstock.protocol.facts import FinishReason, RowImages
+from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
+
+HistoryMatch = Literal["strict", "json", "echo"]
+
+
+def is_copy(sent: Message, received: Message, rule: HistoryMatch) -> bool:
+    """Return True if ``received`` is a copy of the answer ``sent``.
+
+    ``strict``: every text is equal. ``json``: arguments are equal as JSON, and everything else is. ``echo``: outer white space may differ
+    too, and the reasoning may be absent, as clients that do not know of it leave it out.
+
+    Under ``json`` and ``echo``, a call that has the id which the answer gave it may also differ in how scalars are written.
+    """
+    if received.role != "assistant" or len(sent.tool_calls) != len(received.tool_calls):
+        return False
+    if rule == "echo":
+        texts = sent.content.strip() == received.content.strip()
+        reasoning = not received.reasoning.strip() or sent.reasoning.strip() == received.reasoning.strip()
+    else:
+        texts, reasoning = sent.content == received.content, sent.reasoning == received.reasoning
+    calls = zip(sent.tool_calls, received.tool_calls, strict=True)
+    return texts and reasoning and all(_is_same_call(one, other, rule) for one, other in calls)
+
+
+def _is_same_call(sent: ToolCall, received: ToolCall, rule: HistoryMatch) -> bool:
+    if sent.name != received.name:
+        return False
+    if rule == "strict":
+        return sent.arguments == received.arguments and sent.id == received.id
+    if same_arguments(sent.arguments, received.arguments):
+        return True
+    return sent.id == received.id and similar_arguments(sent.arguments, received.arguments)
+
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -68,7 +104,6 @@ class SampledTurn:
         return self.prompt_tokens + len(self.token_ids)
 
     def chain(self) -> list[SampledTurn]:
-        """Return the turns from the root to this one."""
         found: list[SampledTurn] = []
         turn: SampledTurn | None = self
         while turn is not None:
@@ -154,12 +189,10 @@ class _Path:
     is_edited: bool = False
 
     def go_on(self, message: Message) -> None:
-        """Add a message that the policy did not sample."""
         self.key = next_key(self.key, message)
         self.messages.append(message)
 
     def reach(self, turn: SampledTurn) -> None:
-        """Add the answer of a turn."""
         self.key = turn.key
         self.messages.append(turn.answer)
         self.base, self.num_matched = turn, len(self.messages)

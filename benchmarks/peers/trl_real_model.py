@@ -50,7 +50,7 @@ def main() -> None:
     )
 
     def reward(completions, ground_truth, **_):
-        texts = [one[0]["content"] for one in completions]
+        texts = [completion[0]["content"] for completion in completions]
         return [float(text.strip() == truth) for text, truth in zip(texts, ground_truth, strict=True)]
 
     rollout, trainer = run["rollout"], run["trainer"]

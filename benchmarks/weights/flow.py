@@ -64,7 +64,6 @@ def states(mb: int, density: float, seed: int = 0):
 
 
 def run(mb: int, versions: int, density: float, folder: Path) -> dict[str, object]:
-    """Publish and mirror; return the measurements."""
     with LocalStack(folder / "store") as stack, Bus.connect(stack.nats, name="flow") as bus:
         blobs = Blobs(stack.s3)
         bootstrap(bus, blobs, RUN)
@@ -129,7 +128,6 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
 
 
 def main() -> None:
-    """Measure and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=64)
     parser.add_argument("--versions", type=int, default=41)

@@ -109,7 +109,6 @@ class Clock:
         return min(seconds)
 
     def show(self, name: str, action: Callable[[int], object], size: str = "") -> None:
-        """Print a line of the table."""
         seconds = self.best(action)
         speed = self.num_bytes / seconds / 1e9
         print(f"| {name} | {size} | {speed:.2f} | {self.memcpy_s / seconds:.3g}x |", flush=True)

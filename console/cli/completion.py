@@ -6,18 +6,14 @@ and from the files of `console/tools/reference.py`; print it anew after an updat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from cyclopts import App
 
 from penstock.console.cli import verb_help
 from penstock.console.tools import reference
+from penstock.protocol.command_line import App
 from penstock.protocol.config.setting_description import ANY_NAME
 from penstock.protocol.errors import ConfigError
-
-_TAKES_A_RUN = ("watch", "chat", "runs show", "runs rm", "weights", "weights export", "replay", "rescore", "lineage",
-                "audit", "profile", "reward errors", "dead-letters", "dead-letters list", "dead-letters show", "dead-letters resend")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +25,7 @@ class Words:
     keys: Sequence[str]  # of settings
     values: Mapping[str, Sequence[str]]  # by key
     sections: Sequence[str]
+    take_a_run: Sequence[str]  # verbs whose first argument is the name of a run
 
 
 def script(shell: str, app: App) -> str:
@@ -43,20 +40,17 @@ def words_of(app: App) -> Words:
     known = reference.load()
     verbs: dict[str, list[str]] = {}
     flags: dict[str, list[str]] = {}
+    take_a_run: list[str] = []
     for verb, one in verb_help.verbs_of(app):
         verbs[verb] = sorted(name for name in one if not name.startswith("-"))
-        flags[verb] = sorted({*_own_flags(one), *(name for flag in verb_help.flags_of(verb) for name in flag.names)})
+        arguments = [] if one.default_command is None else list(one.assemble_argument_collection())
+        names = {name for argument in arguments if argument.show for name in argument.names if name.startswith("--")}
+        flags[verb] = sorted({"--help", *names})
+        if arguments and arguments[0].field_info.name == "run" and arguments[0].index == 0:
+            take_a_run.append(verb)
     keys = [key for key in known.settings if f".{ANY_NAME}." not in key]
     values = {key: one.values for key, one in known.settings.items() if one.values}
-    return Words(verbs, flags, keys, values, list(known.sections))
-
-
-def _own_flags(app: App) -> Iterator[str]:
-    yield "--help"
-    if app.default_command is not None:
-        for argument in app.assemble_argument_collection():
-            if argument.show and not argument.field_info.is_positional_only:
-                yield from (name for name in argument.names if name.startswith("--") and "--empty-" not in name)
+    return Words(verbs, flags, keys, values, list(known.sections), take_a_run)
 
 
 def _cases(table: Mapping[str, Sequence[str]], indent: str) -> str:
@@ -80,7 +74,7 @@ _penstock_values() {{
 }}
 _penstock_takes_a_run() {{
   case "$1" in
-    {"|".join(f"'{verb}'" for verb in _TAKES_A_RUN)}) return 0 ;;
+    {"|".join(f"'{verb}'" for verb in words.take_a_run)}) return 0 ;;
   esac
   return 1
 }}
@@ -218,7 +212,7 @@ def _fish(words: Words) -> str:
     for verb, flags in words.flags.items():
         lines += [f"complete -c penstock -n '__penstock_is \"{verb}\"' -l '{flag[2:]}'" for flag in flags]
     lines.append("complete -c penstock -n '__penstock_has_verbs' -f -a '(__penstock_next (__penstock_verb))'")
-    for verb in _TAKES_A_RUN:
+    for verb in words.take_a_run:
         lines.append(f"complete -c penstock -n '__penstock_is \"{verb}\"' -f -a '(__penstock_runs)'")
     lines.append(f"complete -c penstock -n '__penstock_is settings' -f -a '{' '.join([*words.sections, *words.keys])}'")
     for key in words.keys:

@@ -7,22 +7,25 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from penstock.console.cli.verb_parts import INSPECT
+from penstock.protocol.command_line import Help, Parameter, RunArguments, application
 
-from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
-
-app = App(name="console", help="Serve the page and the API of all runs.", help_format="plaintext", group=INSPECT)
+app = application("console", help="Serve the page and the API of all runs.", group=INSPECT)
 Tokens = Annotated[Path | None, Parameter(help="File of the tokens; default console-tokens in the folder of runs.")]
 
 
 @app.default
 def console(
-    *arguments: Raw,
-    host: str = "127.0.0.1",
-    port: int = 8800,
-    tokens: Tokens = None,
-    allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    json: Flag = False,
+    *arguments: RunArguments,
+    host: Annotated[
+        str, Help("Address to listen on; every other than loopback needs TLS in front of it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Help("Port to listen on; 0 for a free one.")] = 8800,
+    tokens: Annotated[Tokens, Help("File of the tokens; default console-tokens in the folder of runs.")] = None,
+    allow_host: Annotated[
+        tuple[str, ...], Help("Another name that the Host header may have, as behind a proxy. Repeatable.")
+    ] = (),
+    json: Annotated[bool, Help("Print one JSON object with the URL on stdout.")] = False,
 ) -> int:
     """Serve the live page and the Runs API of this machine's runs, and print the link that opens the page.
 
@@ -32,19 +35,6 @@ def console(
     Example:  penstock console
               penstock console run.dir=/shared/runs --port 0
     Then:     penstock console token me --role run
-
-    Parameters
-    ----------
-    host
-        Address to listen on; every other than loopback needs TLS in front of it.
-    port
-        Port to listen on; 0 for a free one.
-    tokens
-        File of the tokens; default console-tokens in the folder of runs.
-    allow_host
-        Another name that the Host header may have, as behind a proxy. Repeatable.
-    json
-        Print one JSON object with the URL on stdout.
     """
     from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
     from penstock.protocol.errors import ConfigError
@@ -60,23 +50,19 @@ def console(
 
 @app.command
 def token(
-    name: str, *arguments: Raw, role: Literal["read", "run", "admin"] = "read", days: float = 0.0, tokens: Tokens = None
+    name: Annotated[str, Help("Name of the token.")],
+    *arguments: RunArguments,
+    role: Annotated[
+        Literal["read", "run", "admin"],
+        Help("read; run: also create, start, pause, resume and stop runs; admin: also delete them."),
+    ] = "read",
+    days: Annotated[float, Help("Days until it expires; 0: never.")] = 0.0,
+    tokens: Annotated[Tokens, Help("File of the tokens; default console-tokens in the folder of runs.")] = None,
 ) -> int:
     """Create a token for the API and print it; only its SHA-256 is stored.
 
     Example:  penstock console token me --role run
     Then:     curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:8800/v1/runs
-
-    Parameters
-    ----------
-    name
-        Name of the token.
-    role
-        read; run: also create, start, pause, resume and stop runs; admin: also delete them.
-    days
-        Days until it expires; 0: never.
-    tokens
-        File of the tokens; default console-tokens in the folder of runs.
     """
     from penstock.console.web.access import Access, Role
     from penstock.console.web.access import file_of as tokens_file
@@ -87,17 +73,14 @@ def token(
 
 
 @app.command
-def revoke(name: str, *arguments: Raw, tokens: Tokens = None) -> int:
+def revoke(
+    name: Annotated[str, Help("Name of the token.")],
+    *arguments: RunArguments,
+    tokens: Annotated[Tokens, Help("File of the tokens; default console-tokens in the folder of runs.")] = None,
+) -> int:
     """Revoke a token; it ends at once, also in a console that is running.
 
     Example:  penstock console revoke me
-
-    Parameters
-    ----------
-    name
-        Name of the token.
-    tokens
-        File of the tokens; default console-tokens in the folder of runs.
     """
     from penstock.console.web.access import Access
     from penstock.console.web.access import file_of as tokens_file

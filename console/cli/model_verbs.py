@@ -7,45 +7,37 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from penstock.console.cli.verb_parts import INSPECT
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
 
-from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
-
-app = App(name="model", help="List, tag, select, merge and exchange models.", help_format="plaintext", group=INSPECT)
+app = application("model", help="List, tag, select, merge and exchange models.", group=INSPECT)
 
 
 @app.command(name="list")
-def list_models(run: str, *arguments: Raw, json: Flag = False) -> int:
+def list_models(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     """List the versions of a run with their scores, tags, parents, and whether their weights are stored.
 
     A score SOURCE.METRIC is of an evaluation during the run, eval:SOURCE.METRIC of penstock eval.
 
     Example:  penstock model list quickstart
     Then:     penstock model select RUN --by eval.accuracy
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    json
-        Print one JSON array instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.console.registry.versions import print_list
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return print_list(run, arguments, os.environ, as_json=json)
 
 
 @app.command
 def tag(
-    target: str,
-    name: str,
-    *arguments: Raw,
-    keep: Flag = False,
-    move: Flag = False,
-    remove: Flag = False,
-    note: str = "",
+    target: Annotated[str, Help("RUN@VERSION, RUN@best, RUN@head or RUN@TAG; with --remove the run.")],
+    name: Annotated[str, Help("The tag; a letter is among its characters.")],
+    *arguments: RunArguments,
+    keep: Annotated[bool, Help("Also write the model to models/NAME in the run's folder.")] = False,
+    move: Annotated[bool, Help("Move a tag that names another version.")] = False,
+    remove: Annotated[bool, Help("Remove the tag; a model that was written stays.")] = False,
+    note: Annotated[str, Help("A text that is stored with the tag.")] = "",
 ) -> int:
     """Give a version of a run a name, which RUN@NAME means from then on.
 
@@ -54,22 +46,6 @@ def tag(
     Example:  penstock model tag quickstart@12 candidate --keep
               penstock model tag quickstart candidate --remove
     Then:     penstock eval RUN@candidate --data test.jsonl
-
-    Parameters
-    ----------
-    target
-        RUN@VERSION, RUN@best, RUN@head or RUN@TAG; with --remove the run.
-    name
-        The tag; a letter is among its characters.
-    keep
-        Also write the model to models/NAME in the run's folder.
-    move
-        Move a tag that names another version.
-    remove
-        Remove the tag; a model that was written stays.
-
-    Note:
-        A text that is stored with the tag.
     """
     from penstock.console.record import stored_run
     from penstock.console.registry import versions
@@ -80,18 +56,18 @@ def tag(
         return versions.remove_tag(run, name, arguments, os.environ)
     if not version:
         raise ConfigError(f"name a version: {run}@VERSION, {run}@best or {run}@head; see: penstock model list {run}")
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return versions.set_tag(run, version, name, arguments, os.environ, keep=keep, move=move, note=note)
 
 
 @app.command
 def select(
-    run: str,
-    *arguments: Raw,
-    by: str,
-    least: Annotated[float | None, Parameter(name="--min")] = None,
-    tag: str | None = None,
-    json: Flag = False,
+    run: RunName,
+    *arguments: RunArguments,
+    by: Annotated[str, Help("Name of the score, as penstock model list shows it.")],
+    least: Annotated[float | None, Help("The lowest score that is accepted.", name="--min")] = None,
+    tag: Annotated[str | None, Help("Tag the version with this name; a tag of another version is moved.")] = None,
+    json: Json = False,
 ) -> int:
     """Print the stored version of a run with the highest score; exit code 1 when none reaches --min.
 
@@ -100,29 +76,20 @@ def select(
     Example:  penstock model select quickstart --by eval.accuracy
               penstock model select my-run --by eval:math500.pass@8 --min 0.6 --tag release
     Then:     penstock weights export RUN --version V --to FOLDER
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    by
-        Name of the score, as penstock model list shows it.
-    least
-        The lowest score that is accepted.
-    tag
-        Tag the version with this name; a tag of another version is moved.
-    json
-        Print one JSON object.
     """
     from penstock.console.record import stored_run
     from penstock.console.registry.versions import print_selected
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return print_selected(run, by, arguments, os.environ, least=least, tag=tag, as_json=json)
 
 
 @app.command
-def card(target: str, *arguments: Raw, to: Path | None = None) -> int:
+def card(
+    target: Annotated[str, Help("RUN for its final model, or RUN@VERSION, RUN@best, RUN@head, RUN@TAG.")],
+    *arguments: RunArguments,
+    to: Annotated[Path | None, Help("File to write; it must not exist.")] = None,
+) -> int:
     """Print the model card of a run or of one of its versions, in Markdown: settings, curve, evaluations, digests of the data.
 
     The licence is left for you to fill in.
@@ -130,13 +97,6 @@ def card(target: str, *arguments: Raw, to: Path | None = None) -> int:
     Example:  penstock model card quickstart
               penstock model card my-run@best --to README.md
     Then:     penstock model push RUN@best OWNER/NAME
-
-    Parameters
-    ----------
-    target
-        RUN for its final model, or RUN@VERSION, RUN@best, RUN@head, RUN@TAG.
-    to
-        File to write; it must not exist.
     """
     from penstock.console.registry.exchange import card_of
     from penstock.protocol.errors import ConfigError
@@ -153,7 +113,13 @@ def card(target: str, *arguments: Raw, to: Path | None = None) -> int:
 
 
 @app.command
-def push(target: str, repo: str, *arguments: Raw, public: Flag = False, revision: str | None = None) -> int:
+def push(
+    target: Annotated[str, Help("Model folder, RUN for its final model, or RUN@VERSION, RUN@best, RUN@head, RUN@TAG.")],
+    repo: Annotated[str, Help("OWNER/NAME of the repository; created if there is none.")],
+    *arguments: RunArguments,
+    public: Annotated[bool, Help("Create it public.")] = False,
+    revision: Annotated[str | None, Help("Branch to push to; created if there is none.")] = None,
+) -> int:
     """Upload a model to the Hugging Face hub, with its model card; the repository is private unless --public.
 
     Needs huggingface_hub (pip install 'penstock[hub]') and a login (hf auth login, or HF_TOKEN). HF_ENDPOINT names another hub.
@@ -161,17 +127,6 @@ def push(target: str, repo: str, *arguments: Raw, public: Flag = False, revision
     Example:  penstock model push my-run@best OWNER/NAME
               penstock model push models/average OWNER/NAME --public
     Then:     penstock model pull OWNER/NAME --to models/copy
-
-    Parameters
-    ----------
-    target
-        Model folder, RUN for its final model, or RUN@VERSION, RUN@best, RUN@head, RUN@TAG.
-    repo
-        OWNER/NAME of the repository; created if there is none.
-    public
-        Create it public.
-    revision
-        Branch to push to; created if there is none.
     """
     from penstock.console.registry.exchange import push_model
 
@@ -180,26 +135,22 @@ def push(target: str, repo: str, *arguments: Raw, public: Flag = False, revision
 
 
 @app.command
-def pull(repo: str, *, to: Path, revision: str | None = None) -> int:
+def pull(
+    repo: Annotated[str, Help("OWNER/NAME of the repository.")],
+    *,
+    to: Annotated[Path, Help("Folder to create; it must not exist.")],
+    revision: Annotated[str | None, Help("Branch, tag or commit.")] = None,
+) -> int:
     """Download a model from the Hugging Face hub to a folder.
 
     Needs huggingface_hub (pip install 'penstock[hub]').
 
     Example:  penstock model pull Qwen/Qwen3-0.6B --to models/start
     Then:     penstock train run.toml model.path=models/start
-
-    Parameters
-    ----------
-    repo
-        OWNER/NAME of the repository.
-    to
-        Folder to create; it must not exist.
-    revision
-        Branch, tag or commit.
     """
-    from penstock.console.registry import hub
+    from penstock.console.registry import exchange
 
-    print(f"{hub.pull(repo, to, revision=revision)}: {repo}", file=sys.stderr)
+    print(f"{exchange.pull(repo, to, revision=revision)}: {repo}", file=sys.stderr)
     return 0
 
 
@@ -209,21 +160,33 @@ def _ensure_servers(target: str, arguments: tuple[str, ...]) -> None:
 
     run, at, _ = target.partition("@")
     if at and not Path(target).is_dir():
-        stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+        stored_run.ensure_local_servers(run, arguments, os.environ, typed())
 
 
 @app.command
 def merge(  # noqa: PLR0913 - each is an option of the command
-    *models: Path,
-    to: Path,
-    method: Literal["linear", "slerp", "task_arithmetic", "ties", "dare"] = "linear",
-    weights: str | None = None,
-    base: Path | None = None,
-    t: float = 0.5,
-    density: float = 0.5,
-    scale: float = 1.0,
-    seed: int = 0,
-    average_last: int | None = None,
+    *models: Annotated[
+        Path,
+        Help(
+            "Model folders, at least two; the first gives dtype, config and tokenizer. With --average-last the name of a run."
+        ),
+    ],
+    to: Annotated[Path, Help("Folder to create; it must not exist.")],
+    method: Annotated[
+        Literal["linear", "slerp", "task_arithmetic", "ties", "dare"],
+        Help(
+            "linear: weighted mean. slerp: arc between two. task_arithmetic, ties, dare: changes against --base, added."
+        ),
+    ] = "linear",
+    weights: Annotated[str | None, Help("One number for each model, comma-separated; default 1 each.")] = None,
+    base: Annotated[Path | None, Help("Model that the others were trained from.")] = None,
+    t: Annotated[float, Help("Of slerp: 0 is the first model, 1 the second.")] = 0.5,
+    density: Annotated[float, Help("Of ties and dare: share of the changes that is kept.")] = 0.5,
+    scale: Annotated[float, Help("Of task_arithmetic, ties and dare: factor of the added changes.")] = 1.0,
+    seed: Annotated[int, Help("Of dare's random choice.")] = 0,
+    average_last: Annotated[
+        int | None, Help("Merge so many of the newest stored versions of a run, all with the same weight.")
+    ] = None,
 ) -> int:
     """Merge model folders of one architecture into a new one, tensor by tensor, without a GPU and without torch.
 
@@ -233,34 +196,10 @@ def merge(  # noqa: PLR0913 - each is an option of the command
               penstock model merge models/v80 models/v90 models/v100 --to models/average
               penstock model merge math code --base start --method ties --density 0.3 --to both
     Then:     penstock chat RUN --model models/average
-
-    Parameters
-    ----------
-    models
-        Model folders, at least two; the first gives dtype, config and tokenizer. With --average-last the name of a run.
-    to
-        Folder to create; it must not exist.
-    method
-        linear: weighted mean. slerp: arc between two. task_arithmetic, ties, dare: changes against --base, added.
-    weights
-        One number for each model, comma-separated; default 1 each.
-    base
-        Model that the others were trained from.
-    t
-        Of slerp: 0 is the first model, 1 the second.
-    density
-        Of ties and dare: share of the changes that is kept.
-    scale
-        Of task_arithmetic, ties and dare: factor of the added changes.
-    seed
-        Of dare's random choice.
-    average_last
-        Merge so many of the newest stored versions of a run, all with the same weight.
     """
     if average_last is not None:
         return _average_last(models, average_last, to)
-    from penstock.console.models.merge import merge_folders
-    from penstock.console.models.merge_methods import Recipe, parse_weights
+    from penstock.console.models.merge import Recipe, merge_folders, parse_weights
 
     recipe = Recipe(method, parse_weights(weights, len(models)), t=t, density=density, scale=scale, seed=seed)
     count = merge_folders(models, base, to, recipe)
@@ -276,7 +215,7 @@ def _average_last(models: tuple[Path, ...], count: int, to: Path) -> int:
     if not models:
         raise ConfigError("--average-last merges versions of a run: name the run")
     run, *settings = map(str, models)
-    stored_run.ensure_local_servers(run, settings, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, settings, os.environ, typed())
     versions = average_last(run, count, to, settings, os.environ)
     print(f"versions {', '.join(map(str, versions))} of run {run} averaged: {to}", file=sys.stderr)
     return 0

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from penstock.console.cli.verb_parts import INSPECT, TRAIN, AnyServiceUrl, ServedFiles, TokenFile
+from penstock.forensics.replay.options import ReplayOptions
+from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, RunName, application, typed
 
-from penstock.console.cli.verb_parts import INSPECT, TRAIN, AnyServiceUrl, Flag, Raw, ServedFiles, TokenFile
-
-runs = App(name="runs", help="List runs, print their reports, remove them.", help_format="plaintext", group=INSPECT)
-weights = App(
-    name="weights", help="List the weight versions of a run, export one.", help_format="plaintext", group=INSPECT
-)
-record = App(help_format="plaintext", version_flags=[])  # its verbs are top-level verbs of `penstock`
+runs = application("runs", help="List runs, print their reports, remove them.", group=INSPECT)
+weights = application("weights", help="List the weight versions of a run, export one.", group=INSPECT)
+record = application()  # its verbs are top-level verbs of `penstock`
 
 
 @runs.default
 @runs.command(name="list")
-def list_runs(*arguments: Raw, json: Flag = False) -> int:
+def list_runs(*arguments: RunArguments, json: Json = False) -> int:
     """List the runs of this machine, and those on NATS when its address is configured.
 
     Example:  penstock runs
     Then:     penstock runs show RUN
-
-    Parameters
-    ----------
-    json
-        Print one JSON array instead of the table.
     """
     from penstock.console.tools.runs import print_list
 
@@ -37,16 +29,11 @@ def list_runs(*arguments: Raw, json: Flag = False) -> int:
 
 
 @runs.command(name="show")
-def show_run(run: str, *arguments: Raw) -> int:
+def show_run(run: RunName, *arguments: RunArguments) -> int:
     """Print a run's report.
 
     Example:  penstock runs show quickstart
     Then:     penstock chat RUN
-
-    Parameters
-    ----------
-    run
-        Name of the run.
     """
     from penstock.console.tools.runs import print_one
 
@@ -54,22 +41,18 @@ def show_run(run: str, *arguments: Raw) -> int:
 
 
 @runs.command(name="stopped")
-def show_stopped(run: str, *arguments: Raw, step: int | None = None, json: Flag = False) -> int:
+def show_stopped(
+    run: RunName,
+    *arguments: RunArguments,
+    step: Annotated[int | None, Help("Of that step; default: the newest one.")] = None,
+    json: Json = False,
+) -> int:
     """Show the batch at which a run stopped by itself: a gradient that is not finite, a collapse, an engine that differs.
 
     Every group with its rewards and log-probabilities; values that are far out are marked.
 
     Example:  penstock runs stopped gsm8k
     Then:     penstock lineage gsm8k --group GROUP
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    step
-        Of that step; default: the newest one.
-    json
-        Print one JSON object instead of the table.
     """
     from penstock.console.record.stopped import print_stopped
 
@@ -77,35 +60,33 @@ def show_stopped(run: str, *arguments: Raw, step: int | None = None, json: Flag 
 
 
 @weights.default
-def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
+def list_weights(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     """List the stored versions of a run: parent, kind, base, changed share, bytes, seconds, why it is kept, who serves it.
 
     Example:  penstock weights quickstart
     Then:     penstock weights export RUN --version V --to FOLDER
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    json
-        Print one JSON array instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import print_versions
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return print_versions(run, arguments, os.environ, as_json=json)
 
 
 @weights.command(name="export")
 def export_weights(
-    run: str,
-    *arguments: Raw,
-    version: int | None = None,
-    best: Flag = False,
-    to: Path,
-    adapter: Flag = False,
-    trusted_keys: Path | None = None,
+    run: RunName,
+    *arguments: RunArguments,
+    version: Annotated[int | None, Help("Version to write.")] = None,
+    best: Annotated[bool, Help("Write the version with the best evaluation.")] = False,
+    to: Annotated[Path, Help("Folder to create; it must not exist.")],
+    adapter: Annotated[bool, Help("Write only adapter_config.json and adapter_model.safetensors.")] = False,
+    trusted_keys: Annotated[
+        Path | None,
+        Help(
+            "File of public keys (signing.pem of `penstock certs`): export only what one of them has signed. Without it PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it."
+        ),
+    ] = None,
 ) -> int:
     """Write a version as a Hugging Face model folder, from its full snapshot and the patches that follow.
 
@@ -117,22 +98,6 @@ def export_weights(
     Example:  penstock weights export quickstart --best --to models/best
               penstock weights export quickstart --version 12 --to models/v12
     Then:     penstock chat RUN --model models/best
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    version
-        Version to write.
-    best
-        Write the version with the best evaluation.
-    to
-        Folder to create; it must not exist.
-    adapter
-        Write only adapter_config.json and adapter_model.safetensors.
-    trusted_keys
-        File of public keys (signing.pem of `penstock certs`): export only what one of them has signed. Without it
-        PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import export
@@ -140,12 +105,18 @@ def export_weights(
 
     if (version is None) != best:
         raise ConfigError("name one version: --best for the one with the best evaluation, or --version V")
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return export(run, version, to, arguments, os.environ, adapter=adapter, trusted_keys_file=trusted_keys)
 
 
 @runs.command(name="rm")
-def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = False, force: Flag = False) -> int:
+def remove_run(
+    run: RunName,
+    *arguments: RunArguments,
+    yes: Annotated[bool, Help("Do not ask for confirmation; keep the folder unless --folder is given too.")] = False,
+    folder: Annotated[bool, Help("Remove the folder without confirmation.")] = False,
+    force: Annotated[bool, Help("Remove it even if its services are running or other runs depend on it.")] = False,
+) -> int:
     """Remove a run: its objects, streams and buckets, and, after a second question, its folder on this machine.
 
     Prints what will be removed and how large it is, and asks for confirmation. Refuses when services of the run are
@@ -155,17 +126,6 @@ def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = Fals
     Example:  penstock runs rm quickstart
               penstock runs rm my-run nats.url=nats://gpu-1:4222 s3.endpoint=http://gpu-1:9000 --yes
     Then:     penstock runs
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    yes
-        Do not ask for confirmation; keep the folder unless --folder is given too.
-    folder
-        Remove the folder without confirmation.
-    force
-        Remove it even if its services are running or other runs depend on it.
     """
     from penstock.console.tools.removal import remove_run as remove_it
 
@@ -173,7 +133,11 @@ def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = Fals
 
 
 @runs.command(name="backup")
-def backup_run(run: str, *arguments: Raw, to: Path) -> None:
+def backup_run(
+    run: RunName,
+    *arguments: RunArguments,
+    to: Annotated[Path, Help("Folder of the backup: new, or that of an earlier backup of this run.")],
+) -> int:
     """Copy a run's streams, buckets and objects into a folder, from which it can be restored on any servers.
 
     Stop the run's services first: it refuses while one is running. A second backup into the same folder copies only the
@@ -181,23 +145,16 @@ def backup_run(run: str, *arguments: Raw, to: Path) -> None:
 
     Example:  penstock runs backup quickstart --to backups/quickstart
     Then:     penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    to
-        Folder of the backup: new, or that of an earlier backup of this run.
     """
-    from penstock.console import launch
     from penstock.console.record import stored_run
+    from penstock.forensics.backup import backup_run as backup
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
-    launch.replace_process(launch.module("penstock.forensics.backup", "backup", run, "--to", str(to), *arguments))
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
+    return backup.backup_run(run, arguments, to)
 
 
 @runs.command(name="restore")
-def restore_run(folder: Path, *arguments: Raw) -> None:
+def restore_run(folder: Annotated[Path, Help("Folder of the backup.")], *arguments: RunArguments) -> int:
     """Make a run again from a backup, on servers that do not have it.
 
     Verifies every file of the backup before it writes anything, and every stream afterwards. After an interruption,
@@ -205,29 +162,14 @@ def restore_run(folder: Path, *arguments: Raw) -> None:
 
     Example:  penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
     Then:     penstock audit RUN
-
-    Parameters
-    ----------
-    folder
-        Folder of the backup.
     """
-    from penstock.console import launch
+    from penstock.forensics.backup import backup_run as backup
 
-    launch.replace_process(launch.module("penstock.forensics.backup", "restore", str(folder), *arguments))
+    return backup.restore_run(folder, arguments)
 
 
 @record.command(group=INSPECT)
-def replay(
-    run: str,
-    *arguments: Raw,
-    first: Annotated[int | None, Parameter(name="--from")] = None,
-    last: Annotated[int | None, Parameter(name="--to")] = None,
-    batch: str | None = None,
-    model: Path | None = None,
-    user_code: Flag = False,
-    trusted_keys: Path | None = None,
-    json: Flag = False,
-) -> None:
+def replay(run: RunName, *arguments: RunArguments, options: Annotated[ReplayOptions, FLAT] = ReplayOptions()) -> None:
     """Train a run again from its stored groups and compare the hash of every version.
 
     Needs only the object store and the initial model: no workers, rewards or queues. Groups, their order and all
@@ -242,54 +184,37 @@ def replay(
               penstock replay my-run run.toml --from 40 --to 60
               penstock replay my-run --batch 41
     Then:     penstock lineage RUN --version V
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    first
-        Start from the newest stored checkpoint at or before this version instead of the initial model.
-    last
-        Last version to train.
-    batch
-        Step, or folder, of a batch that the run saved when it stopped by itself (`penstock runs stopped RUN`).
-    model
-        Folder of the initial model, if it has moved since the run.
-    user_code
-        Run the losses, estimators, filters and corrections that the record names by path. Without this, a run that has any
-        is not replayed: the record may be another person's.
-    trusted_keys
-        File of public keys (signing.pem of `penstock certs`): also compare every version that is still stored with what
-        one of them has signed; with --batch, read only published weights that one of them has signed. Without it
-        PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
-    json
-        Print one JSON object.
     """
     from penstock.console.record import stored_run
 
-    given = {"--from": first, "--to": last, "--batch": batch, "--model": model, "--trusted-keys": trusted_keys}
-    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    options += ["--user-code"] if user_code else []
-    stored_run.replace_process(
-        run,
-        arguments,
-        os.environ,
-        stored_run.replay(run, arguments, os.environ, options, as_json=json, batch=batch),
-    )
+    command = stored_run.replay(run, arguments, os.environ, typed()[1:], batch=options.batch)
+    stored_run.replace_process(run, arguments, os.environ, command)
 
 
 @record.command(group=TRAIN)
 def rescore(  # noqa: PLR0913 - each is an option of the command
-    run: str,
-    *arguments: Raw,
-    reward: str | None = None,
-    weights: str = "",
-    into: str | None = None,
+    run: RunName,
+    *arguments: RunArguments,
+    reward: Annotated[
+        str | None,
+        Help(
+            "Reward to score with; default the one of --serve. Without both the stored part scores are weighted again."
+        ),
+    ] = None,
+    weights: Annotated[
+        str,
+        Help(
+            'Weight of each named part, as part=NUMBER, comma-separated; "reward" is the reward itself. For a reward defined by parts in the run file, other weights and gates are kept.'
+        ),
+    ] = "",
+    into: Annotated[str | None, Help("Name of the input; by default made from the names of run and reward.")] = None,
     serve: ServedFiles = (),
     url: AnyServiceUrl = None,
     token_file: TokenFile = None,
-    leave_out_failed: Flag = False,
-    json: Flag = False,
+    leave_out_failed: Annotated[
+        bool, Help("Continue without the groups that could not be scored; the input lists them.")
+    ] = False,
+    json: Json = False,
 ) -> int:
     """Score a run's groups again, with another reward or other part weights, as input of a run without engines.
 
@@ -301,43 +226,28 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
               penstock rescore my-run --reward gsm8k
               penstock rescore my-run --weights correct=1,format=0.2 --into my-run-format
     Then:     penstock train run.toml --local run.id=NEW data.from_run=INPUT
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    reward
-        Reward to score with; default the one of --serve. Without both the stored part scores are weighted again.
-    weights
-        Weight of each named part, as part=NUMBER, comma-separated; "reward" is the reward itself. For a reward defined
-        by parts in the run file, other weights and gates are kept.
-    into
-        Name of the input; by default made from the names of run and reward.
-    leave_out_failed
-        Continue without the groups that could not be scored; the input lists them.
-    json
-        Print one JSON object.
     """
     from penstock.console.record import stored_run
-    from penstock.forensics.rescore.rescore import RescoreOptions, rescore, service_for
-    from penstock.forensics.rescore.rescoring import Rule, parse_weights
+    from penstock.forensics.rescore.rescore import RescoreOptions, Rule, parse_weights, rescore, service_for
 
     rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
-    typed = sys.argv[1:] if reward or not serve else [*sys.argv[1:], "--reward", serve[0].stem]
-    stored_run.ensure_servers(run, arguments, os.environ, sys.argv[1:])
-    at = service_for(run, rule, arguments, os.environ, url=url, serve=serve, typed=typed)
+    words = typed() if reward or not serve else [*typed(), "--reward", serve[0].stem]
+    stored_run.ensure_servers(run, arguments, os.environ, typed())
+    at = service_for(run, rule, arguments, os.environ, url=url, serve=serve, typed=words)
     options = RescoreOptions(rule, into, at, token_file, leave_out_failed)
     return rescore(run, arguments, os.environ, options, as_json=json)
 
 
 @record.command(group=INSPECT)
 def lineage(
-    run: str,
-    *arguments: Raw,
-    version: int | None = None,
-    group: str | None = None,
-    full: Flag = False,
-    json: Flag = False,
+    run: RunName,
+    *arguments: RunArguments,
+    version: Annotated[int | None, Help("The version; default the last one.")] = None,
+    group: Annotated[str | None, Help("Id of a group.")] = None,
+    full: Annotated[
+        bool, Help("Also print every completion with its reward, and the whole chain of versions.")
+    ] = False,
+    json: Json = False,
 ) -> int:
     """Show what a version was trained on: groups, prompts, rewards, scorers, and all earlier versions.
 
@@ -346,29 +256,16 @@ def lineage(
     Example:  penstock lineage quickstart --version 12
               penstock lineage quickstart --group e0.p17.a0 --full
     Then:     penstock replay RUN --to V
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    version
-        The version; default the last one.
-    group
-        Id of a group.
-    full
-        Also print every completion with its reward, and the whole chain of versions.
-    json
-        Print one JSON object.
     """
     from penstock.console.record import stored_run
     from penstock.console.record.lineage import print_lineage
 
-    stored_run.ensure_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_servers(run, arguments, os.environ, typed())
     return print_lineage(run, arguments, os.environ, version=version, group=group, full=full, as_json=json)
 
 
 @record.command(group=INSPECT)
-def profile(run: str, *arguments: Raw, json: Flag = False) -> int:
+def profile(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     """Show where the time of a run went: phases of the trainer's steps, work, waiting and CPU of every service.
 
     Reads the files in the run's folder, also while it is running; asks no server.
@@ -376,13 +273,6 @@ def profile(run: str, *arguments: Raw, json: Flag = False) -> int:
     Example:  penstock profile quickstart
               penstock profile my-run run.dir=/shared/runs --json
     Then:     penstock plan run.toml
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    json
-        Print one JSON object instead of the tables.
     """
     from penstock.console.tools.profile import print_profile
 
@@ -390,7 +280,14 @@ def profile(run: str, *arguments: Raw, json: Flag = False) -> int:
 
 
 @record.command(group=INSPECT)
-def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> int:
+def audit(
+    run: RunName,
+    *arguments: RunArguments,
+    fast: Annotated[
+        bool, Help("Do not fetch the packs of trained groups to verify their hash; check only that they exist.")
+    ] = False,
+    json: Json = False,
+) -> int:
     """Check that every group of a run was counted exactly once, and list those that were not.
 
     Reads streams, checkpoint and object store of a running or finished run, and consumes no message.
@@ -399,18 +296,9 @@ def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> 
     Example:  penstock audit my-run
               penstock audit my-run nats.url=nats://gpu-1:4222 run.dir=/shared/runs
     Then:     penstock runs show RUN
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    fast
-        Do not fetch the packs of trained groups to verify their hash; check only that they exist.
-    json
-        Print one JSON object instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.forensics.audit.audit import audit_run
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return audit_run(run, arguments, os.environ, fast=fast, as_json=json)

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import App
+from penstock.console.cli.verb_parts import START
+from penstock.protocol.command_line import Help, Json, application
 
-from penstock.console.cli.verb_parts import START, Flag
-
-app = App(help_format="plaintext", version_flags=[])  # its verbs are top-level verbs of `penstock`
+app = application()  # its verbs are top-level verbs of `penstock`
 
 
 @app.command(group=START)
 def init(  # noqa: PLR0913 - each is an option of the command
-    file: Path = Path("run.toml"),
+    file: Annotated[Path, Help("The run file to write.")] = Path("run.toml"),
     /,
     *,
-    model: str | None = None,
-    data: str | None = None,
-    eval: str | None = None,
-    reward: str | None = None,
-    gpus: int | None = None,
-    steps: int | None = None,
-    run: str | None = None,
-    algorithm: str | None = None,
-    no_schema: Flag = False,
+    model: Annotated[str | None, Help("Hugging Face model folder.")] = None,
+    data: Annotated[str | None, Help("File with the training prompts.")] = None,
+    eval: Annotated[str | None, Help("File with held-out prompts.")] = None,
+    reward: Annotated[
+        str | None, Help("A built-in reward, an endpoint, your FILE.py, or none: by the data_source of each row.")
+    ] = None,
+    gpus: Annotated[int | None, Help("GPUs of this machine to use; 0: the CPU.")] = None,
+    steps: Annotated[int | None, Help("Optimizer steps.")] = None,
+    run: Annotated[str | None, Help("Name of the run; default: that of the file.")] = None,
+    algorithm: Annotated[str | None, Help("Algorithm; default async_grpo.")] = None,
+    no_schema: Annotated[
+        bool, Help("Do not write run.schema.json, with which editors complete and check the run file.")
+    ] = False,
 ) -> int:
     """Write a commented run file; on a terminal it asks for what no flag gives. Existing files are never overwritten.
 
@@ -33,29 +37,6 @@ def init(  # noqa: PLR0913 - each is an option of the command
               penstock init gsm8k.toml --model Qwen3-0.6B --data train.parquet --reward gsm8k
               penstock init --model Qwen3-0.6B --data train.jsonl --reward my_reward.py --gpus 1
     Then:     penstock config show run.toml
-
-    Parameters
-    ----------
-    file
-        The run file to write.
-    model
-        Hugging Face model folder.
-    data
-        File with the training prompts.
-    eval
-        File with held-out prompts.
-    reward
-        A built-in reward, an endpoint, your FILE.py, or none: by the data_source of each row.
-    gpus
-        GPUs of this machine to use; 0: the CPU.
-    steps
-        Optimizer steps.
-    run
-        Name of the run; default: that of the file.
-    algorithm
-        Algorithm; default async_grpo.
-    no_schema
-        Do not write run.schema.json, with which editors complete and check the run file.
     """
     from penstock.console.tools.init_run_file import Answers
     from penstock.console.tools.init_run_file import init as write
@@ -66,7 +47,15 @@ def init(  # noqa: PLR0913 - each is an option of the command
 
 
 @app.command(group=START)
-def settings(topic: str | None = None, /, *, json: Flag = False, json_schema: Flag = False) -> int:
+def settings(
+    topic: Annotated[
+        str | None, Help("A section, a setting, or the last word of one; another project's key is answered with ours.")
+    ] = None,
+    /,
+    *,
+    json: Json = False,
+    json_schema: Annotated[bool, Help("Print the JSON Schema of a run file, for editors.")] = False,
+) -> int:
     """Explain the settings of a run file: type, default, allowed values, unit, and other projects' names.
 
     Example:  penstock settings
@@ -74,15 +63,6 @@ def settings(topic: str | None = None, /, *, json: Flag = False, json_schema: Fl
               penstock settings rollout.max_staleness
               penstock settings --json-schema > run.schema.json
     Then:     penstock config show run.toml
-
-    Parameters
-    ----------
-    topic
-        A section, a setting, or the last word of one; another project's key is answered with ours.
-    json
-        Print one JSON array.
-    json_schema
-        Print the JSON Schema of a run file, for editors.
     """
     from penstock.console.tools import explain_settings
 

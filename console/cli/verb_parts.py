@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Group, Parameter
+from penstock.protocol.command_line import Group, Parameter
 
-Raw = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
-Flag = Annotated[bool, Parameter(negative=())]
 ServiceUrl = Annotated[str, Parameter(help="URL of the reward service.")]
 AnyServiceUrl = Annotated[
     str | None,
@@ -21,7 +19,6 @@ ServedFiles = Annotated[
     tuple[Path, ...],
     Parameter(
         name="--serve",
-        negative=(),
         help="File to score with: Python with a reward function, JSON with a grader, TOML with a judge; its reward has "
         "the file's name. Repeatable.",
     ),

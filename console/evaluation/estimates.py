@@ -48,7 +48,7 @@ def majority(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> flo
         if answer is not None:
             votes.setdefault(answer, []).append(is_correct)
     most = max(map(len, votes.values()), default=0)
-    elected = [sum(one) / len(one) for one in votes.values() if len(one) == most]
+    elected = [sum(vote) / len(vote) for vote in votes.values() if len(vote) == most]
     return sum(elected) / len(elected) if elected else 0.0
 
 

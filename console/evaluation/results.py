@@ -1,23 +1,35 @@
-"""The result of an evaluation, from the groups of its prompts; pure.
+"""Compute the result of an evaluation from the groups of its prompts, and store it in ``evaluations/ID`` of a run's folder.
 
 A prompt whose samples or scores failed is counted as failed, with the reason, and enters no mean: a failure is no score of
 0. While prompts are missing, the means are over the complete ones alone, which may be easier than the others.
+
+| file           | holds                                                                                       |
+|----------------|---------------------------------------------------------------------------------------------|
+| groups.jsonl   | one `Outcome` a line, written as prompts end: an evaluation that was killed continues there |
+| rules.json     | the rewards' values from which on a sample is correct, as the reward services offered them  |
+| result.json    | the `EvaluationResult`                                                                      |
+| result.png     | the plot, if matplotlib is installed                                                        |
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.console.evaluation.estimates import Estimate, estimate, majority, pass_at_k, powers_of_two
+from penstock.protocol.files import atomic_write, read_regular
 
 ALL = "all"
 Extract = Callable[[str], Hashable | None]
+FOLDER = "evaluations"
+GROUPS, RULES, RESULT, PLOT = "groups.jsonl", "rules.json", "result.json", "result.png"
 
 
 class Outcome(BaseModel):
@@ -108,7 +120,7 @@ class EvaluationResult(BaseModel):
     @property
     def overall(self) -> SourceResult:
         """The estimates over the prompts of all sources."""
-        return next((one for one in self.sources if one.source == ALL), self.sources[0])
+        return next((source for source in self.sources if source.source == ALL), self.sources[0])
 
     @property
     def is_complete(self) -> bool:
@@ -128,7 +140,7 @@ def summarise(
         correct: Which samples are correct.
         answers: How answers are found.
     """
-    by_source = {source: [one for one in outcomes if one.source == source] for source in prompts}
+    by_source = {source: [outcome for outcome in outcomes if outcome.source == source] for source in prompts}
     found = [_one(name, prompts[name], own, k, correct, answers) for name, own in by_source.items()]
     if len(found) > 1:
         found.append(_one(ALL, sum(prompts.values()), list(outcomes), k, correct, answers))
@@ -138,8 +150,8 @@ def summarise(
 def _one(
     source: str, num_prompts: int, outcomes: Sequence[Outcome], k: int, correct: Correctness, answers: Answers
 ) -> SourceResult:
-    complete = [one for one in outcomes if one.failed is None]
-    failed = [one for one in outcomes if one.failed is not None]
+    complete = [outcome for outcome in outcomes if outcome.failed is None]
+    failed = [outcome for outcome in outcomes if outcome.failed is not None]
     result = SourceResult(
         source=source,
         prompts=num_prompts,
@@ -178,3 +190,53 @@ def _majority(samples: Sequence[tuple[Outcome, tuple[bool, ...]]], answers: Answ
             return None
         values.append(majority([extract(text) for text in outcome.completions], own))
     return estimate(values, bounded=True)
+
+
+def read_outcomes(folder: Path) -> dict[int, Outcome]:
+    """Return the outcomes of an evaluation by prompt, the last one of each; a line that was cut off is left out."""
+    found: dict[int, Outcome] = {}
+    try:
+        lines = read_regular(folder / GROUPS).splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            outcome = Outcome.model_validate_json(line)
+        except ValidationError:
+            continue
+        found[outcome.prompt] = outcome
+    return found
+
+
+def append_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
+    """Append outcomes, on disk when this returns."""
+    with (folder / GROUPS).open("a", encoding="utf-8") as file:
+        for outcome in outcomes:
+            file.write(outcome.model_dump_json() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rewrite_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
+    """Replace all outcomes, atomically."""
+    atomic_write(folder / GROUPS, "".join(outcome.model_dump_json() + "\n" for outcome in outcomes))
+
+
+def write_result(folder: Path, result: EvaluationResult) -> Path:
+    """Write ``result.json``, atomically; return its path."""
+    return atomic_write(folder / RESULT, result.model_dump_json(indent=1) + "\n")
+
+
+def read_result(folder: Path) -> EvaluationResult | None:
+    """Return the result in the folder of an evaluation; None when there is none that can be read."""
+    try:
+        return EvaluationResult.model_validate_json(read_regular(folder / RESULT))
+    except (OSError, ValueError):
+        return None
+
+
+def results_of(run_folder: Path) -> Iterator[EvaluationResult]:
+    """Yield the results stored with a run, oldest first; a file that cannot be read is left out."""
+    read = [read_result(path.parent) for path in (run_folder / FOLDER).glob(f"*/{RESULT}")]
+    found = [one for one in read if one is not None]
+    yield from sorted(found, key=lambda one: (one.finished_at or 0.0, one.evaluation_id))

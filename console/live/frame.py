@@ -1,7 +1,7 @@
 """Draw one frame of the terminal panel: a snapshot in, a rich renderable out that fits the terminal.
 
-What matters most is always there: progress, reward, problems, services. A low terminal gets a lower curve and fewer details,
-a narrow one a narrower curve and no histogram of staleness.
+Progress, reward, problems and services are always shown. A low terminal gets a lower curve and fewer details, a narrow one a
+narrower curve and no histogram of staleness.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -16,14 +17,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.console.braille import curve
-from penstock.console.durations import clock
-from penstock.console.live.frame_layout import FULL, Layout, Wanted, fit
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
-from penstock.console.printable import printable
 from penstock.console.report import learning
 from penstock.console.report.run_summary import attention_text
+from penstock.console.terminal import clock, curve, printable
 
+_MANY = 10_000
+_FRAME_LINES = 4  # border, progress, and one line free so that the terminal does not scroll
+_LEAST_CURVE, _MOST_CURVE = 4, 10  # with its caption
+_LEAST_SERVICES = 6  # with the head
 _MAX_WIDTH = 110
 _WIDE = 88  # columns inside the border from which on the histogram stands beside the curve
 _STALENESS_WIDTH = 38
@@ -32,12 +34,74 @@ _MAX_INCIDENTS = 4
 _STAGES = {"tasks": "to generate", "generated": "to score", "scored": "to train"}
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The lines that each part would like to have."""
+
+    figures: int
+    details: int
+    services: int  # without the head
+    problems: int
+    incidents: int
+    is_disconnected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The lines that each part gets; 0 leaves it out."""
+
+    curve: int
+    details: int
+    services: int  # with the head
+    problems: int
+    incidents: int
+    has_gaps: bool
+
+
+FULL = Layout(curve=8, details=_MANY, services=_MANY, problems=_MANY, incidents=_MANY, has_gaps=True)
+
+
+def fit(height: int, wanted: Wanted) -> Layout:
+    """Return the layout for a terminal of ``height`` lines: first what each part needs at least, then the rest in order."""
+    left = max(height - _FRAME_LINES - wanted.figures - wanted.is_disconnected, 0)
+
+    def take(most: int, had: int = 0) -> int:
+        nonlocal left
+        more = min(max(most - had, 0), left)
+        left -= more
+        return had + more
+
+    head = wanted.services + 1 if wanted.services else 0
+    services = take(min(head, _LEAST_SERVICES))
+    problems = take(min(wanted.problems, 2))
+    curve = take(_LEAST_CURVE) if left >= _LEAST_CURVE else 0
+    incidents = take(min(wanted.incidents, 1))
+    details = take(min(wanted.details, 3))
+    incidents = take(min(wanted.incidents, 2), incidents)
+    problems = take(min(wanted.problems, 6), problems)
+    details = take(wanted.details, details)
+    services = take(min(head, max(height // 3, _LEAST_SERVICES)), services)
+    incidents = take(wanted.incidents, incidents)
+    sections = sum(map(bool, (curve, problems, services, incidents, wanted.is_disconnected))) + 1
+    has_gaps = left >= sections
+    left -= sections if has_gaps else 0
+    if curve:
+        curve = take(_MOST_CURVE, curve)
+    problems = take(wanted.problems, problems)
+    services = take(head, services)
+    return Layout(curve, details, services, problems, incidents, has_gaps)
+
+
 def render(snapshot: Snapshot, width: int = 96, height: int | None = None) -> RenderableType:
     """Draw the panel for a terminal of this size; without a height, everything is shown."""
     width = max(min(width, _MAX_WIDTH), 20)
     inside = width - 4
     details = _details(snapshot, is_wide=inside >= _WIDE)
-    problems = [line for one in snapshot.diagnoses for line in _problem(one.what, one.cause, one.cure, inside)]
+    problems = [
+        line
+        for diagnosis in snapshot.diagnoses
+        for line in _problem(diagnosis.what, diagnosis.cause, diagnosis.cure, inside)
+    ]
     layout = FULL
     if height is not None:
         layout = fit(
@@ -86,12 +150,10 @@ def rate(per_s: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share as a whole percentage."""
     return "–" if value is None else f"{100 * value:.0f}%"
 
 
 def figure(value: float | None, signed: bool = False) -> str:
-    """Return a reward or an accuracy with two decimals."""
     return "–" if value is None else f"{value:{'+' if signed else ''}.2f}"
 
 
@@ -245,6 +307,10 @@ def _state(line: ServiceLine, s: Snapshot) -> tuple[str, str]:
 def _incidents(s: Snapshot, rows: int) -> list[RenderableType]:
     styles = {"lost": "red", "back": "green", "dead_letter": "red", "note": "yellow"}
     return [
-        _line(Text.assemble((f"{clock(s.elapsed_at(one.at))} ", "dim"), (printable(one.text), styles[one.kind])))
-        for one in s.incidents[len(s.incidents) - min(rows, _MAX_INCIDENTS, len(s.incidents)) :]
+        _line(
+            Text.assemble(
+                (f"{clock(s.elapsed_at(incident.at))} ", "dim"), (printable(incident.text), styles[incident.kind])
+            )
+        )
+        for incident in s.incidents[len(s.incidents) - min(rows, _MAX_INCIDENTS, len(s.incidents)) :]
     ]

@@ -1,8 +1,8 @@
-"""The live view of a run: a panel on a terminal, plain lines elsewhere, or nothing at all.
+"""Show a run while it runs (`penstock watch`): a panel on a terminal, plain lines elsewhere, or nothing at all.
 
     with LivePanel("quickstart", bus, total_steps=150) as panel:
         panel.note("killed rollout-1 on purpose")
-        ...                                   # the panel is drawn by a thread of its own
+        ...                                   # a thread draws the panel
     print(panel.summary().to_line())
 
 Watching never affects a run: errors of the panel are shown in the panel.
@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TextIO
@@ -22,15 +22,16 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from penstock.console.durations import clock
+from penstock.console import connections
 from penstock.console.live import watched_totals
 from penstock.console.live.frame import figure, rate, render
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
-from penstock.console.printable import printable
 from penstock.console.report import curves
 from penstock.console.report.run_summary import RunSummary
+from penstock.console.terminal import clock, printable
+from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 
@@ -39,6 +40,7 @@ _TICK_S = 0.25
 _FRAME_S = 1.0
 _KEEP_S = 10.0  # between two writes of the totals
 _FRAME_SHARE = 0.01  # of a core: slower frames are drawn less often
+_MAX_DISCONNECTED_S = 60.0  # a restart of NATS takes seconds
 
 
 class LivePanel:
@@ -113,7 +115,6 @@ class LivePanel:
         self._notes.put((time.time(), text))
 
     def snapshot(self) -> Snapshot:
-        """Return the current snapshot."""
         with self._lock:
             return self._view.snapshot(time.time())
 
@@ -215,17 +216,16 @@ class PlainLines:
                 at = s.evaluated_at[step]
                 if at >= self._since:
                     self._write(f"{clock(s.elapsed_at(at))} {s.held_out.name} {value:.3f} after step {step}")
-        for one in s.diagnoses:
-            if one.key not in self._diagnoses:
-                self._diagnoses.add(one.key)
-                self._write(f"{clock(s.elapsed_s)} problem: {one.what} {one.cause} {one.cure}")
+        for diagnosis in s.diagnoses:
+            if diagnosis.key not in self._diagnoses:
+                self._diagnoses.add(diagnosis.key)
+                self._write(f"{clock(s.elapsed_s)} problem: {diagnosis.what} {diagnosis.cause} {diagnosis.cure}")
         if s.step >= self._next_step or (last and s.step > self._next_step - self._every):
             self._write(line(s))
             self._next_step = (s.step // self._every + 1) * self._every
 
 
 def line(s: Snapshot) -> str:
-    """Return the state of a run as one line."""
     steps = f"{s.step}/{s.total_steps}" if s.total_steps else str(s.step)
     parts = [
         f"{clock(s.elapsed_s)} step {steps}",
@@ -238,3 +238,46 @@ def line(s: Snapshot) -> str:
     if s.eta_s is not None and s.step != s.total_steps:
         parts.append(f"eta {clock(s.eta_s)}")
     return "  ".join(parts)
+
+
+def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, plain: bool, as_json: bool) -> int:
+    """Watch until the run ends or Ctrl-C; returns the exit code.
+
+    With ``as_json`` the lines go to stderr, and stdout gets one JSON object, the last thing printed.
+    Raises ConfigError, BusUnreachable or MissingStream.
+    """
+    settings = connections.find(arguments, environ, run_id=run).settings
+    logs.configure("watch", level="error")  # the panel shows when NATS is unreachable
+    mode: Mode = "plain" if plain or as_json else "auto"
+    code = 0
+    with Bus.connect(settings.nats, name="watch", deadline_s=5.0) as bus:
+        panel = LivePanel(run, bus, mode=mode, stream=sys.stderr if as_json else sys.stdout)
+        try:
+            with panel:
+                panel.wait(lambda snapshot: has_ended(snapshot) or is_cut_off(snapshot))
+        except KeyboardInterrupt:
+            print(f"stopped watching; the run continues. To watch again: penstock watch {run}", file=sys.stderr)
+        if not has_ended(panel.snapshot()) and is_cut_off(panel.snapshot()):
+            code = 1
+            print(
+                f"penstock: NATS at {bus.url} unreachable for {_MAX_DISCONNECTED_S:.0f} s; the run may have ended. "
+                f"See its report: penstock runs show {run}",
+                file=sys.stderr,
+            )
+        if as_json:
+            print(panel.summary().to_line(), flush=True)
+    return code
+
+
+def has_ended(snapshot: Snapshot) -> bool:
+    """Return True if the trainer reported the end, or took the last step and exited."""
+    if snapshot.finished:
+        return True
+    trainers = [line for line in snapshot.services if line.role == "trainer"]
+    complete = snapshot.total_steps is not None and snapshot.step >= snapshot.total_steps
+    return complete and not any(line.alive for line in trainers)
+
+
+def is_cut_off(snapshot: Snapshot) -> bool:
+    """Return True if NATS has been unreachable for too long to continue watching."""
+    return snapshot.disconnected_s > _MAX_DISCONNECTED_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.console.report.measures import HeldOut
+from penstock.console.report.learning import HeldOut
 from penstock.console.report.run_summary import Diagnosis
 
 
@@ -141,7 +141,7 @@ class Snapshot:
 
         Announcements are newer than heartbeats: compared with them, a worker of a fast run would always seem far behind.
         """
-        trainers = [one.version for one in self.services if one.role == "trainer" and one.alive]
+        trainers = [service.version for service in self.services if service.role == "trainer" and service.alive]
         newest = max((version for version in trainers if version is not None), default=self.newest_version)
         return 0 if line.version is None else max(newest - line.version, 0)
 

@@ -51,8 +51,6 @@ class Pause(_Frozen):
 
 
 class WatchedTotals(_Frozen):
-    """All that a resumed run needs of what was watched before."""
-
     until: float  # wall-clock seconds: when this was the state of the run
     since: float | None = None  # when the first service of the first session was seen
     paused_s: float = 0.0  # between sessions

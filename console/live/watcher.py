@@ -35,8 +35,6 @@ _MAX_UNREADABLE = 1000  # services
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """A message that did not decode."""
-
     what: str
     problem: str
 

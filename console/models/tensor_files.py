@@ -42,7 +42,6 @@ class StoredTensor:
         return self.dtype in _FLOATS
 
     def raw(self) -> npt.NDArray[np.uint8]:
-        """Return its bytes, mapped."""
         if self.end == self.start:
             return np.zeros(0, np.uint8)
         return np.memmap(self.file, np.uint8, "r", offset=self.start, shape=(self.end - self.start,))

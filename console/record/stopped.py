@@ -11,8 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.printable import printable
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
 from penstock.protocol.facts import ScoredGroup
@@ -27,8 +26,6 @@ _PROMPT = 40  # characters
 
 @dataclass(frozen=True, slots=True)
 class StoppedGroup:
-    """One group of a saved batch."""
-
     group_id: str
     prompt_text: str
     rewards: tuple[float, ...]
@@ -98,15 +95,15 @@ def _table(groups: Sequence[StoppedGroup]) -> Table:
     table = Table(
         "group", "prompt", "rewards", "tokens", "versions", "least log-probability", "scorer", "far out", box=None
     )
-    for one in groups:
+    for group in groups:
         table.add_row(
-            one.group_id,
-            printable(one.prompt_text[:_PROMPT].replace("\n", " ")),
-            " ".join(f"{reward:.3g}" for reward in one.rewards),
-            " ".join(map(str, one.completion_tokens)),
-            "–".join(map(str, dict.fromkeys(one.versions))),
-            f"{one.least_logprob:.3g}",
-            printable(one.scorer),
-            printable(", ".join(one.far_out)),
+            group.group_id,
+            printable(group.prompt_text[:_PROMPT].replace("\n", " ")),
+            " ".join(f"{reward:.3g}" for reward in group.rewards),
+            " ".join(map(str, group.completion_tokens)),
+            "–".join(map(str, dict.fromkeys(group.versions))),
+            f"{group.least_logprob:.3g}",
+            printable(group.scorer),
+            printable(", ".join(group.far_out)),
         )
     return table

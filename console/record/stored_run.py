@@ -30,12 +30,14 @@ def replay(
     run: str,
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    options: Sequence[str],
+    typed: Sequence[str],
     *,
-    as_json: bool,
     batch: str | None = None,
 ) -> list[str]:
-    """Return the command line of a replay, on as many ranks as the run had, or had at the ``batch``. Raises ConfigError."""
+    """Return the command line of a replay with the ``typed`` arguments, on as many ranks as the run had, or had at the ``batch``.
+
+    Raises ConfigError.
+    """
     check_run_id(run)
     home = connections.find(arguments, environ).settings.run.dir / run
     path = home / "config.json"
@@ -49,7 +51,7 @@ def replay(
         raise ConfigError(f"{path} has no trainer.num_ranks ({type(err).__name__}: {err})") from None
     if not 0 < ranks <= _MOST_RANKS:
         raise ConfigError(f"{path}: trainer.num_ranks = {ranks}, expected 1 to {_MOST_RANKS}; restore the file")
-    return launch.trainer(ranks, "replay", run, *arguments, *options, *(["--json"] if as_json else []))
+    return launch.trainer(ranks, "replay", *typed)
 
 
 def replace_process(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:

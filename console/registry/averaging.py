@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.console.models.merge import merge_folders
-from penstock.console.models.merge_methods import Recipe
+from penstock.console.models.merge import Recipe, merge_folders
 from penstock.console.tools.weights import export, stored_versions
 from penstock.protocol.errors import ConfigError
 

@@ -1,37 +1,109 @@
-"""`penstock model list`, `tag` and `select`: the versions of a run with tags, scores and lineage."""
+"""List the versions of a run with tags, scores and lineage, tag them and select one (`penstock model list`, `tag`, `select`).
+
+A tag, in ``tags.json`` of the run's folder, names a version and the digest of its weights. A version that the run deletes keeps
+its tag and loses its objects, unless its model was written to ``models/TAG`` in the run's folder when it was tagged.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json as json_text
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.evaluation import stored_results
-from penstock.console.registry import scores, tags
-from penstock.console.registry.scores import Scores
-from penstock.console.registry.tags import Tag
+from penstock.console.evaluation import results
+from penstock.console.registry import card
+from penstock.console.registry.card import Scores
 from penstock.console.report import curves
-from penstock.console.tables import console
-from penstock.console.tools import kept_reasons
+from penstock.console.terminal import console
+from penstock.console.tools import weights
 from penstock.console.tools.weights import export, stored_versions
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import atomic_write, read_regular
 
+FILE = "tags.json"
+MODELS = "models"
+RESERVED = ("best", "head")  # the run itself gives these
+_NAME = re.compile(r"(?=.*[A-Za-z_])[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 Row = dict[str, Any]
 _MOST_SCORES = 6  # columns of the table; --json has all
 
 
+class Tag(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: Annotated[int, Field(ge=0)]
+    state_root: str = ""
+    at: float = 0.0  # seconds since 1970
+    note: str = ""
+
+
+class _Tags(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_tag: Literal["model_tags.v1"] = "model_tags.v1"
+    tags: dict[str, Tag] = {}
+
+
+def read(run_folder: Path) -> dict[str, Tag]:
+    """Return the tags of a run by name; raises ConfigError for a damaged file."""
+    path = run_folder / FILE
+    try:
+        return _Tags.model_validate_json(read_regular(path)).tags
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValidationError) as err:
+        raise ConfigError(
+            f"{path} cannot be read ({str(err).splitlines()[0]}); restore it, or remove it to lose its tags"
+        ) from None
+
+
+def check_name(name: str) -> str:
+    """Return a tag's name; raises ConfigError for one that could be mistaken for a version or a path."""
+    if name in RESERVED or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"tag {name!r}: expected 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-' with a letter among them, and not {' or '.join(RESERVED)}, "
+            "which the run gives itself"
+        )
+    return name
+
+
+def put(run_folder: Path, name: str, tag: Tag, *, move: bool = False) -> Tag | None:
+    """Store a tag and return the one that it replaces; raises ConfigError if there is one and ``move`` is not set."""
+    known = read(run_folder)
+    before = known.get(check_name(name))
+    if before is not None and before.version != tag.version and not move:
+        raise ConfigError(
+            f"tag {name} of run {run_folder.name} names version {before.version}; to move it to version {tag.version}, add --move"
+        )
+    _write(run_folder, {**known, name: tag})
+    return before
+
+
+def remove(run_folder: Path, name: str) -> Tag:
+    """Remove a tag and return it; raises ConfigError when there is none."""
+    known = read(run_folder)
+    if name not in known:
+        raise ConfigError(f"run {run_folder.name} has no tag {name}; it has {', '.join(sorted(known)) or 'none'}")
+    _write(run_folder, {key: value for key, value in known.items() if key != name})
+    return known[name]
+
+
+def _write(run_folder: Path, tags: dict[str, Tag]) -> None:
+    atomic_write(run_folder / FILE, _Tags(tags=tags).model_dump_json(indent=1) + "\n")
+
+
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """What is known of the versions of one run."""
-
     run: str
     folder: Path
     rows: list[Row]  # stored versions, oldest first, as `penstock weights --json` has them
@@ -43,8 +115,8 @@ class Registry:
         """Read the run's folder, NATS and the object store; raises PenstockError."""
         folder = connections.find(arguments, environ).settings.run.dir / run
         rows = stored_versions(run, arguments, environ)
-        found = scores.of_run(curves.rows(folder), stored_results.results_of(folder))
-        return cls(run, folder, rows, found, tags.read(folder))
+        found = card.of_run(curves.rows(folder), results.results_of(folder))
+        return cls(run, folder, rows, found, read(folder))
 
     @property
     def stored(self) -> list[int]:
@@ -82,10 +154,10 @@ class Registry:
             "step": row.get("step"),
             "parent": row.get("parent"),
             "stored": bool(row),
-            "models": [str(path) for name in own if (path := self.folder / tags.MODELS / name).is_dir()],
+            "models": [str(path) for name in own if (path := self.folder / MODELS / name).is_dir()],
             "state_root": row.get("state_root", ""),
             "tags": [*given, *own],
-            "kept": row.get("kept", kept_reasons.NOT_KEPT),
+            "kept": row.get("kept", weights.NOT_KEPT),
             "scores": {name: asdict(score) for name, score in sorted(self.scores.get(version, {}).items())},
         }
 
@@ -102,7 +174,7 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
     if as_json:
         print(json_text.dumps(rows))
         return 0
-    columns = scores.names(registry.scores)
+    columns = card.names(registry.scores)
     console().print(_table(rows, columns[:_MOST_SCORES]))
     if hidden := columns[_MOST_SCORES:]:
         print(f"not shown: {', '.join(hidden)} (--json has them)")
@@ -123,21 +195,19 @@ def set_tag(
     note: str = "",
 ) -> int:
     """Tag a stored version, with ``keep`` also write its model to the run's folder; return the exit code. Raises PenstockError."""
-    tags.check_name(name)
+    check_name(name)
     registry = Registry.read(run, arguments, environ)
     number = registry.version(version)
     row = registry.row(number)
     if row is None:
         raise ConfigError(f"run {run} has no version {number} in the object store; see: penstock model list {run}")
     before = registry.tags.get(name)
-    folder = registry.folder / tags.MODELS / name
+    folder = registry.folder / MODELS / name
     if folder.exists() and before is not None and before.version != number:
         raise ConfigError(
             f"{folder} holds version {before.version}; remove it before the tag is moved, or choose another name"
         )
-    tags.put(
-        registry.folder, name, Tag(version=number, state_root=row["state_root"], at=time.time(), note=note), move=move
-    )
+    put(registry.folder, name, Tag(version=number, state_root=row["state_root"], at=time.time(), note=note), move=move)
     if keep and not folder.exists():
         with contextlib.redirect_stdout(sys.stderr):
             export(run, number, folder, arguments, environ)
@@ -150,8 +220,8 @@ def set_tag(
 def remove_tag(run: str, name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Remove a tag; what was written to ``models`` stays. Return the exit code. Raises ConfigError."""
     folder = connections.find(arguments, environ).settings.run.dir / run
-    tag = tags.remove(folder, name)
-    kept = folder / tags.MODELS / name
+    tag = remove(folder, name)
+    kept = folder / MODELS / name
     print(f"run {run}: tag {name} of version {tag.version} removed{f'; {kept} stays' if kept.exists() else ''}")
     return 0
 
@@ -168,11 +238,11 @@ def print_selected(
 ) -> int:
     """Print the stored version with the highest score, and tag it; return the exit code. Raises PenstockError."""
     registry = Registry.read(run, arguments, environ)
-    version, score = scores.select(registry.scores, registry.stored, by, least)
+    version, score = card.select(registry.scores, registry.stored, by, least)
     row = registry.row(version)
     assert row is not None
     if tag is not None:
-        tags.put(
+        put(
             registry.folder,
             tag,
             Tag(version=version, state_root=row["state_root"], at=time.time(), note=f"{by} {score.value:.6g}"),
@@ -197,5 +267,5 @@ def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
         cells = [str(row[name]) if row[name] is not None else "–" for name in ("version", "step", "parent")]
         cells += [f"{row['scores'][name]['value']:.3f}" if name in row["scores"] else "–" for name in columns]
         where = "stored" if row["stored"] else ", ".join(row["models"]) or "gone"
-        table.add_row(*cells, where, ", ".join(row["tags"]), kept_reasons.why(row["kept"]))
+        table.add_row(*cells, where, ", ".join(row["tags"]), weights.why(row["kept"]))
     return table

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console.report.event_fields import number
-from penstock.console.report.measures import Evaluation, HeldOut, held_out, recent_reward
+from penstock.console.report.learning import Evaluation, HeldOut, held_out, recent_reward
 from penstock.protocol.files import read_regular
 
 

@@ -1,7 +1,7 @@
-"""Why a run does not learn: figures of its steps in, sentences out; pure.
+"""Diagnose why a run does not learn: metrics of its steps in, sentences out; pure.
 
-Each rule looks at the newest steps and names what it saw, the usual cause and the cure. The figures are those of
-`learning.read`, and ``reward_mean``.
+Each rule looks at the newest steps and names what it saw, the usual cause and the fix. The metrics are those of
+`learning.read`, and ``reward_mean``. The reasons for which groups are dropped are explained by their values in events.
 """
 
 from __future__ import annotations
@@ -9,14 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.console.report.drop_reasons import MEANINGS
-from penstock.console.report.measures import mean
+from penstock.console.report.learning import mean
 from penstock.console.report.run_summary import Diagnosis
 
+MEANINGS: dict[str, str] = {
+    "stale": "older than rollout.max_staleness when it was its turn; its prompt is sampled again. Many: a worker "
+    "or a reward is slow (penstock watch shows which), or raise rollout.max_staleness",
+    "duplicate": "delivered a second time, and left out: NATS redelivers what a worker or service held when it was stopped or "
+    "killed, or did not confirm in time. Harmless",
+    "foreign": "not a group of this run's data: from a run of the same name with other data",
+    "future": "sampled by a version that a rolled-back session had published; its prompt is sampled again",
+    "unreadable": "its object is missing, corrupt or not what the message says; check the object store: penstock audit RUN",
+    "quarantined": "two services were killed while they processed its message",
+    "dead": "given up by another service: penstock dead-letters RUN",
+    "no_signal": "all its rewards were equal, and algorithm.dynamic_sampling sampled another group instead",
+    "no_baseline": "issued before the algorithm was remax, without a greedy completion",
+    "lost": "every queue was empty and it had not arrived; its prompt is sampled again",
+    "superseded": "dropped by an earlier session, and its next attempt has arrived",
+    "abandoned": "held-out: its evaluation failed, or ended with the trainer that started it",
+}
+
+REPEATS = (
+    "more than once: NATS redelivers a task whose worker was stopped or killed, whose engine failed, or which was not "
+    "confirmed within 9 s (a machine under load). The second result is dropped as duplicate: nothing is trained twice"
+)
 Figures = Mapping[str, float]
 _RECENT = 20  # steps that the rules look at
 _LEAST = 3  # steps before anything is said
 _FEW_SIGNALS, _MANY_DROPPED, _LOW_ENTROPY, _ENTROPY_SHARE, _HALF = 0.5, 0.2, 0.1, 0.1, 0.5
+_DROPPED_CURES = {
+    "future": "The trainer was killed, and resumed from an older checkpoint: a smaller trainer.checkpoint_every_s costs fewer groups."
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +52,9 @@ class RunFigures:
 
     @property
     def recent(self) -> Sequence[Figures]:
-        """The newest steps."""
         return self.steps[-_RECENT:]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure over the newest steps that have it."""
         return _mean(self.recent, name)
 
 
@@ -174,11 +195,6 @@ _engine_gap = _Bound(
     cause="They use different numeric formats, kernels or sampling settings.",
     cure="Set model.dtype = float32 for a comparison, and see docs/sglang.md.",
 )
-
-
-_DROPPED_CURES = {
-    "future": "The trainer was killed, and resumed from an older checkpoint: a smaller trainer.checkpoint_every_s costs fewer groups."
-}
 
 
 def _dropped(run: RunFigures) -> Iterator[Diagnosis]:

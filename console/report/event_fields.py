@@ -34,8 +34,6 @@ class EventFields(BaseModel):
 
 
 class GroupFields(EventFields):
-    """Counts of the run's groups."""
-
     issued: _Count = 0
     scored: _Count = 0
     trained: _Count = 0
@@ -45,8 +43,6 @@ class GroupFields(EventFields):
 
 
 class StepFields(EventFields):
-    """One optimizer step."""
-
     step: Annotated[int, Field(ge=0, le=2**53)] | None = None
     version: _Count = 0
     reward_mean: _Figure = None
@@ -62,8 +58,6 @@ class StepFields(EventFields):
 
 
 class EvalFields(EventFields):
-    """One evaluation."""
-
     step: _Count = 0
     version: _Count = 0
     num_prompts: _Count = 0
@@ -97,8 +91,6 @@ class PublicationFields(EventFields):
 
 
 class NoteFields(EventFields):
-    """A line of text."""
-
     text: _Text = ""
 
 

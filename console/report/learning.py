@@ -1,14 +1,21 @@
-"""Metrics of learning, of the data and of the mismatch with the engine, read from step events; pure."""
+"""Read metrics of learning, data and engine mismatch from step events, and measure success; pure.
+
+Success has one definition for panel, report, plot, list of runs and JSON: held-out prompts show accuracy where the reward says
+what is correct, else the mean reward. An evaluation without ``accuracy`` is one of a reward without a threshold of success
+(`trainer/evaluation/success.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from penstock.console.report.event_fields import number
-from penstock.console.report.measures import mean
 from penstock.console.report.run_summary import Spread
 
+Measure = Literal["accuracy", "reward"]
+_RECENT_STEPS = 5
 # Key of a step event -> label in the report.
 LABELS: dict[str, str] = {
     "reward_mean": "reward, mean of the step",
@@ -59,8 +66,6 @@ _NESTED = {
     "engine_gap": ("mismatch", "mean_abs"), "engine_gap_max": ("mismatch", "max_abs"), "engine_kl": ("mismatch", "kl_k3"),
     "ratio_p1": ("ratio_percentiles", "1"), "ratio_p99": ("ratio_percentiles", "99"),
 }  # fmt: skip
-
-
 _PART = "reward part "
 _ENVIRONMENT = "environment "
 _OF_ENVIRONMENTS = {
@@ -68,6 +73,53 @@ _OF_ENVIRONMENTS = {
 }  # fmt: skip
 _BY_LAYERS = {"grad_norm_by_layers": "gradient norm: ", "update_ratio_by_layers": "update ratio: "}
 _OWN_LABELS = (_PART, _ENVIRONMENT, *_BY_LAYERS.values())  # names that begin so are labels themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation; a value is None if it is unknown."""
+
+    step: int
+    accuracy: float | None
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The evaluations of the primary split by one measure, as ``(step, value)`` in order."""
+
+    measure: Measure = "accuracy"
+    points: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "held-out accuracy" if self.measure == "accuracy" else "held-out mean reward"
+
+    @property
+    def before(self) -> float | None:
+        return self.points[0][1] if self.points else None
+
+    @property
+    def now(self) -> float | None:
+        return self.points[-1][1] if self.points else None
+
+
+def held_out(evaluations: Sequence[Evaluation]) -> HeldOut:
+    """Return what the evaluations of one split show; the last one decides by which measure."""
+    if evaluations and evaluations[-1].accuracy is None:
+        return HeldOut("reward", tuple((e.step, e.reward) for e in evaluations if e.reward is not None))
+    return HeldOut("accuracy", tuple((e.step, e.accuracy) for e in evaluations if e.accuracy is not None))
+
+
+def recent_reward(rewards: Sequence[float]) -> float | None:
+    """Return the mean training reward of the last steps: what is called "reward" wherever one number is shown."""
+    recent = rewards[-_RECENT_STEPS:]
+    return mean(recent) if recent else None
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one value; infinite, not an error, where the sum is beyond the largest float."""
+    return sum(values) / len(values)
 
 
 def read(data: Mapping[str, Any]) -> dict[str, float]:

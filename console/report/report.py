@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.console import braille
-from penstock.console.durations import clock
-from penstock.console.report import curves, drop_reasons, learning
+from penstock.console import terminal
+from penstock.console.report import curves, diagnoses, learning
 from penstock.console.report.curves import Curves
-from penstock.console.report.measures import HeldOut
+from penstock.console.report.learning import HeldOut
 from penstock.console.report.run_summary import RunSummary, attention_text
+from penstock.console.terminal import clock
 from penstock.protocol.files import read_regular
 
 _WIDTH, _HEIGHT = 60, 8
@@ -50,7 +50,6 @@ def stored_summary(folder: Path) -> RunSummary | None:
 
 
 def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_plot: bool) -> str:
-    """Return the report as Markdown."""
     sections = [
         _headline(summary, points.held_out),
         _diagnoses(summary),
@@ -107,7 +106,7 @@ def _reward_curve(points: Curves, *, has_plot: bool) -> str:
         return ""
     values = [value for _, value in points.rewards]
     low, high = min(*values, 0.0), max(*values, 1.0)
-    lines = braille.curve(values, width=_WIDTH, height=_HEIGHT, low=low, high=high)
+    lines = terminal.curve(values, width=_WIDTH, height=_HEIGHT, low=low, high=high)
     labels = [f"{high:5.2f} ┤"] + ["      │"] * (_HEIGHT - 2) + [f"{low:5.2f} ┤"]
     drawn = "\n".join(label + text for label, text in zip(labels, lines, strict=True))
     plot = f"![reward, {points.held_out.name}, staleness](curve.png)" if has_plot else _NO_PLOT
@@ -175,11 +174,11 @@ def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
 
 def _explanations(s: RunSummary) -> Iterator[str]:
     for reason in s.groups.dropped:
-        yield f"{reason}: {drop_reasons.MEANINGS.get(reason, 'a reason of another build')}."
+        yield f"{reason}: {diagnoses.MEANINGS.get(reason, 'a reason of another build')}."
     twice = s.groups.generated - s.groups.issued
     if twice > 0:
         failed = f" Engines failed {s.packs_given_back} messages." if s.packs_given_back else ""
-        yield f"{twice} groups were generated {drop_reasons.REPEATS}.{failed}"
+        yield f"{twice} groups were generated {diagnoses.REPEATS}.{failed}"
 
 
 def _scorers(s: RunSummary) -> Iterator[tuple[str, ...]]:

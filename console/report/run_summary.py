@@ -83,8 +83,7 @@ class Overlap(_Frozen):
         default=None, description="Share of trained tokens that an older version had sampled (staleness 1 or more)."
     )
     both_working_s: float = Field(
-        default=0.0,
-        description="Seconds in which trainer and a worker were both busy; a lower bound from heartbeats.",
+        default=0.0, description="Seconds in which trainer and a worker were both busy; a lower bound from heartbeats."
     )
     both_working_share: float | None = Field(
         default=None, description="The same as a share of the training's wall time."
@@ -134,8 +133,7 @@ class RunSummary(_Frozen):
     staleness_mean: float | None = Field(default=None, description="Mean staleness of the trained tokens.")
     staleness_max: int | None = Field(default=None, description="Largest staleness that was trained.")
     learning: dict[str, Spread] = Field(
-        default={},
-        description="Off-policy metrics over all steps, by key (`console/report/learning.py`).",
+        default={}, description="Off-policy metrics over all steps, by key (`console/report/learning.py`)."
     )
     skipped: dict[str, int] = Field(
         default={}, description="Trajectories that filters left out of their step, by reason."

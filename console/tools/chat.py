@@ -1,23 +1,164 @@
-"""`penstock chat`: a conversation with the model of a run."""
+"""Chat with the model of a run (`penstock chat`): an embedded engine as a child process, called over HTTP.
+
+It is the engine of the rollout workers and has SGLang's HTTP interface. It exits when this process does, even by SIGKILL.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from penstock.console import connections
-from penstock.console.tools.chat_engine import ChatEngine, ChatRefused, Message
+import httpx
+
+from penstock.console import connections, launch
 from penstock.console.tools.runs import unknown_run
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import read_regular
 from penstock.protocol.subjects import check_run_id
 
+_START_S = 120.0  # a cold import of torch on a busy machine
+_ANSWER_S = 600.0
+_STOP_S = 5.0
+_POLL_S = 0.05
+_TAIL_CHARS = 2000
+Message = dict[str, str]  # role, content
 _CLEAR = "/new"
 _ANSWER_TOKENS = 512
+
+
+class ChatEngineError(PenstockError):
+    """The engine did not start, exited, or refused a request."""
+
+
+class ChatRefused(ChatEngineError):
+    """The engine refused this conversation, for example because it is too long; others may be accepted."""
+
+
+class ChatEngine:
+    """One engine process; a context manager that is ready when entered and has ended when left."""
+
+    def __init__(self, model: Path, *, device: str, dtype: str) -> None:
+        """Prepare; raises ChatEngineError when ``model`` is not a model folder."""
+        if not (model / "config.json").is_file():
+            raise ChatEngineError(f"{model} is not a model folder: it has no config.json; name one with --model DIR")
+        self._model = model
+        self._options = ("--device", device, "--dtype", dtype)
+        self._has_template = has_chat_template(model)
+        self._scratch = tempfile.TemporaryDirectory(prefix="penstock-chat-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: httpx.Client | None = None
+
+    def __enter__(self) -> ChatEngine:
+        """Start the engine and wait until it is ready; raises ChatEngineError with the end of its log."""
+        folder = Path(self._scratch.name)
+        self._log = folder / "engine.log"
+        port_file = folder / "port"
+        options = ["--port", "0", "--port-file", str(port_file), "--die-with-parent", *self._options]
+        module = "penstock.rollout_service.embedded_engine"
+        command = launch.module(module, "--model-path", str(self._model), *options)
+        try:
+            with self._log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C must not reach the engine
+                )
+            port = self._wait_for_port(port_file)
+            self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_ANSWER_S, trust_env=False)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the model has a chat template; without one it only continues text."""
+        return self._has_template
+
+    def answer(self, messages: Sequence[Message], *, temperature: float, max_tokens: int) -> str:
+        """Return the model's answer to a conversation, or its continuation of the last message.
+
+        Raises ChatRefused when the engine refuses the conversation, ChatEngineError when the engine has exited.
+        """
+        if self._has_template:
+            body: dict[str, Any] = {"model": "default", "messages": list(messages)}
+            body |= {"temperature": temperature, "max_tokens": max_tokens}
+            return str(self._post("/v1/chat/completions", body)["choices"][0]["message"]["content"])
+        sampling = {"temperature": temperature, "max_new_tokens": max_tokens}
+        return str(self._post("/generate", {"text": messages[-1]["content"], "sampling_params": sampling})["text"])
+
+    def close(self) -> None:
+        """End the engine's process; idempotent."""
+        if self._client is not None:
+            self._client.close()
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._scratch.cleanup()
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        assert self._client is not None, "not entered"
+        try:
+            response = self._client.post(path, json=body)
+        except httpx.HTTPError as err:
+            raise ChatEngineError(f"the engine did not answer ({type(err).__name__}){self._tail()}") from None
+        if response.status_code != httpx.codes.OK:
+            raise ChatRefused(f"the engine refused: {_refusal(response)}")
+        return response.json()
+
+    def _wait_for_port(self, port_file: Path) -> int:
+        assert self._process is not None
+        give_up = time.monotonic() + _START_S
+        while time.monotonic() < give_up:
+            text = port_file.read_text().strip() if port_file.exists() else ""
+            if text:
+                return int(text)
+            if self._process.poll() is not None:
+                raise ChatEngineError(f"the engine ended with code {self._process.returncode}{self._tail()}")
+            time.sleep(_POLL_S)
+        raise ChatEngineError(f"the engine was not ready within {_START_S:.0f} s{self._tail()}")
+
+    def _tail(self) -> str:
+        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
+        return f"; the end of its log:\n{text[-_TAIL_CHARS:]}" if text else ""
+
+
+def has_chat_template(model: Path) -> bool:
+    """Return True if a model folder has a chat template, as a file or in its tokenizer_config.json."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError):
+        return False
+
+
+def _refusal(response: httpx.Response) -> str:
+    try:
+        error = response.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}: {response.text[:500]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The checks of `penstock doctor`: one function each, returning findings with a fix.
+"""Check what this machine has and what is missing (`penstock doctor`): one function each, returning findings with a fix.
 
 Nothing here imports torch or another slow package: versions come from installed metadata, or from running
 a program with --version.
@@ -6,6 +6,7 @@ a program with --version.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -14,13 +15,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.table import Table
+
 from penstock.console import connections, launch
+from penstock.console.terminal import console
 from penstock.console.tools.versions import package_version
-from penstock.protocol.config.run_file import Loaded
+from penstock.protocol import logs
+from penstock.protocol.config.run_file import Loaded, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -42,6 +47,7 @@ _PROBE_S = 10.0  # a program that takes longer to print its version is a problem
 _SANDBOX_S = 60.0  # it starts up to two interpreters
 _ATTENTION_S = 300.0  # kernels may be compiled
 _REACH_S = 3.0  # for a server to answer
+_SIGNS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +282,34 @@ def _meminfo(field: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+
+
+def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+    """Run all checks and print the findings; return 1 when a check failed, else 0. Raises ConfigError."""
+    loaded = connections.find(arguments, environ)
+    logs.configure("doctor", level="critical")  # problems are reported as findings
+    here = [*machine(loaded.settings.run.dir, environ), *engine(arguments, environ)]
+    findings = [*here, *services(loaded)]
+    failed = [finding for finding in findings if finding.level == "fail"]
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        console().print(_table(findings))
+        print("\nnext: " + ("fix the lines marked fail" if failed else _next(arguments)))
+    return 1 if failed else 0
+
+
+def _next(arguments: Sequence[str]) -> str:
+    files, _ = split_arguments(arguments)
+    return f"penstock train {files[0]} --local" if files else "penstock quickstart"
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        detail = finding.detail if not finding.fix else f"{finding.detail}\n[bold]→ {finding.fix}[/]"
+        table.add_row(_SIGNS[finding.level], finding.name, detail)
+    return table

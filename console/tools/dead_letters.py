@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.printable import printable
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
@@ -158,7 +157,6 @@ class DeadLetters:
             return None
 
     def report_unreadable(self) -> None:
-        """Write to stderr what could not be read, and how many letters."""
         if self.unreadable:
             number, reason = next(iter(self.unreadable.items()))
             self.problems.insert(
@@ -180,7 +178,6 @@ class DeadLetters:
 
 
 def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print all letters of a run; return the exit code."""
     logs.configure("dead-letters", level="error")
     with DeadLetters(run, arguments, environ) as dead:
         letters = dead.all()
@@ -207,7 +204,6 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
 
 
 def print_one(run: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print one letter with its prompts and completions; return the exit code."""
     logs.configure("dead-letters", level="error")
     with DeadLetters(run, arguments, environ) as dead:
         (letter,) = dead.find([number])

@@ -39,7 +39,6 @@ def print_settings(topic: str | None, *, as_json: bool) -> int:
 
 
 def print_schema() -> int:
-    """Print the JSON Schema of a run file."""
     print(json.dumps(run_file_schema(), indent=1, ensure_ascii=False))
     return 0
 
@@ -74,10 +73,10 @@ def _mentioning(word: str) -> list[SettingDescription]:
     if instead := advice(word):
         raise ConfigError(f"{word} is a key of another project: {instead}")
     settings = reference.load().settings.values()
-    if found := [one for one in settings if word in re.split(r"[._]", one.key)]:
+    if found := [setting for setting in settings if word in re.split(r"[._]", setting.key)]:
         return found
     whole = re.compile(rf"\b{re.escape(word.replace('_', ' '))}\b", re.IGNORECASE)
-    if found := [one for one in settings if whole.search(one.description)]:
+    if found := [setting for setting in settings if whole.search(setting.description)]:
         return found
     near = reference.nearest(word)
     hint = f"did you mean {', '.join(near)}?" if near else "`penstock settings` lists the sections"
@@ -85,7 +84,6 @@ def _mentioning(word: str) -> list[SettingDescription]:
 
 
 def explain(one: SettingDescription) -> Iterator[str]:
-    """Yield the lines that say everything about a setting."""
     yield one.key
     yield from wrapped(one.description, "  ")
     yield ""
@@ -107,10 +105,10 @@ def explain(one: SettingDescription) -> Iterator[str]:
 
 def table(settings: Sequence[SettingDescription], *, indent: str = "", short: bool = False) -> Iterator[str]:
     """Yield a line or more for each setting: key, type, default, description; if ``short`` only its first part."""
-    keys = max((len(one.key) for one in settings), default=0)
-    for one in settings:
-        about = first_part(one) if short else one.description
-        yield from wrapped(f"{summary(one)}  {about}", f"{indent}{one.key:<{keys}}  ")
+    keys = max((len(setting.key) for setting in settings), default=0)
+    for setting in settings:
+        about = first_part(setting) if short else setting.description
+        yield from wrapped(f"{summary(setting)}  {about}", f"{indent}{setting.key:<{keys}}  ")
 
 
 def first_part(one: SettingDescription) -> str:
@@ -142,7 +140,7 @@ def with_aliases(schema: dict[str, Any], aliases: Mapping[str, Alias]) -> dict[s
 def _sections(known: reference.Reference) -> Iterator[str]:
     width = max(map(len, known.sections))
     for name, about in known.sections.items():
-        count = sum(one.section == name for one in known.settings.values())
+        count = sum(setting.section == name for setting in known.settings.values())
         yield from wrapped(f"{count:>3}  {about}", f"{name:<{width}}  ", extra=5)
     yield ""
     yield "next: penstock settings SECTION, or penstock settings SECTION.KEY"

@@ -1,4 +1,4 @@
-"""`penstock init`: write a commented run file from a few answers; an existing file is never touched."""
+"""Write a commented run file from a few answers and the first rows of a data file (`penstock init`); never overwrite one."""
 
 from __future__ import annotations
 
@@ -6,22 +6,88 @@ import difflib
 import json
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from penstock.console.tools import data_sample, explain_settings, reference
-from penstock.console.tools.data_sample import DataSample
+from penstock.console import launch
+from penstock.console.tools import explain_settings, reference
 from penstock.protocol.config.setting_description import MADE_AT_START, REQUIRED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
+_NUM_ROWS = 500
+_DEADLINE_S = 60.0
 SCHEMA_NAME = "run.schema.json"
 BY_DATA_SOURCE = "none"
 _MAX_PROMPT, _MAX_NEW = 1024, 256  # tokens
-
 Ask = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class DataSample:
+    num_rows: int = 0
+    formats: tuple[str, ...] = ()
+    mapping: Mapping[str, str] = field(default_factory=dict)  # data.map: the file's columns by what they are read as
+    num_prompts: int = 0  # rows with a prompt to answer
+    num_truths: int = 0  # of them with a ground truth
+    longest_prompt: int | None = None  # tokens; None: not known
+    context_tokens: int | None = None  # of the model; None: not known
+    problem: str = ""  # the first one
+
+
+def read(data: str, model: str | None) -> DataSample | None:
+    """Return what the first rows say; None for a path that does not exist, such as an id on the hub.
+
+    Columns with other names are mapped where their names say what they hold. The trainer's code reads the rows, in a child process.
+    """
+    if not Path(data).exists():
+        return None
+    options = [data, "--first", str(_NUM_ROWS), "--no-tests", "--json"]
+    if model and Path(model).exists():
+        options += ["--model", model]
+    sample = _read(options, {})
+    if suggested := sample.mapping:
+        mapped = _read([*options, *(f"--map={column}={name}" for column, name in suggested.items())], suggested)
+        if mapped.num_prompts and not mapped.problem:
+            return mapped
+    return replace(sample, mapping={})
+
+
+def _read(options: Sequence[str], mapping: Mapping[str, str]) -> DataSample:
+    command = launch.module("penstock", "data", "check", *options)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return DataSample(problem=f"its first {_NUM_ROWS} rows were not read within {_DEADLINE_S:.0f} s")
+    try:
+        reports = [json.loads(line) for line in done.stdout.splitlines()]
+    except ValueError:
+        reports = []
+    if not reports:
+        return DataSample(problem=done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
+    return _merged(reports, mapping)
+
+
+def _merged(reports: Sequence[Mapping[str, Any]], mapping: Mapping[str, str]) -> DataSample:
+    """Return the sample of all files of a folder."""
+    sources = [source for report in reports for source in report["data_sources"].values()]
+    lengths = [
+        one["prompt_length"]["max"] for one in reports if one["prompt_length"] and one["length_unit"] == "tokens"
+    ]
+    return DataSample(
+        num_rows=sum(one["rows"] for one in reports),
+        formats=tuple(dict.fromkeys(name for one in reports for name in one["formats"])),
+        mapping=mapping or next((one["suggested_map"] for one in reports if one["suggested_map"]), {}),
+        num_prompts=sum(one["can_train"]["grpo"] for one in reports),
+        num_truths=sum(source["with_ground_truth"] for source in sources),
+        longest_prompt=max(lengths, default=None),
+        context_tokens=next((one["context_tokens"] for one in reports if one["context_tokens"]), None),
+        problem=next((line for one in reports for line in one["first_bad_rows"]), ""),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +134,7 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
     if file.exists():
         raise ConfigError(f"{file} exists and is not overwritten; name another file: penstock init other.toml")
     answers = check(complete(answers, file, ask))
-    sample = data_sample.read(str(answers.data), answers.model)
+    sample = read(str(answers.data), answers.model)
     texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, sample or DataSample(), schema=schema))}
     if schema and not file.with_name(SCHEMA_NAME).exists():
         texts[file.with_name(SCHEMA_NAME)] = json.dumps(explain_settings.run_file_schema(), ensure_ascii=False) + "\n"

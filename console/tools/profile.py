@@ -1,25 +1,218 @@
-"""`penstock profile`: where the time of a run went, from the files in its folder."""
+"""Measure where the time of a run went, by phase of a step and by service, from the files in its folder (`penstock profile`).
+
+| what                | from                                                                                           |
+|---------------------|------------------------------------------------------------------------------------------------|
+| phases of a step    | the ``…_s`` fields of its line in `metrics.jsonl`; "other" is the rest of the time from step to step |
+| before, after       | first and last time of `watched.json`, when a service first and last reported                      |
+| working, waiting, CPU | the heartbeats in `watched.json`; working and waiting from the first step on, CPU from the start |
+| parts of the CPU    | the newest process of each service: its threads by name, and the engine of a worker                |
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich.table import Table
 
 from penstock.console import connections
 from penstock.console.live import watched_totals
-from penstock.console.printable import printable
+from penstock.console.live.run_snapshot import service_name
+from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
 from penstock.console.report import curves
-from penstock.console.tables import console
-from penstock.console.tools.run_profile import RunProfile, limits, profile
+from penstock.console.report.event_fields import number
+from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
 from penstock.protocol.subjects import check_run_id
 
+OTHER = "other"
+# Phases of the training thread, one after the other: field of the step's line -> name.
+_PHASES = {
+    "wait_s": "wait for groups",
+    "step_s": "train",
+    "record_s": "record",
+    "submit_s": "copy weights",
+    "checkpoint_s": "checkpoint",
+}
+_ROLES = ("trainer", "rollout", "reward")
+_SMALL = 0.05  # a share that is not worth a sentence
+_CURES = {
+    "checkpoint": "a larger trainer.checkpoint_every, or only trainer.checkpoint_every_s",
+    "copy weights": "each version is copied before the next step; a larger batch has fewer versions",
+    OTHER: "it is spent between the phases, as in reports and in starting evaluations",
+}
 _NUM_PARTS = 4  # of a service's CPU that are named in the table
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of the trainer's steps; seconds of wall-clock time, summed over the steps."""
+
+    name: str
+    seconds: float
+    share: float  # of the time from the first step to the last
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceProfile:
+    """One service, all its starts together; seconds."""
+
+    name: str
+    role: str
+    num_starts: int
+    working_s: float  # with work of its own in progress
+    waiting_s: float  # for another service
+    cpu_s: float
+    cpu_parts: Mapping[str, float]  # of the newest process: threads by name, "engine"; the largest first
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Share of the time that it waited; None for a service that was not seen during a step."""
+        whole_s = self.working_s + self.waiting_s
+        return self.waiting_s / whole_s if whole_s > 0.0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunProfile:
+    """The times of a run; seconds."""
+
+    steps: int
+    step_wall_s: float  # from the start of the first step to the end of the last, without the time between sessions
+    phases: tuple[Phase, ...]
+    publish_s: float | None  # mean of a version, beside the steps
+    before_s: float | None  # from the first service to the first step: start-up and the first evaluation
+    after_s: float | None  # from the last step on: export and the last evaluation
+    services: tuple[ServiceProfile, ...]
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(service.cpu_s for service in self.services)
+
+
+def profile(rows: Iterable[Mapping[str, Any]], watched: WatchedTotals | None) -> RunProfile:
+    """Return the profile of the lines of metrics.jsonl and of the totals that were watched; both may be incomplete."""
+    steps = _steps(rows)
+    times = [at for step in steps if (at := number(step.get("at"))) is not None]
+    first_s = _phase_seconds(steps[0]) if steps else 0.0
+    seconds = {name: sum(number(step.get(key)) or 0.0 for step in steps) for key, name in _PHASES.items()}
+    seconds[OTHER] = sum(_rests(steps)) - _between_sessions(_rests(steps), watched)
+    wall_s = sum(seconds.values())
+    published = [s for step in steps if (s := number(step.get("publish_s"))) is not None]
+    since, until = (watched.since, watched.until) if watched is not None else (None, None)
+    return RunProfile(
+        steps=len(steps),
+        step_wall_s=wall_s,
+        phases=tuple(Phase(name, s, s / wall_s if wall_s > 0.0 else 0.0) for name, s in seconds.items()),
+        publish_s=sum(published) / len(published) if published else None,
+        before_s=max(0.0, times[0] - first_s - since) if times and since is not None else None,
+        after_s=max(0.0, until - times[-1]) if times and until is not None else None,
+        services=tuple(sorted(map(_service, watched.services if watched is not None else ()), key=_order)),
+    )
+
+
+def limits(found: RunProfile) -> list[str]:
+    """Return sentences about what the run waits for, and about its largest costs."""
+    lines = []
+    shares = {phase.name: phase.share for phase in found.phases}
+    waits = shares.get("wait for groups", 0.0)
+    if found.steps and waits > _SMALL:
+        lines.append(
+            f"the trainer waits for groups {waits:.0%} of the time: {_slower_role(found.services)}; "
+            "`penstock plan` says which bound on staleness or how many workers would keep it busy"
+        )
+    elif found.steps:
+        lines.append(
+            f"the trainer never waits for long ({waits:.0%} of the time): its steps decide how fast the run is"
+        )
+    lines += [
+        f"{name} takes {shares[name]:.0%} of the time: {cure}"
+        for name, cure in _CURES.items()
+        if shares.get(name, 0.0) > _SMALL
+    ]
+    if found.cpu_s > 0.0:
+        largest = max(found.services, key=lambda service: service.cpu_s)
+        part = next(iter(largest.cpu_parts.items()), None)
+        named = f", {part[1]:.1f} s of it in {part[0]}" if part is not None else ""
+        lines.append(
+            f"{largest.name} uses the most CPU: {largest.cpu_s:.1f} of {found.cpu_s:.1f} s, "
+            f"{largest.cpu_s / found.cpu_s:.0%}{named}"
+        )
+    return lines
+
+
+def _slower_role(services: Sequence[ServiceProfile]) -> str:
+    """Return which of the other roles works most of the time, as a clause."""
+    shares = [
+        (share, service)
+        for service in services
+        if service.role != "trainer" and (share := service.waiting_share) is not None
+    ]
+    if not shares:
+        return "what for is not known without heartbeats"
+    share, busiest = min(shares, key=lambda pair: pair[0])
+    if share > 0.5:
+        return f"so do the others ({busiest.name}, the busiest, {share:.0%}), each for the slowest groups of a batch"
+    return f"{busiest.name} works {1.0 - share:.0%} of the time"
+
+
+def _steps(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the lines of the steps in order; one repeated after a resume replaces the first and those after it."""
+    steps: dict[int, Mapping[str, Any]] = {}
+    for row in rows:
+        step = row.get("step")
+        if row.get("kind") != "step" or not isinstance(step, int):
+            continue
+        if steps and step <= next(reversed(steps)):
+            steps = {known: line for known, line in steps.items() if known < step}
+        steps[step] = row
+    return list(steps.values())
+
+
+def _phase_seconds(step: Mapping[str, Any]) -> float:
+    return sum(number(step.get(key)) or 0.0 for key in _PHASES)
+
+
+def _rests(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return for each step after the first the seconds since the one before it that no phase has."""
+    pairs = ((number(before.get("at")), number(after.get("at")), after) for before, after in pairwise(steps))
+    return [
+        max(0.0, at - since - _phase_seconds(after))
+        for since, at, after in pairs
+        if since is not None and at is not None
+    ]
+
+
+def _between_sessions(rests: Sequence[float], watched: WatchedTotals | None) -> float:
+    """Return how much of these seconds lies between sessions: each start of the trainer is in one of the longest."""
+    if watched is None:
+        return 0.0
+    num_resumed = sum(service.num_starts - 1 for service in watched.services if service.beat.role == "trainer")
+    return min(watched.paused_s, sum(sorted(rests, reverse=True)[:num_resumed]))
+
+
+def _service(totals: ServiceTotals) -> ServiceProfile:
+    figures = totals.beat.figures
+    parts = {name.removeprefix(THREAD_CPU): s for name, s in figures.items() if name.startswith(THREAD_CPU)}
+    if engine_s := figures.get(ENGINE_CPU):
+        parts["engine"] = engine_s
+    return ServiceProfile(
+        name=service_name(totals.beat.role, totals.beat.service_id),
+        role=totals.beat.role,
+        num_starts=totals.num_starts,
+        working_s=totals.busy_s,
+        waiting_s=totals.idle_s,
+        cpu_s=totals.earlier_cpu_s + totals.beat.cpu_s,
+        cpu_parts=dict(sorted(parts.items(), key=lambda part: part[1], reverse=True)),
+    )
+
+
+def _order(service: ServiceProfile) -> tuple[int, str]:
+    return _ROLES.index(service.role), service.name
 
 
 def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
@@ -42,7 +235,7 @@ def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str]
 
 def document(run: str, found: RunProfile) -> dict[str, Any]:
     """Return the profile as a JSON object; seconds, shares from 0 to 1."""
-    services = [{**asdict(one), "waiting_share": one.waiting_share} for one in found.services]
+    services = [{**asdict(service), "waiting_share": service.waiting_share} for service in found.services]
     return {"run_id": run, **asdict(found), "services": services, "cpu_s": found.cpu_s, "says": limits(found)}
 
 
@@ -86,18 +279,18 @@ def _phases(found: RunProfile) -> Table:
 
 def _services(found: RunProfile) -> Table:
     table = _table("service", "works s", "waits s", "waits", "CPU s", "CPU share", "of its newest process", left=(0, 6))
-    for one in found.services:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(one.cpu_parts.items())[:_NUM_PARTS])
-        starts = f" ({one.num_starts} starts)" if one.num_starts > 1 else ""
-        waits = "–" if one.waiting_share is None else f"{one.waiting_share:.1%}"
-        share = f"{one.cpu_s / found.cpu_s:.1%}" if found.cpu_s > 0.0 else "–"
-        numbers = (f"{one.working_s:.1f}", f"{one.waiting_s:.1f}", waits, f"{one.cpu_s:.1f}", share)
-        table.add_row(printable(one.name) + starts, *numbers, printable(parts))
+    for service in found.services:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(service.cpu_parts.items())[:_NUM_PARTS])
+        starts = f" ({service.num_starts} starts)" if service.num_starts > 1 else ""
+        waits = "–" if service.waiting_share is None else f"{service.waiting_share:.1%}"
+        share = f"{service.cpu_s / found.cpu_s:.1%}" if found.cpu_s > 0.0 else "–"
+        numbers = (f"{service.working_s:.1f}", f"{service.waiting_s:.1f}", waits, f"{service.cpu_s:.1f}", share)
+        table.add_row(printable(service.name) + starts, *numbers, printable(parts))
     return table
 
 
 def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number in left else "right", no_wrap=number not in left[1:])
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place in left else "right", no_wrap=place not in left[1:])
     return table

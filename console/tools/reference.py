@@ -1,4 +1,4 @@
-"""The descriptions of settings and flags that the command prints; `deploy/write_reference.py` writes their files."""
+"""The descriptions of settings that the command prints; `deploy/write_reference.py` writes their files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.protocol.config.setting_description import SettingDescription
 
@@ -17,41 +16,19 @@ SCHEMA = Path(__file__).with_name("run.schema.json")
 
 
 @dataclass(frozen=True, slots=True)
-class CommandFlag:
-    """One flag, or positional argument, of a verb that starts another process."""
-
-    names: tuple[str, ...]  # none for a positional argument
-    value: str  # empty for a switch
-    help: str
-    choices: tuple[str, ...]
-    repeatable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class VerbReference:
-    """What a verb that starts another process takes."""
-
-    flags: tuple[CommandFlag, ...]
-    epilog: str
-
-
-@dataclass(frozen=True, slots=True)
 class Reference:
-    """Sections, settings by key, and flags by verb."""
+    """Sections, and settings by key."""
 
     sections: Mapping[str, str]
     settings: Mapping[str, SettingDescription]
-    verbs: Mapping[str, VerbReference]
 
 
 @functools.cache
 def load() -> Reference:
-    """Read the descriptions."""
     document = json.loads(FILE.read_text(encoding="utf-8"))
     return Reference(
         sections=document["sections"],
         settings={one["key"]: SettingDescription.from_document(one) for one in document["settings"]},
-        verbs={verb: _verb(one) for verb, one in document["verbs"].items()},
     )
 
 
@@ -60,11 +37,3 @@ def nearest(word: str) -> list[str]:
     keys = list(load().settings)
     same = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
     return same or difflib.get_close_matches(word, [*load().sections, *keys], n=3, cutoff=0.7)
-
-
-def _verb(one: Mapping[str, Any]) -> VerbReference:
-    flags = tuple(
-        CommandFlag(**{**flag, "names": tuple(flag["names"]), "choices": tuple(flag["choices"])})
-        for flag in one["flags"]
-    )
-    return VerbReference(flags, one["epilog"])

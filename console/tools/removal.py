@@ -43,7 +43,6 @@ class Holdings:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to remove."""
         return not (self.streams or self.objects)
 
     def describe(self) -> str:

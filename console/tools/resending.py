@@ -103,8 +103,6 @@ def _too_old(fact: Fact, progress: RunProgress) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Resent:
-    """The message to publish."""
-
     subject: str
     fact: TaskIssued | GroupGenerated | GroupScored
     msg_id: str

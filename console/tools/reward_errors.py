@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.printable import printable
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.protocol import logs, subjects
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus
@@ -42,14 +41,12 @@ class ErrorCount:
     """Counts errors by reason; called on the bus's thread."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._lines: dict[str, ErrorLine] = {}
         self._lock = threading.Lock()
         self._last = time.monotonic()
         self.num_unreadable = 0
 
     def waited(self, event: RunEvent) -> None:
-        """Count groups that were returned to the queue."""
         try:
             found = event_fields.read(RewardErrorFields, event.data)
         except UnreadableEvent as err:
@@ -58,11 +55,9 @@ class ErrorCount:
         self._add(found.reason or "unknown", found.detail, waited=max(len(found.group_ids), 1))
 
     def dead_lettered(self, letter: DeadLetter) -> None:
-        """Count groups that were dead-lettered."""
         self._add(letter.reason, letter.detail, dead=max(len(letter.group_ids), 1))
 
     def unreadable(self, _: Exception) -> None:
-        """Count a message that cannot be read."""
         with self._lock:
             self.num_unreadable += 1
             self._last = time.monotonic()

@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.printable import printable
 from penstock.console.report import curves, fine_tuned
 from penstock.console.report.event_fields import number
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
@@ -122,13 +121,11 @@ def unknown_run(run: str, folder: Path, *, more: str = "") -> ConfigError:
 
 
 def list_folder(folder: Path) -> list[RunLine]:
-    """Describe every run folder below ``folder``, newest first."""
     lines = [describe(path) for path in run_folders(folder)]
     return sorted(lines, key=lambda line: line.when, reverse=True)
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return every run folder below ``folder``."""
     try:
         found = [path for path in folder.iterdir() if RUN_ID.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +162,6 @@ def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine
 
 
 def describe(folder: Path) -> RunLine:
-    """Describe one run folder by its files."""
     if (trained := fine_tuned.read(folder)) is not None:
         when = datetime.fromtimestamp(fine_tuned.metrics_file(folder).stat().st_mtime, UTC).isoformat(
             timespec="seconds"

@@ -1,10 +1,10 @@
-"""`penstock weights`: list the versions of a run, export one as a model folder or a PEFT adapter."""
+"""List the versions of a run and why each is kept; export one as a model folder or a PEFT adapter (`penstock weights`)."""
 
 from __future__ import annotations
 
 import json as json_text
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,7 @@ from rich.table import Table
 from penstock.console import connections
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
-from penstock.console.printable import printable
-from penstock.console.tables import console
-from penstock.console.tools import kept_reasons
+from penstock.console.terminal import console, printable
 from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, SignatureRefused, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
@@ -30,9 +28,58 @@ from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
+
 Row = dict[str, Any]
 
+NOT_KEPT: Row = {"best": None, "milestone": False, "for": []}
 NOTHING_KEPT = KeptVersions()
+
+
+def reasons(manifests: Mapping[str, VersionManifest], kept: KeptVersions) -> dict[int, Row]:
+    """Return why versions are kept, by version: as one of the best, as a milestone, for versions assembled from them."""
+    found: dict[int, Row] = {}
+
+    def of(version: int) -> Row:
+        return found.setdefault(version, {**NOT_KEPT, "for": []})
+
+    for rank, one in enumerate(kept.best, start=1):
+        of(one.version)["best"] = {"rank": rank, "score": one.score, "measure": one.measure}
+    for one in kept.milestones:
+        of(one.version)["milestone"] = True
+    for one in sorted((*kept.best, *kept.milestones), key=lambda one: one.version):
+        for manifest in stored_chain(one.manifest, manifests):
+            needed = manifest.base.version if manifest.base else manifest.version
+            if needed != one.version and one.version not in of(needed)["for"]:
+                of(needed)["for"].append(one.version)
+            if manifest.kind != "patch":
+                break
+    return found
+
+
+def why(kept: Row) -> str:
+    """Return the reasons of one row as people read them."""
+    parts: list[str] = []
+    if (best := kept["best"]) is not None:
+        place = "best" if best["rank"] == 1 else f"best no. {best['rank']}"
+        parts.append(place if best["score"] is None else f"{place}: {best['score']:.3f} ({best['measure']})")
+    parts += ["milestone"] if kept["milestone"] else []
+    parts += [f"for {', '.join(map(str, kept['for']))}"] if kept["for"] else []
+    return ", ".join(parts)
+
+
+def stored_text(manifests: Iterable[VersionManifest], kept: KeptVersions) -> str:
+    """Return the stored versions in ranges, and which are the best and the milestones."""
+    ranges: list[list[int]] = []
+    for version in sorted({manifest.version for manifest in manifests}):
+        if ranges and version == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [version]
+        else:
+            ranges.append([version])
+    more = [f"best {one.version}" for one in kept.best] + [
+        f"milestone {milestone.version}" for milestone in kept.milestones
+    ]
+    text = ", ".join("-".join(map(str, one)) for one in ranges) or "none"
+    return f"stored: {text}" + (f" ({', '.join(more)})" if more else "")
 
 
 def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
@@ -91,7 +138,7 @@ def export(
     found = [(m, key) for key, m in manifests.items() if m.version == version]
     if not found:
         raise ConfigError(
-            f"run {run} has no version {version} in the object store; {kept_reasons.stored_text(manifests.values(), kept)}; "
+            f"run {run} has no version {version} in the object store; {stored_text(manifests.values(), kept)}; "
             f"see: penstock weights {run}"
         )
     write = export_adapter if adapter else export_version
@@ -134,8 +181,8 @@ def list_versions(
 
     ``manifests`` are those of `reachable`. A model stored only as the base of adapters is listed with them.
     """
-    reasons = kept_reasons.reasons(manifests, kept)
-    announced = {m.version for m in manifests.values() if m.version in view.published or m.version in reasons}
+    reasons_of = reasons(manifests, kept)
+    announced = {m.version for m in manifests.values() if m.version in view.published or m.version in reasons_of}
     listed = announced | {m.base.version for m in manifests.values() if m.base and m.version in announced}
     serving: dict[int, list[str]] = {}
     for worker, at in view.serving().items():
@@ -145,7 +192,7 @@ def list_versions(
         version = manifest.version
         if version not in listed:
             continue
-        announcement = view.weights.publications.get(version)
+        announcement = view.publications.get(version)
         row = rows.setdefault(version, {"version": version, "anchor": False})
         row |= {
             "step": manifest.step,
@@ -158,7 +205,7 @@ def list_versions(
             "head": head is not None and head.version == version,
             "served_by": serving.get(version, []),
             "state_root": manifest.state_root,
-            "kept": reasons.get(version, kept_reasons.NOT_KEPT),
+            "kept": reasons_of.get(version, NOT_KEPT),
         }
         row["anchor"] |= manifest.kind == "anchor"
     return [rows[version] for version in sorted(rows)]
@@ -222,7 +269,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row['density']:.2%}",
             f"{row['bytes']:,}",
             "–" if row["seconds"] is None else f"{row['seconds']:.3f}",
-            kept_reasons.why(row["kept"]),
+            why(row["kept"]),
             ", ".join(row["served_by"]),
         )
     return table

@@ -6,19 +6,18 @@ with 1 when the tracker's library failed: then it may be started again, and resu
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 
-from penstock.console.tracking import position, samples
+from penstock.console.tracking import consumer, rows
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
-from penstock.console.tracking.settings import TrackSettings
-from penstock.console.tracking.trackers import load_settings
+from penstock.console.tracking.trackers import TrackSettings, load_settings
 from penstock.protocol import logs
+from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport.bus import Bus
 
@@ -27,35 +26,35 @@ _PARENT_POLL_S = 0.5
 _ERROR = 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="penstock track", allow_abbrev=False)
-    parser.add_argument("run")
-    parser.add_argument("label")
-    parser.add_argument("--once", action="store_true")
-    parser.add_argument("--await-report", action="store_true")
-    parser.add_argument("--parent", type=int, help="end when this process, which started this one, has ended")
-    options, rest = parser.parse_known_args(arguments)
-    logs.configure(f"tracker-{options.label}", level="warning")
+def write(
+    run: str,
+    label: str,
+    *arguments: RunArguments,
+    once: bool = False,
+    await_report: bool = False,
+    parent: int | None = None,
+) -> int:
+    """Write the run; returns the exit code. Ends when the process ``parent``, which started this one, has ended."""
+    logs.configure(f"tracker-{label}", level="warning")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    if options.parent is not None:
-        threading.Thread(target=_stop_with_parent, args=(options.parent, stop), daemon=True).start()
+    if parent is not None:
+        threading.Thread(target=_stop_with_parent, args=(parent, stop), daemon=True).start()
     try:
-        settings = load_settings(options.run, rest, os.environ)
+        settings = load_settings(run, arguments, os.environ)
         folder = settings.run.folder.absolute()
-        job = _job(settings, options.label, rest, once=options.once, awaits_report=options.await_report)
+        job = _job(settings, label, arguments, once=once, awaits_report=await_report)
         with (
-            position.opened(folder, options.label) as file,
+            consumer.opened(folder, label) as file,
             Bus.connect(settings.nats, name="track", deadline_s=_CONNECT_S) as bus,
         ):
             done = Consumer(job, bus, file, stop).work()
     except PenstockError as err:
-        print(f"penstock track: {options.label}: {err}", file=sys.stderr)
+        print(f"penstock track: {label}: {err}", file=sys.stderr)
         return _ERROR if isinstance(err, ConfigError) else 1
     repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
-    print(f"{options.label}: {done.num_rows} rows written{repeated}", file=sys.stderr)
+    print(f"{label}: {done.num_rows} rows written{repeated}", file=sys.stderr)
     return 0
 
 
@@ -97,13 +96,16 @@ def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once:
         folder=folder,
         open=kind.open,
         destination=destination,
-        read_samples=(lambda: samples.read_samples(run_id, arguments, os.environ, shared.samples))
+        read_samples=(lambda: rows.read_samples(run_id, arguments, os.environ, shared.samples))
         if shared.samples
         else None,
         once=once,
         awaits_report=awaits_report,
-        on_read=lambda: position.read_marker(folder, label).touch(),
+        on_read=lambda: consumer.read_marker(folder, label).touch(),
     )
+
+
+main = program("penstock track", write)
 
 
 if __name__ == "__main__":

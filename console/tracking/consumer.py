@@ -1,37 +1,40 @@
-"""Writes the events of one run to one tracker, in their order, from where it stopped.
+"""Write the events of one run to one tracker, in their order, from the last position.
 
-What makes a row exactly one row: the library is asked what it holds (`TrackerWriter.last_event`); where it cannot tell,
-the position file counts, which is replaced after each batch, once the batch was flushed. Nothing here is waited for by
-the run: events are read as by `penstock watch`, and an error ends this process only.
+Each event is one row: the library is asked what it holds (`TrackerWriter.last_event`); where it cannot tell, the position file
+in the run's folder counts, which is replaced after each batch, once the batch was flushed. Its ``key`` is created before
+anything is written, so that a tracker finds its run again. The run never waits: events are read as by `penstock watch`, and
+an error ends this process only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import queue
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.console.report.event_fields import StateFields, UnreadableEvent, read
-from penstock.console.tracking import samples
+from penstock.console.tracking import rows
 from penstock.console.tracking.interface import Destination, TrackerWriter
-from penstock.console.tracking.position import PositionFile
 from penstock.console.tracking.rows import RowFold
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.transport.bus import Bus
 
 log = structlog.get_logger("console.tracking")
-
 _BATCH = 256
 _WHO_FINISHES = ("trainer", "log")  # Penstock's trainer; another one, by `MetricsLog`
 _WAIT_S = 0.2
@@ -40,15 +43,76 @@ _REPORT_S = 30.0  # from the end of the run to its report
 _MOST_CONFIG_BYTES = 1024**2
 
 
+class Position(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    key: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    event: Annotated[int, Field(ge=0)] = 0
+    row: Annotated[int, Field(ge=0)] = 0  # the last of them that has a row
+    steps: dict[str, int] = {}  # last step of each series
+    finished: bool = False  # the run had ended at ``event``
+    stored: list[str] = []  # tables and files, with the step of the run's end
+
+
+class PositionFile:
+    """The position of one tracker, locked while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        """Use `opened` instead."""
+        self._path = path
+        self.position = self._read()
+
+    def _read(self) -> Position:
+        try:
+            return Position.model_validate_json(read_regular(self._path))
+        except FileNotFoundError:
+            return Position(key=secrets.token_hex(8))
+        except (OSError, ValidationError) as err:
+            reason = err.strerror if isinstance(err, OSError) else "it was not written by penstock"
+            raise ConfigError(
+                f"{self._path} cannot be read ({reason}); remove it to write the whole run to a new run of the tracker"
+            ) from None
+
+    def save(self) -> None:
+        """Replace the file; returns when it is on the disk."""
+        atomic_write(self._path, json.dumps(self.position.model_dump()), sync=True)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, label: str) -> Iterator[PositionFile]:
+    """Open a tracker's position in a run's folder; raises ConfigError while another process of this machine writes it."""
+    path = folder / "trackers" / f"{label}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as err:
+        raise ConfigError(
+            f"{path.parent} cannot be written ({err.strerror}); change its permissions, or set run.dir"
+        ) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process writes this run to {label} already; stop it first") from None
+        except OSError:  # a file system without locks
+            pass
+        yield PositionFile(path)
+    finally:
+        os.close(handle)
+
+
+def read_marker(folder: Path, label: str) -> Path:
+    """Return the file whose existence says that the process of a tracker needs the run's servers no more."""
+    return folder / "trackers" / f"{label}.read"
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to write where."""
-
     run_id: str
     folder: Path  # of the run; its position, settings and report are there
     open: Callable[[Destination], TrackerWriter]
     destination: Callable[[str, dict[str, Any]], Destination]  # of a key and the run's settings
-    read_samples: Callable[[], samples.SampleTable] | None = None
+    read_samples: Callable[[], rows.SampleTable] | None = None
     once: bool = False  # write what is there, then end, finished or not
     awaits_report: bool = False  # it will be written after the run has ended
     on_read: Callable[[], object] = lambda: None  # called once nothing of the run's servers is needed any more
@@ -56,8 +120,6 @@ class Job:
 
 @dataclass(slots=True)
 class Written:
-    """What was done."""
-
     num_rows: int = 0
     num_repeated: int = 0
     finished: bool = False
@@ -198,7 +260,7 @@ class Consumer:
             except PenstockError as err:
                 log.warning("no table of samples", error=str(err))
             else:
-                writer.table("samples", table.step, samples.COLUMNS, table.rows)
+                writer.table("samples", table.step, rows.COLUMNS, table.rows)
                 position.stored.append(f"samples {end}")
         self._job.on_read()
         if f"report {end}" not in position.stored:
@@ -213,7 +275,7 @@ class Consumer:
         give_up = time.monotonic() + (_REPORT_S if self._job.awaits_report else 0.0)
         started = time.time()
         while True:
-            files = samples.report_files(self._job.folder)
+            files = rows.report_files(self._job.folder)
             is_new = files and (not self._job.awaits_report or files[0].stat().st_mtime >= started - 1.0)
             if is_new or time.monotonic() > give_up or self._stop.is_set():
                 return files

@@ -1,10 +1,13 @@
-"""The rows that events become: numbers by name, each step once; pure."""
+"""Turn events into rows of numbers by name, each step once, and a finished run into its table of samples and its files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from penstock.console.record.lineage import Member, open_record, packs_of, read_texts, version_lineage
 from penstock.console.report.event_fields import number
 from penstock.console.tracking.interface import EVENT, Row
 from penstock.protocol.facts import RunEvent
@@ -14,6 +17,9 @@ _GROUPS = {"step": "train", "eval": "eval"}  # kind of event -> prefix of its na
 _HISTOGRAMS = ("staleness_tokens",)  # by age: a name for each age would be a chart for each age
 _NO_FIGURES = ("step",)
 _MOST_VALUES = 1000  # of one event
+COLUMNS = ("step", "prompt", "completion", "reward")
+REPORT_FILES = ("report.md", "report.json", "curve.png")
+_TEXT_CHARS = 4000
 
 
 class RowFold:
@@ -24,7 +30,6 @@ class RowFold:
     """
 
     def __init__(self, steps: Mapping[str, int] | None = None) -> None:
-        """Continue after ``steps``."""
         self.steps: dict[str, int] = dict(steps or {})
         self.num_repeated = 0
 
@@ -72,3 +77,34 @@ def _figures(data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]
 
 def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTable:
+    """Trained completions of the newest version in the record."""
+
+    step: int
+    rows: list[tuple[int, str, str, float]]
+
+
+def read_samples(run: str, arguments: Sequence[str], environ: Mapping[str, str], most: int) -> SampleTable:
+    """Read the last steps' completions, the newest step first; raises PenstockError when the record cannot be read."""
+    record, blobs = open_record(run, arguments, environ)
+    chosen: list[tuple[int, Member]] = []
+    for step in reversed(record.steps):
+        members = version_lineage(record, step.made_version).groups
+        chosen += [(step.step, member) for member in members]
+        if sum(len(member.rewards) for _, member in chosen) >= most:
+            break
+    read_texts([member for _, member in chosen], packs_of(record), blobs)
+    rows = [
+        (step, member.prompt_text[:_TEXT_CHARS], completion[:_TEXT_CHARS], reward)
+        for step, member in chosen
+        for completion, reward in zip(member.completions, member.rewards, strict=False)
+    ]
+    return SampleTable(record.steps[-1].step if record.steps else 0, rows[:most])
+
+
+def report_files(folder: Path) -> list[Path]:
+    """Return the files of a run's report that are there, without links."""
+    return [path for name in REPORT_FILES if (path := folder / name).is_file() and not path.is_symlink()]

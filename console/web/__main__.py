@@ -11,13 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
-from penstock.protocol import internal_errors
+from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM; return the exit code."""
-    internal_errors.install("console")
+    process_end.install("console")
     with lean_imports(without=UNUSED_BY_CONSOLE):
         from penstock.console.web.serve import ServeOptions, serve  # noqa: PLC0415
 

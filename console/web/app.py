@@ -1,23 +1,30 @@
-"""The app: middleware, error answers, and the routers of the other files."""
+"""Assemble the app: middleware, error answers and routers; and the routes without a token: page, login and health."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Annotated
 
 import structlog
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.responses import FileResponse, RedirectResponse, Response
+from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from penstock import __version__
-from penstock.console.web import control_routes, event_routes, page_routes, reading_routes
-from penstock.console.web.context import WebContext
-from penstock.console.web.gate import STATIC, Gate
+from penstock.console.web import control_routes, event_routes, reading_routes
+from penstock.console.web.access import BROWSER_S, CALLER, STATIC, TOKEN, Gate, cookie_name
+from penstock.console.web.context import Context, WebContext
 from penstock.console.web.jobs import actions, queue
-from penstock.console.web.problems import ProblemBody, answer_errors
-from penstock.console.web.reading_context import closing_runs
+from penstock.console.web.problems import Problem, ProblemBody, answer_errors
+from penstock.console.web.reading_routes import closing_runs
 
+PAGES = Path(__file__).parent / "pages"
+_MAX_FORM_BYTES = 4096
+router = APIRouter(include_in_schema=False)
 log = structlog.get_logger("console.app")
 _QUEUE_S = 1.0
 _DESCRIPTION = """Create, start, pause, resume, stop and remove runs, and read all that they recorded.
@@ -27,9 +34,79 @@ Errors are `application/problem+json` with `detail`, `expected`, `got`, `fix` an
 """
 
 
+@router.get("/healthz")
+async def healthz() -> dict[str, bool]:
+    return {"ok": True}
+
+
+@router.get("/")
+async def page(request: Request, web: Context, token: Annotated[str, Query(max_length=200)] = "") -> Response:
+    """Return the page; with a one-time link's token set the browser's cookie first."""
+    if token:
+        known = CALLER in request.scope
+        own = None if known else web.access.redeem(token)
+        if own is None and not known:
+            return RedirectResponse("/?expired", 303)
+        answer = RedirectResponse("/", 303)
+        if own is not None:
+            _set_cookie(request, answer, own)
+        return answer
+    return FileResponse(PAGES / "index.html", media_type="text/html; charset=utf-8")
+
+
+@router.post("/login")
+async def login(request: Request, web: Context) -> Response:
+    """Set the browser's cookie to the token of the form field ``token``."""
+    form = await _form(request)
+    if web.access.caller(form.get("token", "")) is None:
+        return RedirectResponse("/?refused", 303)
+    answer = RedirectResponse("/", 303)
+    _set_cookie(request, answer, form["token"])
+    return answer
+
+
+@router.post("/logout")
+async def logout(request: Request, web: Context) -> Response:
+    """Remove the browser's cookie, and its token if a one-time link made it."""
+    caller = request.scope.get(CALLER)
+    if caller is not None and caller.name.startswith("browser-"):
+        web.access.revoke_token(request.scope[TOKEN])
+    answer = RedirectResponse("/", 303)
+    answer.delete_cookie(cookie_name(request.headers.get("host", "")), path="/", httponly=True, samesite="strict")
+    return answer
+
+
+def _set_cookie(request: Request, answer: Response, token: str) -> None:
+    answer.set_cookie(
+        cookie_name(request.headers.get("host", "")),
+        token,
+        max_age=int(BROWSER_S),
+        path="/",
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the fields of a form in the ordinary encoding, without a parser for uploads."""
+    from urllib.parse import parse_qsl  # noqa: PLC0415
+
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        return {}
+    if len(body) > _MAX_FORM_BYTES:
+        raise Problem(413, "the form is too long", expected=f"<= {_MAX_FORM_BYTES} bytes", got=f"{len(body)} bytes")
+    try:
+        return dict(parse_qsl(body.decode("ascii"), max_num_fields=10))
+    except ValueError:
+        raise Problem(400, "the form cannot be read", expected="application/x-www-form-urlencoded") from None
+
+
 def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
     """Return the app. The Host header must name loopback or one of ``hosts``."""
-    routers = (page_routes.router, control_routes.router, event_routes.router, *reading_routes.routers)
+    routers = (router, control_routes.router, event_routes.router, reading_routes.router)
     app = FastAPI(
         # Not include_router, which analyses the signature of each route a second time: 0.06 s of CPU before the first answer.
         routes=[route for router in routers for route in router.routes],
@@ -43,7 +120,7 @@ def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
     app.state.context = context
     app.state.event_streams = set()  # one mark for each open stream
     answer_errors(app)
-    app.mount(STATIC.rstrip("/"), StaticFiles(directory=page_routes.PAGES), name="static")
+    app.mount(STATIC.rstrip("/"), StaticFiles(directory=PAGES), name="static")
     app.add_middleware(Gate, access=context.access, hosts=tuple(hosts))
     _describe_problems(app)
     return app

@@ -13,8 +13,7 @@ from fastapi import Path as PathParameter
 from fastapi.security import HTTPBearer
 
 from penstock.console import connections
-from penstock.console.web.access import Access, Caller, Role
-from penstock.console.web.gate import CALLER
+from penstock.console.web.access import CALLER, Access, Caller, Role
 from penstock.console.web.problems import Problem
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.subjects import RUN_ID
@@ -49,7 +48,6 @@ class WebContext:
 
 
 async def context(request: Request) -> WebContext:  # async: what does not wait needs no thread of the pool
-    """Return the context of the app."""
     return request.app.state.context
 
 

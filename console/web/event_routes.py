@@ -128,7 +128,6 @@ class _Reading:
                 self._waiting.append((sequence, fact))
 
     def take(self) -> list[tuple[int, RunEvent]]:
-        """Return what has arrived."""
         with self._changed:
             found = list(self._waiting)
             self._waiting.clear()
@@ -160,7 +159,6 @@ class _Stream:
 
     @property
     def is_over(self) -> bool:
-        """True when the server stops, the run was removed, or the client is too far behind and is to come back."""
         return self._is_over or self._web.closing.is_set()
 
     def poll(self) -> list[ServerSentEvent]:
@@ -168,7 +166,6 @@ class _Stream:
         return [*self._new_state(), *self._begin(), *self._new_events()]
 
     def close(self) -> None:
-        """Close the connection to NATS."""
         if self._reading is not None:
             self._reading.close()
             self._reading = None

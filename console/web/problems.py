@@ -47,11 +47,10 @@ class Problem(Exception):
             expected=expected[:_MAX_TEXT],
             got=got[:_MAX_TEXT],
             fix=fix[:_MAX_TEXT],
-            errors=[_encodable(one)[:_MAX_TEXT] for one in errors][:_MAX_ERRORS],
+            errors=[_encodable(error)[:_MAX_TEXT] for error in errors][:_MAX_ERRORS],
         )
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
-        """Return it as an answer."""
         return JSONResponse(
             self.body.model_dump(exclude_defaults=True), self.status, headers=headers, media_type=MEDIA_TYPE
         )
@@ -96,7 +95,7 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, err: RequestValidationError) -> JSONResponse:
         """Name the wrong fields without their values, which may be secrets."""
-        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
+        wrong = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors()]
         fix = "correct the fields named; /openapi.json describes them"
         return Problem(422, f"the request breaks a rule: {'; '.join(wrong[:3])}", errors=wrong, fix=fix).response()
 

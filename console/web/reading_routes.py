@@ -1,37 +1,87 @@
-"""The routes that read: the list of runs, and what a run's folder, NATS and S3 have about it; and the page's two actions.
+"""Serve the routes that read: the list of runs, and what a run's folder, NATS and S3 have about it; and the page's two actions.
 
-Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. Nothing here writes to a run but `resend`.
-``routers`` are the routers of this and of further files; `app.create_app` serves the routes of each of them.
+Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. Only `resend` writes to a run. The routes about groups
+read the record and packs in S3: each request has a budget, and few run at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console.tools.rewards import RewardServiceError
-from penstock.console.web import reading_group_routes
-from penstock.console.web.context import Context, Reader, Runner, WebContext
+from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
 from penstock.console.web.jobs import job_file, job_state
 from penstock.console.web.problems import RESPONSES, Problem
-from penstock.console.web.reading import dead_letter_pages, reward_endpoints, run_list, settings_difference
+from penstock.console.web.reading import documents, group_detail, run_list, server_requests
+from penstock.console.web.reading.group_detail import MAX_TOKENS, group_document, token_document
+from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun
+from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.step_series import MAX_POINTS
-from penstock.console.web.reading_context import MAX_NUMBER, Limit, Reading, Runs, Step, open_run, where
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
 
+MAX_NUMBER = 2**53
+Step = Annotated[int | None, Query(ge=0, le=MAX_NUMBER)]
+Limit = Annotated[int, Query(ge=1, le=100)]
 _REWARD_URL, _REWARD_TOKEN = "PENSTOCK_CONSOLE_REWARD_URL", "PENSTOCK_CONSOLE_REWARD_TOKEN_FILE"
-
 Number = Annotated[int, PathParameter(ge=1, le=MAX_NUMBER)]
-
-
 router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES)
-routers = [router, reading_group_routes.router]
+_MAX_SCANS = 4  # requests that read S3 at a time
+_SCAN_WAIT_S = 10.0
+GroupId = Annotated[str, Query(min_length=1, max_length=200)]
+Finite = Annotated[float | None, Query(allow_inf_nan=False)]
+Text = Annotated[str, Query(max_length=200)]
+_scans = threading.BoundedSemaphore(_MAX_SCANS)
+
+
+@contextlib.asynccontextmanager
+async def closing_runs(app: FastAPI) -> AsyncIterator[None]:
+    """Close the runs that are watched when the server stops."""
+    yield
+    opened: OpenRuns | None = getattr(app.state, "open_runs", None)
+    if opened is not None:
+        opened.close()
+
+
+def where(web: WebContext) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """Return what names the servers and the folder of runs, see `connections.find`."""
+    return (*web.arguments, f"run.dir={web.runs_dir}"), web.environ
+
+
+async def open_runs(request: Request, web: Context) -> OpenRuns:
+    state = request.app.state
+    if not hasattr(state, "open_runs"):
+        state.open_runs = OpenRuns(*where(web))
+    return state.open_runs
+
+
+Runs = Annotated[OpenRuns, Depends(open_runs)]
+
+
+def reading_of(run: RunName, runs: Runs, _: Reader) -> RunReading:
+    """Return the reader of a run, opening it if nobody looked at it before; a problem 404 if there is no such run."""
+    return open_run(runs, run)
+
+
+def open_run(runs: OpenRuns, run: str) -> RunReading:
+    """Return the reader of a run; a problem 404 if there is no such run."""
+    try:
+        return runs.get(run)
+    except UnknownRun as err:
+        raise Problem(404, str(err), fix="list the runs with GET /v1/runs") from None
+
+
+Reading = Annotated[RunReading, Depends(reading_of)]
 
 
 class RunItem(BaseModel):
@@ -87,7 +137,7 @@ def settings_differences(
     run: Annotated[list[Annotated[str, Field(pattern=f"^{RUN_ID.pattern}$")]], Query(min_length=2, max_length=4)],
 ) -> dict[str, Any]:
     """Return the settings in which two to four runs differ."""
-    return settings_difference.differences({one: open_run(runs, one).config() for one in run})
+    return documents.differences({one: open_run(runs, one).config() for one in run})
 
 
 @router.get("/runs/{run}/summary")
@@ -124,7 +174,7 @@ def versions(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[s
 @router.get("/runs/{run}/rewards")
 def rewards(reading: Reading, web: Context) -> dict[str, Any]:
     """Return errors by reason, scorers, the distribution of the newest rewards, and the reward service's endpoints."""
-    return reading.rewards() | {"service": reward_endpoints.endpoints(*_reward_service(reading, web))}
+    return reading.rewards() | {"service": server_requests.endpoints(*_reward_service(reading, web))}
 
 
 @router.post("/runs/{run}/rewards/test")
@@ -132,7 +182,7 @@ def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompl
     """Score completions by hand, by the code that scores the run's groups."""
     body = {"reward": tested.reward, "groups": [tested.model_dump(exclude={"reward"})]}
     try:
-        return reward_endpoints.score(*_reward_service(reading, web), body)
+        return server_requests.score(*_reward_service(reading, web), body)
     except RewardServiceError as err:
         raise Problem(503, str(err)) from None
 
@@ -140,23 +190,121 @@ def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompl
 @router.get("/runs/{run}/dead-letters")
 def dead_letters(reading: Reading, web: Context, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
     """Return the newest dead letters."""
-    return dead_letter_pages.page(reading.run_id, *where(web), before=before, limit=limit)
+    return server_requests.page(reading.run_id, *where(web), before=before, limit=limit)
 
 
 @router.get("/runs/{run}/dead-letters/{number}")
 def dead_letter(reading: Reading, web: Context, number: Number) -> dict[str, Any]:
     """Return one dead letter with its prompts and completions."""
-    return dead_letter_pages.show(reading.run_id, number, *where(web))
+    return server_requests.show(reading.run_id, number, *where(web))
 
 
 @router.post("/runs/{run}/dead-letters/{number}/resend")
 def resend(_: Runner, reading: Reading, web: Context, number: Number, once_more: bool = False) -> dict[str, Any]:
     """Send one dead letter again."""
-    return dead_letter_pages.resend(reading.run_id, number, *where(web), once_more=once_more)
+    return server_requests.resend(reading.run_id, number, *where(web), once_more=once_more)
 
 
 def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | None]:
     """Return the URL of a run's reward service and the file of its token, which is sent to the URL that was set only."""
     url = web.environ.get(_REWARD_URL)
     file = web.environ.get(_REWARD_TOKEN)
-    return reward_endpoints.service_url(reading.folder, url), Path(file) if url and file else None
+    return server_requests.service_url(reading.folder, url), Path(file) if url and file else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Filter:
+    """The query of a list of groups or trajectories."""
+
+    step_from: Step = None
+    step_to: Step = None
+    reward_min: Finite = None
+    reward_max: Finite = None
+    status: Literal["trained", "evaluated", "dropped", "in_flight", ""] = ""
+    prompt: Text = ""
+    cursor: Annotated[str, Query(max_length=40)] = ""
+    limit: Limit = 50
+    texts: bool = True
+
+    def wanted(self, *, each_trajectory: bool) -> GroupFilter:
+        return GroupFilter(
+            step_from=self.step_from, step_to=self.step_to, reward_min=self.reward_min, reward_max=self.reward_max,
+            status=self.status or None, text=self.prompt, each_trajectory=each_trajectory,
+        )  # fmt: skip
+
+
+Wanted = Annotated[_Filter, Depends()]
+
+
+@router.get("/runs/{run}/groups")
+def groups(reading: Reading, query: Wanted) -> dict[str, Any]:
+    """Return the groups of the run's record, the newest first; ``next`` is the cursor of the rest."""
+    with _scanning(), reading.groups() as found:
+        wanted = query.wanted(each_trajectory=False)
+        return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+
+
+@router.get("/runs/{run}/trajectories")
+def trajectories(reading: Reading, query: Wanted) -> dict[str, Any]:
+    """Return trajectories one by one, the newest first; a group's are never divided between two pages."""
+    with _scanning(), reading.groups() as found:
+        wanted = query.wanted(each_trajectory=True)
+        return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+
+
+@router.get("/runs/{run}/group")
+def group(
+    reading: Reading, group_id: GroupId, chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None
+) -> dict[str, Any]:
+    """Return one group with its trajectories: texts, rewards and parts, ratios, turns of an episode."""
+    with _scanning():
+        storing = reading.storing()
+        with reading.groups() as found:
+            entry = found.find(group_id, chapter=chapter)
+            stored, problem = found.group(entry)
+            current = None if stored is None else found.current(entry, stored, storing)
+        return group_document(entry, stored, current, problem)
+
+
+@router.get("/runs/{run}/tokens")
+def tokens(
+    reading: Reading,
+    group_id: GroupId,
+    trajectory: Annotated[int, Query(ge=0, le=10**6)] = 0,
+    row: Annotated[int, Query(ge=0, le=10**6)] = 0,
+    first: Annotated[int, Query(alias="from", ge=0, le=10**9)] = 0,
+    count: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 1024,
+    chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None,
+) -> dict[str, Any]:
+    """Return the tokens of one row: log-probabilities of sampler and trainer, their ratio, loss mask, the version that sampled each.
+
+    ``current_logprobs`` are those of the policy in training before it learned from the token, ``ratios`` are exp(current -
+    behaviour), ``outcomes`` say whether the loss clipped or rejected the token; where they are missing ``current_problem`` says why.
+    """
+    with _scanning():
+        storing = reading.storing()
+        with reading.groups() as found:
+            entry = found.find(group_id, chapter=chapter)
+            stored, problem = found.group(entry)
+            if stored is None:
+                raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
+            current = found.current(entry, stored, storing)
+        texts = group_detail.reader(reading.folder, reading.known_config())
+        return token_document(stored, current, trajectory, row, first, count, texts)
+
+
+@router.get("/runs/{run}/lineage")
+def lineage(reading: Reading, version: Step = None) -> dict[str, Any]:
+    """Return the groups, rewards and parents of a version; without one, of the last."""
+    with _scanning(), reading.groups() as found:
+        return found.lineage(version)
+
+
+@contextlib.contextmanager
+def _scanning() -> Iterator[None]:
+    if not _scans.acquire(timeout=_SCAN_WAIT_S):
+        raise Problem(503, f"{_MAX_SCANS} other requests are reading groups", fix="try again")
+    try:
+        yield
+    finally:
+        _scans.release()

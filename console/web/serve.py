@@ -24,7 +24,7 @@ from penstock.console.web.access import Access, Role, file_of
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import logs
-from penstock.protocol.transport import http_tls, listening_socket
+from penstock.protocol.transport import http_tls
 
 PORT = 8800
 _GRACE_S = 2
@@ -48,9 +48,7 @@ def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOp
     logs.configure("console", level="warning")
     runs_dir = connections.find(arguments, environ).settings.run.dir.absolute()
     access = Access(file_of(arguments, environ, options.tokens))
-    with contextlib.closing(
-        listening_socket.listen(options.host, options.port, key="--port", backlog=_BACKLOG)
-    ) as bound:
+    with contextlib.closing(http_tls.listen(options.host, options.port, key="--port", backlog=_BACKLOG)) as bound:
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         if ipaddress.ip_address(host).is_unspecified:
@@ -92,7 +90,6 @@ def stop(context: WebContext, server: uvicorn.Server) -> None:
 
 
 async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]) -> None:
-    """Answer requests until a signal asks to stop."""
     server = server_for(context, hosts, listens_on=bound.getsockname()[0])
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,38 +1,126 @@
-"""How keys become settings that mean the same with other values, or together with other keys; pure.
-
-A rule is given the value and the whole file; `rule_table` says which key has which.
-"""
+"""The rules of single keys of other systems; pure. `rule_forms` has those that many keys share."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.config_import.rule_forms import ACTOR, OFF, READ, Values, engine, first, is_given, is_on
 from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
 from penstock.protocol.config.foreign_config import ESTIMATOR
 
-Values = Mapping[str, Any]
-Rule = Callable[[Any, Values], Outcome]
-
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-OFF = "off, as without it"
-READ = "read together with"
 REWARD_ARGUMENTS = "custom_reward_function.reward_kwargs."  # of verl
-_REWARD_FILE = "custom_reward_function.path"
 _REWARD_CODE = r"[A-Za-z0-9_./-]+\.py:[A-Za-z_][A-Za-z0-9_]*"
 
 
-def first(values: Values, *keys: str, default: Any = None) -> Any:
-    """Return the value of the first of some keys that the file has."""
-    return next((values[key] for key in keys if values.get(key) is not None), default)
+def kl_ctrl_coefficient(given: Any, values: Values) -> Outcome:
+    return (
+        reward_kl(given, values) if is_on(values.get("algorithm.use_kl_in_reward")) else ignored("no KL in the reward")
+    )
 
 
-def is_on(value: Any) -> bool:
-    """Return True for the ways in which switches are turned on."""
-    return value is True or str(value).lower() in ("true", "1", "yes", "on")
+def kl_ctrl_target(given: Any, values: Values) -> Outcome:
+    adapts = values.get("algorithm.kl_ctrl.type") == "adaptive"
+    return set_to(algorithm__kl_target=given) if adapts else ignored("the coefficient is fixed")
+
+
+def kl_estimator(given: Any, values: Values) -> Outcome:
+    in_loss = is_on(values.get("use_kl_loss"))
+    return set_to(algorithm__kl_form=given) if in_loss else set_to(algorithm__reward_kl_form=given)
+
+
+def importance_level(given: Any, values: Values) -> Outcome:
+    return set_to(algorithm__name="gspo") if given == "sequence" else ignored(OFF)
+
+
+def use_tis(given: Any, values: Values) -> Outcome:
+    return ignored(f"{READ} tis_clip") if "tis_clip" in values else set_to(algorithm__token_tis_cap=2.0)
+
+
+def use_lora(given: Any, values: Values) -> Outcome:
+    return ignored(OFF) if not is_on(given) or "lora_r" in values else set_to(model__lora__rank=16)
+
+
+def param_dtype(given: Any, values: Values) -> Outcome:
+    return set_to(model__dtype={"bf16": "bfloat16", "fp32": "float32"}.get(given, given))
+
+
+def optimizer(given: Any, values: Values) -> Outcome:
+    return ignored(OFF) if "adam" in str(given).lower() else decide("the optimizer is AdamW")
+
+
+def engine_name(given: Any, values: Values) -> Outcome:
+    return set_to(worker__engine=engine(given))
+
+
+def use_vllm(given: Any, values: Values) -> Outcome:
+    starts = is_on(given) and values.get("vllm_mode") != "server"
+    return set_to(worker__engine="vllm") if starts else ignored(OFF)
+
+
+def vllm_mode(given: Any, values: Values) -> Outcome:
+    if given != "server":
+        return ignored("workers start servers of their own, on GPUs that the trainer does not use")
+    url = first(values, "vllm_server_base_url", default="http://127.0.0.1:8000")
+    return set_to(worker__engine="vllm-url", worker__engine_url=url)
+
+
+def gpus_per_node(given: Any, values: Values) -> Outcome:
+    return set_to(trainer__num_ranks=1) if given == 1 else gpus(given, values)
+
+
+def nodes(given: Any, values: Values) -> Outcome:
+    return ignored("one machine") if given == 1 else gpus(given, values)
+
+
+def processes(given: Any, values: Values) -> Outcome:
+    """Read TRL's processes with the batch of each, or ask how GPUs are divided."""
+    if "num_generations" in values:
+        return ignored(f"{READ} per_device_train_batch_size")
+    return gpus(given, values)
+
+
+def project_name(given: Any, values: Values) -> Outcome:
+    if values.get("trainer.experiment_name"):
+        return ignored("the run is named by trainer.experiment_name")
+    return run_name(given, values)
+
+
+def resume_mode(given: Any, values: Values) -> Outcome:
+    return set_to(trainer__resume=str(given) != "disable")
+
+
+def resume_from(given: Any, values: Values) -> Outcome:
+    return set_to(trainer__resume=bool(given))
+
+
+def generation_batch(given: Any, values: Values) -> Outcome:
+    """Set the prompts of a step from TRL's completions that are generated together."""
+    if "per_device_train_batch_size" in values:
+        return ignored(f"{READ} per_device_train_batch_size")
+    return set_to(rollout__groups_per_step=max(1, given // first(values, "num_generations", default=8)))
+
+
+def batch_size(given: Any, values: Values) -> Outcome:
+    if values.get("algorithm") == "sft":
+        return set_to(sft__batch_size=given)
+    return set_to(rollout__groups_per_step=given)
+
+
+def context_length(given: Any, values: Values) -> Outcome:
+    """Ask for the limits of prompts and completions, unless the file has them."""
+    if first(values, "max_prompt_length", "max_response_length", "max_new_tokens"):
+        return ignored("prompts and completions have limits of their own")
+    return decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together")
+
+
+def eval_prompt_data(given: Any, values: Values) -> Outcome:
+    return set_to(data__eval=given[1::2] if isinstance(given, list) and len(given) > 1 else given)
+
+
+def chat_template(given: Any, values: Values) -> Outcome:
+    return set_to(data__text_prompts="chat" if is_on(given) else "plain")
 
 
 def run_name(value: Any, values: Values) -> Outcome:
@@ -42,56 +130,7 @@ def run_name(value: Any, values: Values) -> Outcome:
 
 
 def run_folder(value: Any, values: Values) -> Outcome:
-    """Set the folder that holds a run's folder."""
     return set_to("other commands find the run with the run file: penstock runs run.toml", run__dir=value)
-
-
-def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
-    """Return a rule for a switch that sets one value."""
-    return lambda given, values: Outcome("translated", {setting: value}) if is_on(given) else ignored(off)
-
-
-def unless_on(setting: str, value: Any) -> Rule:
-    """Return a rule for a switch that sets one value when it is off."""
-    return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
-
-
-def as_rule(setting: str, text: str = "") -> Rule:
-    """Return a rule for a key with the same values under another name."""
-    return lambda given, values: Outcome("translated", {setting: given}, text)
-
-
-def only(harmless: tuple[Any, ...], text: str) -> Rule:
-    """Return a rule for a key whose other values cannot be had."""
-    return lambda given, values: ignored(OFF) if given in harmless else decide(text)
-
-
-def with_rule(*keys: str) -> Rule:
-    """Return a rule for a key that another rule reads."""
-    return lambda given, values: ignored(f"{READ} {' and '.join(keys)}")
-
-
-def engine(theirs: str) -> str:
-    """Return the engine that a name of another system means."""
-    named = str(theirs).lower()
-    return "sglang" if "sglang" in named else "vllm" if "vllm" in named else "embedded"
-
-
-def _engine_of(values: Values) -> str:
-    named = first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name")
-    return engine(named) if named else "vllm"
-
-
-def engine_option(sglang: str, vllm: str) -> Rule:
-    """Return a rule for an option that each engine has under its own name."""
-
-    def rule(given: Any, values: Values) -> Outcome:
-        engine = _engine_of(values)
-        if engine == "embedded":
-            return ignored("an option of another engine than worker.engine")
-        return Outcome("translated", {"worker.engine": engine, sglang if engine == "sglang" else vllm: given})
-
-    return rule
 
 
 def estimator(given: Any, values: Values) -> Outcome:
@@ -105,14 +144,12 @@ def estimator(given: Any, values: Values) -> Outcome:
 
 
 def loss_mode(given: Any, values: Values) -> Outcome:
-    """Set the policy loss."""
     names = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
     loss = names.get(str(given), str(given))
     return ignored("in algorithm.name") if loss == "gspo" else set_to(algorithm__loss=loss)
 
 
 def kl_loss(given: Any, values: Values) -> Outcome:
-    """Set the KL in the loss, where its switch is on."""
     switch = first(values, f"{ACTOR}.use_kl_loss", "use_kl_loss", default=True)
     if not is_on(switch) or not given:
         return ignored("no KL in the loss: use_kl_loss is off, or the coefficient 0")
@@ -120,7 +157,6 @@ def kl_loss(given: Any, values: Values) -> Outcome:
 
 
 def use_kl_loss(given: Any, values: Values) -> Outcome:
-    """Ask for the coefficient of a KL that is on without one."""
     coefficient = first(values, f"{ACTOR}.kl_loss_coef", "kl_loss_coef", "init_kl_coef", "kl_coef")
     if is_on(given) and coefficient is None:
         return decide("set algorithm.kl_coefficient to that system's default for the KL in the loss")
@@ -138,29 +174,7 @@ def reward_kl(given: Any, values: Values) -> Outcome:
     return set_to(algorithm__reward_kl_coefficient=given)
 
 
-def positive(setting: str, off: str) -> Rule:
-    """Return a rule for a number that only counts above 0: verl's -1 and null mean unset."""
-    return lambda given, values: (
-        Outcome("translated", {setting: given}) if isinstance(given, (int, float)) and given > 0 else ignored(off)
-    )
-
-
-def share_of_steps(setting: str) -> Rule:
-    """Return a rule for a share of all steps, such as a warm-up ratio."""
-
-    def rule(given: Any, values: Values) -> Outcome:
-        steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
-        if not given:
-            return ignored(OFF)
-        if not isinstance(steps, int) or steps <= 0:
-            return decide(f"{setting} is in steps: {given} x trainer.steps")
-        return Outcome("translated", {setting: math.ceil(given * steps)}, f"{given} of {steps} steps")
-
-    return rule
-
-
 def epochs(given: Any, values: Values) -> Outcome:
-    """Set the passes over the data, unless the file sets steps."""
     steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
     if isinstance(steps, int) and steps > 0:
         return ignored(f"the file sets {steps} steps")
@@ -168,31 +182,10 @@ def epochs(given: Any, values: Values) -> Outcome:
 
 
 def passes(given: Any, values: Values) -> Outcome:
-    """Set the passes over a batch, where there are several."""
     return ignored("one pass over each batch, as here") if given in (1, 0) else set_to(algorithm__epochs=given)
 
 
-def batch_rule(prompts: str, rows: str) -> Rule:
-    """Return a rule for prompts that are generated together, and trained on in smaller optimizer steps of ``rows``."""
-
-    def rule(given: Any, values: Values) -> Outcome:
-        size, per_prompt = values.get(rows), 1
-        if rows in ("train_batch_size", "global_batch_size"):  # counts completions
-            per_prompt = first(values, "n_samples_per_prompt", default=1)
-        groups = size // per_prompt if isinstance(size, int) and isinstance(per_prompt, int) and per_prompt else None
-        if not isinstance(given, int) or not groups or groups >= given:
-            return Outcome("translated", {"rollout.groups_per_step": given})
-        return set_to(
-            f"{given} prompts in optimizer steps of {groups}",
-            rollout__groups_per_step=given,
-            algorithm__minibatches=math.ceil(given / groups),
-        )
-
-    return rule
-
-
 def completions_per_step(given: Any, values: Values) -> Outcome:
-    """Set the prompts of a step, counted in completions."""
     per_prompt = first(values, "n_samples_per_prompt", default=1)
     prompts = values.get("rollout_batch_size")
     if prompts is not None:
@@ -226,12 +219,10 @@ def trl_batch(given: Any, values: Values) -> Outcome:
 
 
 def betas(given: Any, values: Values) -> Outcome:
-    """Set both of Adam's decays."""
     return set_to(trainer__betas=[first(values, "adam_beta1", default=0.9), first(values, "adam_beta2", default=0.999)])
 
 
 def clip_low(given: Any, values: Values) -> Outcome:
-    """Set the clip below and, where no other key does, above 1."""
     if (more := values.get("epsilon_higher")) is not None:
         return set_to(
             "epsilon_higher is added to epsilon",
@@ -276,25 +267,7 @@ def reward_code(given: Any, values: Values) -> Outcome:
     return Outcome("translated", {"reward.name": f"my_{name}", f"{part}.reward": code, **named}, where)
 
 
-def reward_argument(key: str) -> Rule:
-    """Return a rule for an argument of the reward function: its file's rule gives it, where the function is named by file."""
-    text = f"the function was called with {key}=VALUE: `parameters.{key}` of a part in reward.define (docs/rewards.md)"
-    return lambda given, values: (
-        ignored("not set")
-        if not is_given(given)
-        else ignored(f"{READ} {_REWARD_FILE}")
-        if values.get(_REWARD_FILE)
-        else decide(text)
-    )
-
-
-def is_given(value: Any) -> bool:
-    """Return True for an argument that a file gives a value to."""
-    return value not in (None, {}, "")
-
-
 def gpus(given: Any, values: Values) -> Outcome:
-    """Ask how GPUs that do everything are divided."""
     if "model.partial_pretrain" in values:  # supervised: no GPU generates
         return set_to(trainer__num_ranks=given)
     return decide(
@@ -312,14 +285,12 @@ def overlong(given: Any, values: Values) -> Outcome:
 
 
 def filter_overlong(given: Any, values: Values) -> Outcome:
-    """Set that long prompts are dropped."""
     if is_on(given):
         return set_to(data__overlong="drop")
     return ignored(f"{READ} data.truncation")
 
 
 def truncation(given: Any, values: Values) -> Outcome:
-    """Set what happens to long prompts."""
     if is_on(values.get("data.filter_overlong_prompts")):
         return ignored(f"{READ} data.filter_overlong_prompts")
     if given == "error":
@@ -328,20 +299,17 @@ def truncation(given: Any, values: Values) -> Outcome:
 
 
 def dual_clip_rule(given: Any, values: Values) -> Outcome:
-    """Set ROLL's dual clip, which follows from its clip."""
     clip = first(values, "pg_clip", default=0.2)
     return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(given) else ignored(OFF)
 
 
 def scaling_rule(given: Any, values: Values) -> Outcome:
-    """Set the scaling of rewards over the run."""
     if not is_on(given):
         return ignored(OFF)
     return set_to(algorithm__reward_scaling="mean_std" if is_on(values.get("use_reward_norm")) else "std")
 
 
 def aggregation(given: Any, values: Values) -> Outcome:
-    """Set how tokens are weighed by the name of a loss of TRL."""
     names = {
         "grpo": "seq-mean-token-mean",
         "dapo": "token-mean",
@@ -354,7 +322,6 @@ def aggregation(given: Any, values: Values) -> Outcome:
 
 
 def scale_rewards(given: Any, values: Values) -> Outcome:
-    """Set whether advantages are divided by the standard deviation."""
     if str(given).lower() in ("true", "group"):
         return set_to(algorithm__normalise_by_std=True)
     if str(given).lower() in ("false", "none"):
@@ -365,7 +332,6 @@ def scale_rewards(given: Any, values: Values) -> Outcome:
 
 
 def never_rule(given: Any, values: Values) -> Outcome:
-    """Set that nothing is evaluated between start and end."""
     return set_to(eval__every=0) if str(given).lower() in ("no", "false") else ignored(f"{READ} eval_steps")
 
 
@@ -378,7 +344,6 @@ _TURN_NORMS = {
 
 
 def method_rule(given: Any, values: Values) -> Outcome:
-    """Set ROLL's normalisation of rewards in groups."""
     grouping = first(values, "reward_normalization.grouping", "grouping", default="state")
     norm = _GROUPINGS.get(str(grouping))
     estimator = str(first(values, "adv_estimator", default=""))
@@ -400,19 +365,16 @@ def method_rule(given: Any, values: Values) -> Outcome:
 
 
 def save_freq(given: Any, values: Values) -> Outcome:
-    """Set the steps between checkpoints."""
     if isinstance(given, int) and given > 0:
         return set_to(trainer__checkpoint_every=given)
     return ignored("checkpoints are always made, because a run is resumed from them")
 
 
 def evaluation_freq(given: Any, values: Values) -> Outcome:
-    """Set the steps between evaluations."""
     return set_to(eval__every=given) if isinstance(given, int) and given > 0 else ignored(OFF)
 
 
 def min_lr(given: Any, values: Values) -> Outcome:
-    """Set the end of the schedule as a share of the peak."""
     peak = first(values, "lr")
     if not isinstance(peak, (int, float)) or not peak or not isinstance(given, (int, float)):
         return decide("set trainer.min_lr_ratio: this rate as a share of trainer.lr")
@@ -420,14 +382,12 @@ def min_lr(given: Any, values: Values) -> Outcome:
 
 
 def low_high(given: Any, values: Values) -> Outcome:
-    """Set both sides of the clip from a pair."""
     if isinstance(given, list) and len(given) == 2:
         return set_to(algorithm__clip_low=given[0], algorithm__clip_high=given[1])
     return decide("set algorithm.clip_low and algorithm.clip_high")
 
 
 def fixed_gpus(given: Any, values: Values) -> Outcome:
-    """Set the trainer's ranks where they have GPUs of their own."""
     nodes = first(values, "actor_num_nodes", default=1)
     if is_on(values.get("colocate_all_models")) or is_on(values.get("colocate")):
         return gpus(given, values)
@@ -435,15 +395,5 @@ def fixed_gpus(given: Any, values: Values) -> Outcome:
 
 
 def engines(given: Any, values: Values) -> Outcome:
-    """Set the number of SGLang servers from all GPUs that generate."""
     per = first(values, "rollout_num_gpus_per_engine", default=1)
     return set_to(f"{given} GPUs, {per} for each server", worker__engine="sglang", sglang__engines=max(1, given // per))
-
-
-def with_engine(engine: str, setting: str) -> Rule:
-    """Return a rule for an option of one engine, which it turns on, unless the file turns that engine off."""
-    return lambda given, values: (
-        Outcome("translated", {"worker.engine": engine, setting: given})
-        if is_on(values.get(f"use_{engine}", True))
-        else ignored(f"use_{engine} is off")
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.deploy.config_import.silent_defaults import differing
+from penstock.deploy.config_import.foreign_defaults import differing
 from penstock.deploy.config_import.translation import Line, Translation
 from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.run_file import SECTIONS, toml_text

@@ -7,13 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.deploy.config_import import rule_forms, rules
 from penstock.deploy.config_import.foreign_defaults import at_default
 from penstock.deploy.config_import.found import Found, readable, unassigned
-from penstock.deploy.config_import.rule_table import rule_for
-from penstock.deploy.config_import.rules import epochs
+from penstock.deploy.config_import.rule_forms import Rule
 from penstock.deploy.config_import.translation import Line, Outcome, Translation
-from penstock.fine_tuning.own_section import OwnSection
-from penstock.fine_tuning.sections import DPO, SFT
+from penstock.fine_tuning.sections import DPO, SFT, OwnSection
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, Alias, advice, prefix_advice
 
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
@@ -124,7 +123,7 @@ def _read(
 
 
 def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known: Collection[str]) -> Outcome:
-    if rule := rule_for(system, key):
+    if rule := _rule_for(system, key):
         try:
             return rule(value, values)
         except (TypeError, ValueError, ZeroDivisionError):
@@ -137,6 +136,17 @@ def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known
         or _answered(key, value, {}, RENAMED, advice(key))
         or Outcome("unknown", {}, "no key of any system that is known here")
     )
+
+
+def _rule_for(system: str, key: str) -> Rule | None:
+    """Return the rule of a key in a system's file; None when the table answers without one."""
+    if key.startswith(rules.REWARD_ARGUMENTS):
+        return rule_forms.reward_argument(key.removeprefix(rules.REWARD_ARGUMENTS))
+    form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
+    if form is None or isinstance(form, str):
+        return None if form is None else getattr(rules, form)
+    name, *arguments = form
+    return getattr(rule_forms, name)(*arguments)
 
 
 def _answered(
@@ -161,7 +171,7 @@ def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSect
     """Return what passes over the data set, for commands that have a setting for them; None for other keys and commands."""
     if command is None or key.rpartition(".")[2] not in _EPOCHS:
         return None
-    given = epochs(value, values)
+    given = rules.epochs(value, values)
     return Outcome("taken", {f"{command.section}.epochs": value}) if given.settings else given
 
 

@@ -7,7 +7,6 @@ a stop or a kill, samples only the prompts that are missing or failed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -18,13 +17,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.console.evaluation import result_table, stored_results
+from penstock.console.cli.options import EvalOptions
+from penstock.console.evaluation import result_table, results
 from penstock.console.evaluation.results import Correctness, EvaluationResult, Outcome, summarise
-from penstock.console.tables import console
+from penstock.console.terminal import console
 from penstock.deploy.evaluation import answers
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, own_environ, prepare
-from penstock.deploy.evaluation.publish_folder import publish_folder
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
+from penstock.deploy.evaluation.target import publish_folder
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import LocalRun
 from penstock.protocol import logs
@@ -34,7 +34,7 @@ from penstock.protocol.facts import RewardRequest
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
-from penstock.trainer.evaluation.success import SuccessRule, SuccessRules
+from penstock.trainer.evaluation.eval_result import SuccessRule, SuccessRules
 from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.preflight import check_rewards
@@ -48,14 +48,13 @@ class Stopped(Exception):
     """A signal asked for the end."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int:
     """Evaluate; returns 0, 3 if prompts failed or are missing, 1 for an error explained on stderr, 130 after a signal."""
-    options, rest = _parser().parse_known_args(arguments)
     logs.configure("evaluation", level="warning")
     stop = stop_on_signals()
     try:
         with contextlib.ExitStack() as cleaned:
-            evaluation = prepare(options, rest, cleaned)
+            evaluation = prepare(target, arguments, options, cleaned)
             result, problem = _evaluate(evaluation, options, stop)
     except Stopped:
         print("penstock eval: stopped; the same command continues with the missing prompts", file=sys.stderr)
@@ -69,48 +68,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if result.is_complete else _INCOMPLETE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock eval", allow_abbrev=False)
-    parser.add_argument("target")
-    parser.add_argument("--data", type=Path, action="append", required=True)
-    parser.add_argument("-k", "--samples", type=int, default=1)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--num-prompts", type=int)
-    parser.add_argument("--reward")
-    parser.add_argument("--serve", type=Path, action="append", default=[])
-    parser.add_argument("--answer")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    return parser
-
-
-def _evaluate(
-    evaluation: Evaluation, options: argparse.Namespace, stop: threading.Event
-) -> tuple[EvaluationResult, str]:
+def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Event) -> tuple[EvaluationResult, str]:
     """Sample what is missing and store the result; returns it, and why prompts are missing."""
     folder = evaluation.folder
-    done = {number: one for number, one in stored_results.read_outcomes(folder).items() if one.failed is None}
-    stored_results.rewrite_outcomes(folder, done.values())
+    done = {number: one for number, one in results.read_outcomes(folder).items() if one.failed is None}
+    results.rewrite_outcomes(folder, done.values())
     missing = [one for one in evaluation.planned if one.number not in done]
     if done:
         print(f"penstock eval: {len(done)} of {len(evaluation.planned)} prompts were evaluated before", file=sys.stderr)
-    earlier = stored_results.read_result(folder)
+    earlier = results.read_result(folder)
     root, problem, rules = earlier.state_root if earlier else "", "", _read_rules(folder)
     at, wall_s = (earlier.finished_at, earlier.wall_s) if earlier else (None, None)
     if missing or rules is None:
         started = time.monotonic()
         rules, root, problem = _sample(evaluation, missing, options, stop)
         at, wall_s = time.time(), time.monotonic() - started
-    outcomes = list(stored_results.read_outcomes(folder).values())
+    outcomes = list(results.read_outcomes(folder).values())
     result = _result(evaluation, outcomes, rules, options.answer, root)
     result = result.model_copy(update={"finished_at": at, "wall_s": wall_s})
-    stored_results.write_result(folder, result)
+    results.write_result(folder, result)
     return result, problem
 
 
 def _sample(
-    evaluation: Evaluation, missing: Sequence[PlannedPrompt], options: argparse.Namespace, stop: threading.Event
+    evaluation: Evaluation, missing: Sequence[PlannedPrompt], options: EvalOptions, stop: threading.Event
 ) -> tuple[SuccessRules, str, str]:
     """Start the services, sample the missing prompts, and stop them; returns rules, state root, and why prompts are missing."""
     folder = evaluation.folder
@@ -167,7 +148,7 @@ class _Store:
         self._printed_at = time.monotonic()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        stored_results.append_outcomes(self._folder, outcomes)
+        results.append_outcomes(self._folder, outcomes)
         self._num_done += len(outcomes)
         if time.monotonic() - self._printed_at > _PROGRESS_S:
             self._printed_at = time.monotonic()
@@ -177,7 +158,7 @@ class _Store:
 def _result(
     evaluation: Evaluation, outcomes: Sequence[Outcome], rules: SuccessRules, place: str | None, root: str
 ) -> EvaluationResult:
-    complete = [one for one in outcomes if one.failed is None]
+    complete = [outcome for outcome in outcomes if outcome.failed is None]
     correct = correctness(complete, rules)
     found = answers.answers(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
     if correct.of is None:
@@ -231,12 +212,12 @@ def _rewarded_by(one: Outcome, rules: SuccessRules) -> str:
 
 def _write_rules(folder: Path, rules: SuccessRules) -> None:
     document = {"thresholds": dict(rules.thresholds), "by_source": dict(rules.by_source)}
-    (folder / stored_results.RULES).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / results.RULES).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_rules(folder: Path) -> SuccessRules | None:
     try:
-        document = json.loads((folder / stored_results.RULES).read_bytes())
+        document = json.loads((folder / results.RULES).read_bytes())
         thresholds: dict[str, SuccessThreshold] = dict(document["thresholds"])
         return SuccessRules(thresholds, dict(document["by_source"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -247,15 +228,11 @@ def _show(result: EvaluationResult, folder: Path, *, as_json: bool) -> None:
     if importlib.util.find_spec("matplotlib") is not None and result.overall.complete:
         from penstock.console.evaluation import result_plot  # noqa: PLC0415  half a second, and optional
 
-        result_plot.draw(folder / stored_results.PLOT, result)
+        result_plot.draw(folder / results.PLOT, result)
     if as_json:
         print(result.model_dump_json())
         return
     console().print(result_table.table(result))
     for note in result_table.notes(result):
         print(note)
-    print(f"stored: {folder / stored_results.RESULT}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"stored: {folder / results.RESULT}")

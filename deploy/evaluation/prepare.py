@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -15,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.console.evaluation import stored_results
+from penstock.console.cli.options import EvalOptions
+from penstock.console.evaluation import results
 from penstock.console.evaluation.results import DataFile
 from penstock.deploy.evaluation import answers, target
 from penstock.deploy.evaluation.samples import PlannedPrompt
@@ -57,21 +57,20 @@ class Evaluation:
 
     @property
     def prompts_by_source(self) -> dict[str, int]:
-        """How many prompts each source has, in the files' order."""
         return dict(Counter(one.source for one in self.planned))
 
 
-def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextlib.ExitStack) -> Evaluation:
+def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: contextlib.ExitStack) -> Evaluation:
     """Find model and data and check everything that can be checked before a process starts; raises PenstockError."""
     answers.check_place(options.answer)
     if options.samples < 1:
         raise ConfigError(f"-k {options.samples}: expected 1 sample of each prompt or more")
     if options.num_prompts is not None and options.num_prompts < 1:
         raise ConfigError(f"--num-prompts {options.num_prompts}: expected 1 or more")
-    found = target.find(options.target, rest, os.environ)
+    found = target.find(name, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
     home = found.home.absolute()
-    scratch = home / stored_results.FOLDER / f".starting-{os.getpid()}"
+    scratch = home / results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
     model = target.export(found, scratch / "model", connection_arguments(rest))
@@ -105,8 +104,8 @@ def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextli
     sets = tuple(_opened(Path(file), settings, tokenizer) for file in files)
     planned, data = _plan(sets, [Path(file) for file in files], options.num_prompts)
     sampling = _sampling(options, settings, tokenizer)
-    name = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
-    folder = home / stored_results.FOLDER / name
+    evaluation_id = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
+    folder = home / results.FOLDER / evaluation_id
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it
@@ -165,7 +164,7 @@ def _plan(
     return tuple(planned), data
 
 
-def _sampling(options: argparse.Namespace, settings: TrainerSettings, tokenizer: ChatTokenizer) -> Sampling:
+def _sampling(options: EvalOptions, settings: TrainerSettings, tokenizer: ChatTokenizer) -> Sampling:
     temperature = options.temperature
     if temperature is None:
         several = settings.eval.temperature or settings.rollout.temperature
@@ -206,13 +205,16 @@ def own_environ() -> Mapping[str, str]:
 def connection_arguments(rest: Sequence[str]) -> list[str]:
     """Return the arguments that say where the run's servers and folders are: run files and overrides of nats, s3 and run."""
     files, overrides = _split(rest)
-    return [*map(str, files), *(one for one in overrides if one.lstrip("-").startswith(("nats.", "s3.", "run.")))]
+    return [
+        *map(str, files),
+        *(override for override in overrides if override.lstrip("-").startswith(("nats.", "s3.", "run."))),
+    ]
 
 
 def without_servers(rest: Sequence[str]) -> list[str]:
     """Return the arguments for the evaluation's own services, which must not connect to the servers of the run."""
     files, overrides = _split(rest)
-    own = [one for one in overrides if not one.lstrip("-").startswith(("nats.", "s3.", "run."))]
+    own = [override for override in overrides if not override.lstrip("-").startswith(("nats.", "s3.", "run."))]
     return [*(str(file.absolute()) for file in files), *own]
 
 
@@ -220,7 +222,7 @@ def _split(rest: Sequence[str]) -> tuple[Sequence[Path], list[str]]:
     """Return run files and overrides, each override as one word."""
     files, overrides = split_arguments(rest)
     words = iter(overrides)
-    return files, [f"{one}={next(words, '')}" if one.startswith("--") and "=" not in one else one for one in words]
+    return files, [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from penstock.console.evaluation.results import Outcome
-from penstock.deploy.evaluation.publish_folder import VERSION
+from penstock.deploy.evaluation.target import VERSION
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError
 from penstock.protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup, Task
@@ -212,10 +212,9 @@ class Sampler:
 
     def _close(self, outcomes: Sequence[Outcome]) -> None:
         self._on_outcomes(outcomes)
-        for one in outcomes:
-            self._waiting.pop(group_id(one.prompt), None)
+        for outcome in outcomes:
+            self._waiting.pop(group_id(outcome.prompt), None)
 
 
 def group_id(number: int) -> str:
-    """Return the id of the group of a prompt."""
     return f"eval.v{VERSION}.p{number}"

@@ -1,23 +1,53 @@
-"""What is evaluated: a model folder, the final model of a run, or one of its stored versions."""
+"""Resolve what is evaluated: a model folder, the final model of a run, or one of its stored versions.
+
+A model folder is published as version 0 of a run, bucket by bucket, without loading it into torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from penstock.console import connections, launch
-from penstock.console.registry import tags
+from penstock.console.models.tensor_files import open_model
+from penstock.console.registry import versions
 from penstock.console.tools.runs import unknown_run
+from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import BlobRef, Head
 from penstock.protocol.files import read_regular
 from penstock.protocol.subjects import check_run_id
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.bucket_codec import bucket_xxh3
+from penstock.protocol.weights.digest import SAFETENSORS_DTYPES, TensorDigest, weights_digest
+from penstock.protocol.weights.layout import (
+    TensorSpec,
+    WeightLayout,
+    bucket_digests,
+    build_layout,
+    shard_header,
+    shard_name,
+)
+from penstock.protocol.weights.manifest import BucketState, StoredRange
+from penstock.trainer.connections import Connections
 from penstock.trainer.data.inputs import model_folder
+from penstock.trainer.publishing.head import HeadKey
+from penstock.trainer.publishing.rank_publisher import StoredObjects
+from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import SigningKey
+
 
 # What an evaluation takes over from a run. Of the data: all but which rows there are.
 OWN_DATA = frozenset({"train", "eval", "from_run", "max_samples", "shuffle"})
@@ -27,6 +57,7 @@ _SECTIONS: Mapping[str, tuple[str, ...] | None] = {  # None: the whole section
     "eval": ("max_new_tokens", "temperature", "environment"),
     "reward": None,
 }
+VERSION = PolicyVersion(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +150,8 @@ def _final_model(run: str, home: Path) -> Target:
 
 
 def _of_version(run: str, version: str, home: Path, arguments: Sequence[str]) -> Target:
-    tag = tags.read(home).get(version)
-    if tag is not None and ((kept := home / tags.MODELS / version) / "config.json").is_file():
+    tag = versions.read(home).get(version)
+    if tag is not None and ((kept := home / versions.MODELS / version) / "config.json").is_file():
         return Target(f"{run}@{version}", home, _identity(kept), kept, run, tag.version, recorded=_config(home))
     version = str(tag.version) if tag is not None else version
     rows: list[dict[str, Any]] = json.loads(_penstock("weights", run, "--json", *arguments))
@@ -150,7 +181,7 @@ def _config(home: Path) -> Path | None:
 def _identity(folder: Path) -> str:
     """Return a digest of names, sizes and times of a folder's files, and of its config: it changes with the weights."""
     files = sorted(one for one in folder.iterdir() if one.is_file())
-    stats = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return hashlib.sha256(json.dumps([str(folder.resolve()), config, stats]).encode()).hexdigest()
 
@@ -161,3 +192,54 @@ def _penstock(*arguments: str) -> str:
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("penstock: ") or f"penstock {' '.join(arguments)} failed")
     return done.stdout
+
+
+def publish_folder(connections: Connections, folder: Path, signing_key: SigningKey | None = None) -> str:
+    """Store the tensors of a model folder as a full snapshot and point the run's head to it; return its state root.
+
+    Raises ConfigError for a folder without safetensors, BlobError, and PublicationFailed.
+    """
+    tensors = open_model(folder)
+    layout = build_layout([TensorSpec(t.name, SAFETENSORS_DTYPES[t.dtype][0], t.shape) for t in tensors.values()])
+    attempt = secrets.token_hex(8)
+    digests: list[TensorDigest] = []
+    objects: list[BlobRef] = []
+    states: list[BucketState] = []
+    for number, bucket in enumerate(layout.buckets):
+        raw = np.concatenate([tensors[placed.name].raw() for placed in bucket.tensors])
+        digests += bucket_digests(bucket, raw.data)
+        name = shard_name(number, len(layout.buckets))
+        key = blob_keys.weights_shard(connections.run_id, VERSION, attempt, name)
+        blob = connections.blobs.put(key, shard_header(bucket) + raw.tobytes())
+        states.append(
+            BucketState(
+                codec="safetensors",
+                stored=StoredRange(object=number, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256),
+                num_words=bucket.num_words,
+                num_changed=bucket.num_words,
+                new_xxh3=bucket_xxh3(raw),
+            )
+        )
+        objects.append(blob)
+    writer = VersionWriter(connections, folder, signing_key)
+    root = weights_digest(digests)
+    stored = StoredObjects(attempt, tuple(objects), tuple(states))
+    content = Content(layout, writer.small_files(_dtype(folder, layout)), stored, root)
+    written = writer.full_snapshot(Label(VERSION, 0, 0), content, parent=None)
+    HeadKey(connections.bus, connections.run_id).move(Head(version=VERSION, step=0, manifest=written.reference))
+    return root
+
+
+def _dtype(folder: Path, layout: WeightLayout) -> str:
+    """Return the dtype of a model: that of its config.json, else the one of most of its values."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        named = config.get("dtype") or config.get("torch_dtype")
+    except (OSError, ValueError, AttributeError):
+        raise ConfigError(f"{folder / 'config.json'} is not readable; restore it") from None
+    if isinstance(named, str):
+        return named
+    sizes: Counter[str] = Counter()
+    for bucket in layout.buckets:
+        sizes[bucket.dtype] += bucket.num_words
+    return sizes.most_common(1)[0][0]

@@ -6,16 +6,15 @@ python -P -m penstock.deploy.monitoring.dashboards --check    # exit code 1 when
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from penstock.deploy.monitoring.alerts import rules
-from penstock.deploy.monitoring.boards import DASHBOARDS, Dashboard
-from penstock.deploy.monitoring.panels import Panel
+from penstock.deploy.monitoring.boards import DASHBOARDS, Dashboard, Panel
+from penstock.protocol.command_line import Help, program
 
 FOLDER = Path(__file__).parent
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -107,12 +106,10 @@ def outdated(folder: Path, wanted: Mapping[str, str]) -> list[str]:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the files; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="dashboards", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a file is not up to date")
+def write(*, check: Annotated[bool, Help("Write nothing; exit code 1 when a file is not up to date.")] = False) -> int:
+    """Write the files of the tables; returns the exit code."""
     old = outdated(FOLDER, wanted := files())
-    if parser.parse_args(arguments).check:
+    if check:
         for name in old:
             print(
                 f"{name} is not what the tables give: python -P -m penstock.deploy.monitoring.dashboards",
@@ -127,6 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (FOLDER / name).unlink()
         print(f"{'wrote' if name in wanted else 'removed'} {name}")
     return 0
+
+
+main = program("dashboards", write)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of the run, and it stops with the run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -21,14 +20,15 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 from penstock.console import launch
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.monitoring.dashboards import FOLDER
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.deploy.processes.servers import HOST, Server
+from penstock.protocol.command_line import Help, RunArguments, program
 from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import PenstockError
 
 METRICS_ON = ("metrics.trainer_port=0", "metrics.rollout_port=0")
 _SCRAPE_S = 2
@@ -86,23 +86,20 @@ def target_writer(run_file: Sequence[str], folder: Path, targets: Path) -> Child
     return Child("targets", command, log=targets.with_name("targets.log"), environ={**os.environ, **environ})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def observe(
+    *arguments: RunArguments,
+    port: Annotated[int, Help("Port of Prometheus; 0: any free one.")] = 0,
+    workers: Annotated[int, Help("Number of rollout workers.")] = 2,
+    serve: Annotated[tuple[str, ...], Help("FILE.py, as of `penstock train --local`.")] = (),
+) -> int:
     """Run until the run ends; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="observe", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=0, help="port of Prometheus (default: any free one)")
-    parser.add_argument("--workers", type=int, default=2, help="number of rollout workers (default: 2)")
-    parser.add_argument(
-        "--serve", action="append", default=[], metavar="FILE.py", help="as of `penstock train --local`"
-    )
-    options, rest = parser.parse_known_args(arguments)
-    given = [f"--workers={options.workers}", *(f"--serve={file}" for file in options.serve)]
-    try:
-        files, overrides = split_arguments(rest)
-        run = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings.run
-        return _run([*given, *rest], run.folder.absolute(), run.id, options.port)
-    except PenstockError as err:
-        print(f"observe: {err}", file=sys.stderr)
-        return 1
+    given = [f"--workers={workers}", *(f"--serve={file}" for file in serve)]
+    files, overrides = split_arguments(arguments)
+    run = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings.run
+    return _run([*given, *arguments], run.folder.absolute(), run.id, port)
+
+
+main = program("observe", observe)
 
 
 def _run(rest: Sequence[str], folder: Path, run_id: str, port: int) -> int:

@@ -8,20 +8,19 @@ as a whole, so that Prometheus never reads half of it; with ``--every`` again an
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.protocol import heartbeats, logs, streams
+from penstock.protocol.command_line import Help, RunArguments, UsageError, program
 from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.files import atomic_write
 from penstock.protocol.transport.bus import Bus
@@ -45,37 +44,35 @@ def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print or write the targets; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="targets", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace this file instead of printing")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help="write again and again; needs --write")
-    options, rest = parser.parse_known_args(arguments)
-    if options.every is not None and (options.write is None or options.every <= 0):
-        parser.error("--every needs --write FILE and a positive number of seconds")
+def write_targets(
+    *arguments: RunArguments,
+    write: Annotated[Path | None, Help("Replace this file instead of printing.")] = None,
+    every: Annotated[float | None, Help("Write again and again, after so many seconds; needs --write.")] = None,
+) -> int:
+    """Write the addresses of a run's services for Prometheus, from their heartbeats."""
+    if every is not None and (write is None or every <= 0):
+        raise UsageError("--every needs --write FILE and a positive number of seconds")
     logs.configure("targets")
     try:
-        files, overrides = split_arguments(rest)
+        files, overrides = split_arguments(arguments)
         settings = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings
         with Bus.connect(settings.nats, name="targets") as bus:
             live = bus.key_value(streams.live_bucket(settings.run.id).bucket).wait()
             while True:
                 beats = heartbeats.readable(entry.value for entry in live.entries().wait())
-                _put(targets(beats, settings.run.id), options.write)
-                if options.every is None:
+                _put(targets(beats, settings.run.id), write)
+                if every is None:
                     return 0
-                time.sleep(options.every)
-    except PenstockError as err:
-        print(f"targets: {err}", file=sys.stderr)
-        return 1
+                time.sleep(every)
     except OSError as err:
         print(
-            f"targets: {options.write}: cannot be written ({err.strerror}); give --write a file in a folder of this user",
+            f"targets: {write}: cannot be written ({err.strerror}); give --write a file in a folder of this user",
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:
-        return 130
+
+
+main = program("targets", write_targets)
 
 
 def _put(found: list[dict[str, Any]], file: Path | None) -> None:

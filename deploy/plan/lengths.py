@@ -1,17 +1,20 @@
-"""How long completions are: a log-normal distribution, cut at the longest completion; pure.
+"""Define what a simulated run takes and returns: lengths of completions, durations, workers, and its outcome; pure.
 
 Response lengths of reasoning models are close to log-normal with a long tail: the longest exceed the median more than
-20 times (ROLL Flash, arXiv:2510.11345). `REASONING` has that tail: its 99th percentile is ten medians.
+20 times (ROLL Flash, arXiv:2510.11345). Here they are log-normal, cut at the longest completion.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist, fmean
+
+_random = random.Random()  # noqa: S311  a simulation
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,6 @@ class LengthMix:
         return self._length(_normal(f"prompt {prompt}"), prompt, sample)
 
     def group(self, prompt: str, size: int) -> Sequence[int]:
-        """Return the lengths of a group's completions."""
         of_prompt = _normal(f"prompt {prompt}")
         return [self._length(of_prompt, prompt, sample) for sample in range(size)]
 
@@ -57,9 +59,6 @@ class LengthMix:
 
     def _tokens(self, logarithm: float) -> float:
         return min(float(self.longest_tokens), max(1.0, self.median_tokens * math.exp(logarithm)))
-
-
-_random = random.Random()  # noqa: S311  a simulation
 
 
 def _normal(name: str) -> float:
@@ -90,3 +89,50 @@ class EnginePace:
     def tokens_per_s(self) -> float:
         """Tokens per second with all slots in use."""
         return self.slots / self.step_s_full
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """Seconds of everything that is not generation."""
+
+    token_s: float  # of training, for each sampled token
+    step_s: float = 0.0  # of a step besides its tokens
+    between_s: float = 0.0  # from the end of a step until the next may begin: it is recorded, its weights are copied
+    score_s: float = 0.0  # from the end of a pack's generation to its arrival at the trainer
+    publish_s: float = 0.0  # from then to the moment that workers know the step's version
+    load_s: float = 0.0  # to load a version into an engine
+    deliver_s: float = 0.0  # from a worker's request to its pack, when there is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The workers, each with one engine."""
+
+    num_workers: int
+    pace: EnginePace
+    packs_in_flight: int  # 0: as many as an engine makes use of, as `worker.packs_in_flight`
+    drains: bool  # whether a swap waits for running sequences, else they go on with the new weights
+    max_paused_share: float = 0.5  # `worker.max_paused_share`
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step."""
+
+    started: float
+    ended: float
+    lengths: list[int]
+    ages: Counter[int]  # versions, weighted by sampled tokens; of each group's oldest token
+    groups: list[str]
+
+
+@dataclass(slots=True)
+class Outcome:
+    steps: list[Step] = field(default_factory=list)
+    sampled: dict[str, Sequence[int]] = field(default_factory=dict)  # lengths by group, of all started, to their ends
+    abandoned: Counter[str] = field(default_factory=Counter)  # completions that were started and not kept, by reason
+    abandoned_tokens: float = 0.0  # sampled for them
+    dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
+    busy: list[tuple[float, float, float]] = field(
+        default_factory=list
+    )  # after each step: time, engine seconds, tokens

@@ -17,8 +17,6 @@ from penstock.rollout_service.engines.redundancy import RedundantGroup
 
 @dataclass(slots=True)
 class Pack:
-    """A pack that a worker holds."""
-
     worker: int
     groups: list[str]
     issued_for: PolicyVersion
@@ -89,7 +87,6 @@ class SimulatedEngine:
         self._steps = 0.0  # decode steps so far
 
     def advance(self, now: float) -> None:
-        """Decode until ``now``."""
         if self.ends and not self.paused:
             busy_s = now - self._at
             decoding_s = max(0.0, busy_s - self.prompts_s)
@@ -141,7 +138,6 @@ class SimulatedEngine:
         return count, sum(one.length - (at - self._steps) for at, one in gone)
 
     def take_ended(self) -> list[SimulatedSequence]:
-        """Return the sequences that have ended."""
         ended = []
         while self.ends and self.ends[0][0] <= self._steps + 1e-6:
             ended.append(heapq.heappop(self.ends)[2])

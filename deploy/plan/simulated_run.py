@@ -16,14 +16,13 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from penstock.deploy.plan.lengths import LengthMix
-from penstock.deploy.plan.outcome import Durations, Fleet, Outcome, Step
+from penstock.deploy.plan.lengths import Durations, Fleet, LengthMix, Outcome, Step
 from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine, SimulatedSequence
 from penstock.deploy.plan.simulated_groups import SimulatedIssuer, SimulatedPrompts, scored_group
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
 from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup
-from penstock.rollout_service.packs.pack_limit import SAMPLE_S, EngineLoad, PackLimit
+from penstock.rollout_service.packs.pack_loops import SAMPLE_S, EngineLoad, PackLimit
 from penstock.rollout_service.weights.swap_semaphore import num_permits
 from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEADLINE_S
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from penstock.deploy.plan.outcome import Durations, Fleet, Outcome
+from penstock.deploy.plan.lengths import Durations, Fleet, Outcome
 from penstock.deploy.plan.simulated_run import SimulatedRun
 
 _IDLE = 0.05  # a share of the time that is not worth a sentence
@@ -95,7 +95,7 @@ def describe(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: 
         lines.append(
             f"{now.dropped} of {now.dropped + now.trained} groups are too old when they arrive: dropped, and sampled again"
         )
-    better = [one for one in others if one.tokens_per_s > now.tokens_per_s * (1.0 + _IDLE)]
+    better = [other for other in others if other.tokens_per_s > now.tokens_per_s * (1.0 + _IDLE)]
     if better:
         least = min(better, key=lambda one: one.max_staleness)
         most = max(better, key=lambda one: one.tokens_per_s)

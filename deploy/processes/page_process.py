@@ -6,7 +6,6 @@ shows the run's folder afterwards.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -21,15 +20,6 @@ from penstock.protocol.errors import ConfigError
 _LIBRARY = "uvicorn"  # of the extra `console`
 _START_S = 3.0  # until the link is there; the run is not held up for longer
 _STOP_GRACE_S = 3.0
-
-
-def add_flag(parser: argparse.ArgumentParser) -> None:
-    """Give a command ``--page`` and ``--no-page``."""
-    parser.add_argument(
-        "--page",
-        action=argparse.BooleanOptionalAction,
-        help="serve the live page beside the run, until it ends (default: where stdout is a terminal)",
-    )
 
 
 class PageProcess:
@@ -56,7 +46,6 @@ class PageProcess:
         self._is_reported = False
 
     def __enter__(self) -> PageProcess:
-        """Start nothing yet."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.console.tracking import trackers
-from penstock.console.tracking.position import read_marker
+from penstock.console.tracking.consumer import read_marker
 from penstock.deploy.processes.child import Child, wait_until
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 
@@ -35,7 +35,6 @@ class TrackerProcesses:
         self._note: Callable[[str], object] = lambda _: None
 
     def __enter__(self) -> TrackerProcesses:
-        """Start nothing yet."""
         return self
 
     def __exit__(self, *_: object) -> None:

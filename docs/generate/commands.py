@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from collections.abc import Iterator
 
-from cyclopts import App
 from rich.console import Console
 
 from penstock.console.cli import verb_help
 from penstock.console.cli.main import app
+from penstock.protocol.command_line import App
 
 _WIDTH = 100
-_DEADLINE_S = 120
 _OF_EVERY_APP = {"--help", "-h", "--version"}
 
 
 def text() -> str:
-    """Return a heading and a code block for each verb, with the flags of the processes that verbs start."""
+    """Return a heading and a code block for each verb."""
     verb_help.attach(app)
     return "\n".join(f"## {' '.join(('penstock', *words))}\n\n```text\n{help_text(words)}```\n" for words, _ in verbs())
 
@@ -38,12 +35,6 @@ def verbs(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tuple[tupl
 
 def help_text(words: tuple[str, ...]) -> str:
     """Return what ``penstock WORDS --help`` prints."""
-    verb = app
-    for word in words:
-        verb = verb[word]
-    if not verb.help_flags:  # the process that the verb starts has the flags
-        command = [sys.executable, "-P", "-m", "penstock", *words, "--help"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True).stdout
     written = io.StringIO()
     app.help_print(list(words), console=Console(file=written, width=_WIDTH, color_system=None))
     return "\n".join(line.rstrip() for line in written.getvalue().strip("\n").splitlines()) + "\n"

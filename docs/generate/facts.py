@@ -16,14 +16,7 @@ def text() -> str:
     parts = ["## Streams\n", _streams(), "## Facts\n"]
     parts += [_model(fact, f"`{tag}`. ") for tag, fact in sorted(facts.Fact.registry.items())]
     parts.append("## Inside facts\n")
-    inner = (
-        facts.Task,
-        facts.Sampling,
-        facts.RewardRequest,
-        facts.GeneratedGroup,
-        facts.ScoredGroup,
-        facts.BlobRef,
-    )
+    inner = (facts.Task, facts.Sampling, facts.RewardRequest, facts.GeneratedGroup, facts.ScoredGroup, facts.BlobRef)
     parts += [_model(model, "") for model in inner]
     return "\n".join(parts)
 

@@ -81,6 +81,6 @@ def _model(model: type[BaseModel], level: int = 0) -> str:
 def _dialects() -> str:
     rows: list[tuple[object, ...]] = []
     for name, kind in sorted(DIALECTS.built_in.items()):
-        options = ", ".join(f"`{one}`" for one in kind.options.model_fields) or "none"
+        options = ", ".join(f"`{model_field}`" for model_field in kind.options.model_fields) or "none"
         rows.append((f"`{name}`", " ".join((kind.options.__doc__ or "").split("\n\n")[0].split()), options))
     return table("dialect", "is", "options", rows=rows)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from docs.generate import table
-from penstock.console.report.drop_reasons import MEANINGS
+from penstock.console.report.diagnoses import MEANINGS
 from penstock.console.report.learning import _NESTED, LABELS
 
 
 def text() -> str:
-    """Return both tables."""
     figures: list[tuple[object, ...]] = [(f"`{_key(name)}`", label) for name, label in LABELS.items()]
     reasons: list[tuple[object, ...]] = [(f"`{name}`", meaning) for name, meaning in MEANINGS.items()]
     return (

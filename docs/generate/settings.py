@@ -88,7 +88,7 @@ def type_name(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in {Union, types.UnionType}:
-        return " or ".join(type_name(one) for one in arguments if one is not type(None))
+        return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
     if origin in {list, tuple}:
         return f"list of {type_name(arguments[0])}" if arguments else "list"
     if origin is dict:

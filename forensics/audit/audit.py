@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.printable import printable
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.forensics.audit.audit_checks import AuditResult, SplitLine, check_record
 from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import logs

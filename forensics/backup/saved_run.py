@@ -11,17 +11,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from penstock.protocol import blob_keys, streams
-from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.facts import Sha256
+from penstock import __version__
+from penstock.console.tools.removal import RunIsActive, running_services
+from penstock.deploy.bootstrap import bootstrap
+from penstock.protocol import blob_keys, files, streams
+from penstock.protocol.errors import BlobError, ConfigError, MissingStream, PenstockError
+from penstock.protocol.facts import Sha256, decode
 from penstock.protocol.files import read_regular
+from penstock.protocol.record.lineage import CheckpointCommitted
+from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id
+from penstock.protocol.transport.blobs import Blobs, BlobStat
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.stream_admin import CHUNK_BYTES, Snapshot
 
 CONTENTS = "backup.json"
 _CHUNK_BYTES = 1024 * 1024
@@ -154,3 +164,173 @@ def chunks(path: Path, size: int) -> Iterator[bytes]:
 
 def _named(saved: SavedRun) -> set[str]:
     return {one.name for one in saved.streams}
+
+
+COPIES_AT_ONCE = 8
+
+Report = Callable[[str], None]
+
+
+def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> SavedRun:
+    """Write a backup of a run; one into the same folder copies only new objects.
+
+    ``report`` is called with a line about the progress.
+
+    Raises:
+        RunIsActive: A service of the run is running. Queues that are written to meanwhile would be from different moments.
+        ConfigError: There is no such run, or the folder has the backup of another one.
+        BusError, BlobError: A server is unreachable or refuses.
+    """
+    check_run_id(run)
+    _require_stopped(run, bus)
+    known = _known_objects(run, folder)
+    (folder / "streams").mkdir(parents=True, exist_ok=True)
+    (folder / "objects").mkdir(exist_ok=True)
+    (folder / CONTENTS).unlink(missing_ok=True)  # until it is written again, the folder is no backup
+    saved = [found for name in names(run) if (found := _save_stream(name, bus, folder)) is not None]
+    if f"{run}-events" not in [one.name for one in saved]:
+        raise ConfigError(f"no run {run} at {bus.url}: it has no stream of events there; penstock runs lists the runs")
+    report(f"{len(saved)} streams and buckets")
+    objects = _save_objects(list(blobs.list(blob_keys.run_prefix(run))), known, blobs, folder, report)
+    _require_stopped(run, bus)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    contents = SavedRun(run_id=run, penstock=__version__, made_at=now, streams=tuple(saved), objects=tuple(objects))
+    files.atomic_write(folder / CONTENTS, contents.model_dump_json(indent=1))
+    return contents
+
+
+def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
+    """Return the rescored inputs that a run trained on: replay needs them, and their objects are their own."""
+    settings = (one for one in saved.objects if one.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config."))
+    read = (json.loads(object_file(folder, one.sha256).read_bytes()) for one in settings)
+    return sorted({name for one in read if (name := one.get("data", {}).get("from_run"))})
+
+
+def checkpoint_elsewhere(saved: SavedRun, bus: Bus) -> int | None:
+    """Return the step of the newest checkpoint if its files are only in the trainer's run folder; None if they are saved."""
+    entry = bus.key_value(streams.state_bucket(saved.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+    if entry is None:
+        return None
+    newest = decode(entry.value, CheckpointCommitted)
+    if newest.state_sha256 is None:
+        return None
+    stored = f"/{newest.state_sha256}/state.json"
+    return None if any(one.key.endswith(stored) for one in saved.objects) else newest.step
+
+
+def _require_stopped(run: str, bus: Bus) -> None:
+    if services := running_services(run, bus):
+        raise RunIsActive(
+            f"services of run {run} are running: {', '.join(services)}; stop them first (Ctrl-C makes a checkpoint), and repeat "
+            "this command"
+        )
+
+
+def _known_objects(run: str, folder: Path) -> dict[str, SavedObject]:
+    """Return the objects of an earlier backup in this folder whose files are there; raises ConfigError for another run's."""
+    if not (folder / CONTENTS).exists():
+        if folder.is_dir() and any(one.name not in {"streams", "objects"} for one in folder.iterdir()):
+            raise ConfigError(f"{folder} holds other files and no {CONTENTS}; name a new folder")
+        return {}
+    earlier = read(folder)
+    if earlier.run_id != run:
+        raise ConfigError(f"{folder} is a backup of run {earlier.run_id}, not of {run}; name a new folder")
+    there = {one.name: one.stat().st_size for one in (folder / "objects").iterdir()}
+    return {one.key: one for one in earlier.objects if there.get(one.sha256) == one.size_bytes}
+
+
+def _save_stream(name: str, bus: Bus, folder: Path) -> SavedStream | None:
+    """Save one stream; None when there is none, as after the end of a bucket."""
+    path, digest, size = stream_file(folder, name), hashlib.sha256(), 0
+    with path.open("wb") as file:
+
+        def write(chunk: bytes) -> None:
+            nonlocal size
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+
+        try:
+            snapshot = bus.save_stream(name, write).wait()
+        except MissingStream:
+            path.unlink()
+            return None
+    config, state = snapshot.config, snapshot.state
+    return SavedStream(name=name, config=config, state=state, size_bytes=size, sha256=digest.hexdigest())
+
+
+def _save_objects(
+    found: list[BlobStat], known: dict[str, SavedObject], blobs: Blobs, folder: Path, report: Report
+) -> Iterable[SavedObject]:
+    def copy(stat: BlobStat) -> SavedObject:
+        if (same := known.get(stat.key)) is not None and same.size_bytes == stat.size_bytes:
+            return same
+        partial = folder / "objects" / f"partial.{hashlib.sha256(stat.key.encode()).hexdigest()}"
+        ref = blobs.fetch_file(stat, partial)
+        files.replace(partial, object_file(folder, ref.sha256))
+        return SavedObject(key=ref.key, size_bytes=ref.size_bytes, sha256=ref.sha256)
+
+    saved = list[SavedObject]()
+    with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
+        for one in pool.map(copy, found):
+            saved.append(one)
+            report(f"{len(saved)} of {len(found)} objects")
+    return saved
+
+
+def restore(folder: Path, bus: Bus, blobs: Blobs, limits: StreamLimits, report: Report) -> SavedRun:
+    """Restore a run: its objects, then its streams, its state last. Repeat it after an interruption.
+
+    Every file is verified before anything is written.
+
+    Raises:
+        BackupBroken: A file of the backup is missing or altered.
+        ConfigError: The folder is no backup, or the servers have this run.
+        BusError, BlobError: A server is unreachable or refuses.
+    """
+    saved = read(folder)
+    _require_absent(saved, bus)
+    for stream in saved.streams:
+        verified(stream_file(folder, stream.name), stream.size_bytes, stream.sha256)
+    for number, one in enumerate(saved.objects, start=1):
+        verified(object_file(folder, one.sha256), one.size_bytes, one.sha256)
+        report(f"{number} of {len(saved.objects)} objects verified")
+    blobs.ensure_bucket()
+    _restore_objects(saved, blobs, folder, report)
+    for stream in saved.streams:
+        bus.delete_stream(stream.name).wait()  # of an interrupted restore
+        parts = chunks(stream_file(folder, stream.name), CHUNK_BYTES)
+        bus.restore_stream(stream.name, Snapshot(stream.config, stream.state), parts).wait()
+    bootstrap(bus, blobs, saved.run_id, limits)
+    report(f"{len(saved.streams)} streams and buckets")
+    return saved
+
+
+def _require_absent(saved: SavedRun, bus: Bus) -> None:
+    """Raise ConfigError when the servers have the run: its state is restored last, so one without it is not whole."""
+    try:
+        bus.stream_state(f"KV_{streams.state_bucket(saved.run_id).bucket}").wait()
+    except MissingStream:
+        return
+    raise ConfigError(
+        f"run {saved.run_id} is at {bus.url} already; nothing was changed. To replace it: penstock runs rm {saved.run_id}, then repeat "
+        "this command"
+    )
+
+
+def _restore_objects(saved: SavedRun, blobs: Blobs, folder: Path, report: Report) -> None:
+    there = {stat.key: stat.size_bytes for stat in blobs.list(blob_keys.run_prefix(saved.run_id))}
+    for one in saved.objects:
+        if there.get(one.key, one.size_bytes) != one.size_bytes:
+            raise BlobError(
+                f"{one.key} is in bucket {blobs.bucket} with {there[one.key]} bytes, in the backup with {one.size_bytes}: it is "
+                f"another run's. Remove it first: penstock runs rm {saved.run_id}"
+            )
+
+    def copy(one: SavedObject) -> None:
+        blobs.put_file(one.key, object_file(folder, one.sha256))
+
+    missing = [one for one in saved.objects if one.key not in there]
+    with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
+        for number, _ in enumerate(pool.map(copy, missing), start=1):
+            report(f"{number} of {len(missing)} objects")

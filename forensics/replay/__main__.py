@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from penstock.protocol.closed_output import ends_quietly
+from penstock.protocol.process_end import ends_quietly
 from penstock.trainer.commands.run_command import start_process, with_errors_explained
 
 

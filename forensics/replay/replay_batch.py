@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.forensics.replay.batch_verdict import BatchVerdict, group_figures
+from penstock.forensics.replay.replay_verdict import BatchVerdict, group_figures
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef
@@ -34,18 +34,17 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer.algorithm.engine_check import EngineCheck
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
-from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainingDiverged
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
+from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.recovery.checkpoint_files import verify_files
+from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict
 
+from penstock.forensics.replay.options import ReplayOptions
 from penstock.forensics.replay.replay_verdict import describe
 from penstock.protocol import logs, streams
+from penstock.protocol.command_line import FLAT, RunArguments, program
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, from_overrides
@@ -43,11 +44,12 @@ class RunLocation(BaseModel):
     s3: S3Settings = S3Settings()
 
 
-def main(arguments: Sequence[str]) -> int:
+def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions, FLAT] = ReplayOptions()) -> int:  # noqa: B008 - frozen
     """Replay a run; returns 0 if every version is identical, 1 if not, 2 for an error on stderr."""
-    options, rest = _options(arguments)
-    files, overrides = split_arguments(rest)
-    settings = _location(options.run, files, overrides)
+    if options.batch and (options.first is not None or options.last is not None):
+        raise ConfigError("--batch trains on one saved batch alone; leave out --from and --to")
+    files, overrides = split_arguments(arguments)
+    settings = _location(run, files, overrides)
     logs.configure("replay", level="warning")
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415  argument errors are reported without importing torch
 
@@ -66,28 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="penstock replay", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", help="run id")
-    parser.add_argument(
-        "--from", dest="first", type=int, help="start from the newest checkpoint at or before this version"
-    )
-    parser.add_argument("--to", dest="last", type=int, help="last version to replay")
-    parser.add_argument(
-        "--batch", help="train once on the batch at which the run stopped by itself, alone: its step, or its folder"
-    )
-    parser.add_argument("--model", type=Path, help="folder or GGUF file of the initial model (default: as recorded)")
-    parser.add_argument("--user-code", action="store_true", help="run the code that the record names by path")
-    parser.add_argument(
-        "--trusted-keys",
-        type=Path,
-        help=f"public keys, one of which has signed the stored weights (default: ${_TRUSTED_KEYS})",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    options, rest = parser.parse_known_args(arguments)
-    if options.batch and (options.first is not None or options.last is not None):
-        raise ConfigError("--batch trains on one saved batch alone; leave out --from and --to")
-    return options, rest
+main = program("penstock replay", replay, error=None)
 
 
 def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
@@ -103,18 +84,20 @@ def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> R
     return load(RunLocation, files=files, overrides=[*overrides, f"run.id={run_id}"], environ=os.environ).settings
 
 
-def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
+def _lead(options: ReplayOptions, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
     from penstock.forensics.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
 
     blobs = Blobs(settings.s3, deadline_s=30.0)
-    blobs.check(options.run)
+    blobs.check(settings.run.id)
 
     def pointer() -> bytes | None:
         with Bus.connect(settings.nats, name="replay", deadline_s=5.0) as bus:
-            entry = bus.key_value(streams.state_bucket(options.run).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+            entry = (
+                bus.key_value(streams.state_bucket(settings.run.id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+            )
             return None if entry is None else entry.value
 
-    record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
+    record = StoredRecord.read(settings.run.id, end_of_record(settings.run.id, settings.run.folder, pointer), blobs.get)
     model = model_folder(options.model) if options.model else None
     wanted = Wanted(options.first, options.last, model, tuple(files), options.user_code, _keys(options.trusted_keys))
 
@@ -131,19 +114,19 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
     return 0 if verdict.holds else DIFFERS
 
 
-def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
-    from penstock.forensics.replay.batch_verdict import describe as describe_batch  # noqa: PLC0415  as above
+def _lead_batch(options: ReplayOptions, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
     from penstock.forensics.replay.replay_batch import BatchReplay  # noqa: PLC0415
+    from penstock.forensics.replay.replay_verdict import describe_batch  # noqa: PLC0415  as above
 
     del files  # they say where the run is
-    folder = find_batch(settings.run.folder, options.batch)
+    folder = find_batch(settings.run.folder, options.batch or "")
     model = model_folder(options.model) if options.model else None
     keys = _keys(options.trusted_keys)
     replay = BatchReplay(
         settings.run.folder,
         folder,
         ranks,
-        run_id=options.run,
+        run_id=settings.run.id,
         model=model,
         user_code=options.user_code,
         trusted_keys=keys,

@@ -37,17 +37,16 @@ from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
+from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.recovery import environment_fingerprint
-from penstock.trainer.recovery.checkpoint_files import verify_files
+from penstock.trainer.recovery import run_record_writer
+from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.settings import TrainerSettings
@@ -264,9 +263,9 @@ class Replay:
         return learner.weights(None if as_trained else dtype, as_adapter=as_adapter).root()
 
     def _compare_environment(self) -> None:
-        for line in environment_fingerprint.differences(
+        for line in run_record_writer.differences(
             self._session.environment,
-            environment_fingerprint.environment_fingerprint(
+            run_record_writer.environment_fingerprint(
                 {**self._settings.extension_digests, **self._require_learner().data_digests}
             ),
         ):
@@ -285,7 +284,7 @@ def _refuse_code(run_id: str, documents: Mapping[str, bytes]) -> None:
 
 
 def _num_threads(session: RecordedSession) -> int:
-    recorded = session.environment.get(environment_fingerprint.THREADS, str(torch.get_num_threads()))
+    recorded = session.environment.get(run_record_writer.THREADS, str(torch.get_num_threads()))
     if not (recorded.isascii() and recorded.isdigit() and len(recorded) < 6 and 0 < int(recorded) <= _MAX_THREADS):
         raise RecordBroken(
             f"the session of epoch {session.epoch} records {recorded[:40]!r} threads, expected 1 to {_MAX_THREADS}; restore the record"

@@ -43,7 +43,6 @@ class RunSettings(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
         return self.dir / self.id
 
 
@@ -92,7 +91,6 @@ class NatsSettings(Section):
 
     @property
     def is_tls(self) -> bool:
-        """Whether connections are encrypted."""
         return self.url.strip().startswith(_TLS)
 
     def secret(self) -> str:

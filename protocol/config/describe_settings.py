@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from penstock.protocol.config.schema_keys import is_model, members_of
 from penstock.protocol.config.setting_description import ANY_NAME, MADE_AT_START, REQUIRED, SettingDescription
 
 # Unit of a number, by the end of its key; a number without unit matches none.
@@ -95,10 +96,10 @@ def as_toml(value: Any) -> str:
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        nested = next((one for one in _members(field.annotation) if get_origin(one) is dict or _is_model(one)), None)
-        if nested is not None and _is_model(nested):
+        nested = next((one for one in members_of(field.annotation) if get_origin(one) is dict or is_model(one)), None)
+        if nested is not None and is_model(nested):
             yield from _fields(nested, f"{prefix}{name}.")
-        elif nested is not None and _is_model(get_args(nested)[1]):
+        elif nested is not None and is_model(get_args(nested)[1]):
             yield f"{prefix}{name}", field
             yield from _fields(get_args(nested)[1], f"{prefix}{name}.{ANY_NAME}.")
         else:
@@ -113,7 +114,7 @@ def _describe(
     presets: Mapping[str, str],
     of_default_preset: str | None,
 ) -> SettingDescription:
-    members = _members(field.annotation)
+    members = members_of(field.annotation)
     plain = [member for member in members if member is not type(None)]
     values = _values(plain, field)
     is_number = any(member in _NUMBERS for member in plain)
@@ -159,10 +160,10 @@ def _values(members: Sequence[Any], field: FieldInfo) -> list[str]:
 
 
 def _type_name(annotation: Any, *, many: bool = False) -> str:
-    members = _members(annotation)
+    members = members_of(annotation)
     if len(members) > 1:
         return " or ".join(dict.fromkeys(_type_name(one, many=many) for one in members if one is not type(None)))
-    annotation = members[0]
+    (annotation,) = members
     origin = get_origin(annotation)
     parts: tuple[Any, ...] = get_args(annotation)
     if origin is Literal:
@@ -174,7 +175,7 @@ def _type_name(annotation: Any, *, many: bool = False) -> str:
     elif origin in (list, tuple):
         return f"list of {_type_name(parts[0], many=True)}"
     else:
-        name = "table" if _is_model(annotation) else _NAMES.get(annotation) or "text"
+        name = "table" if is_model(annotation) else _NAMES.get(annotation) or "text"
     return f"{name}s" if many and name not in ("true or false",) else name
 
 
@@ -203,15 +204,3 @@ def _inner_metadata(annotation: Any) -> Iterator[Sequence[Any]]:
         if get_origin(member) is Annotated:
             infos = get_args(member)[1:]
             yield [one for info in infos for one in (info.metadata if isinstance(info, FieldInfo) else [info])]
-
-
-def _members(annotation: Any) -> Sequence[Any]:
-    if get_origin(annotation) is Annotated:
-        return _members(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(member for part in get_args(annotation) for member in _members(part))
-    return (annotation,)
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

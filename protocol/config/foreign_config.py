@@ -2,7 +2,8 @@
 
 For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken`` (exactly the
 same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to use), ``absent`` (why there
-is none, and what does its work) and the ``prefixes`` of keys with one answer. A text ``$name`` stands for an entry of ``texts``,
+is none, and what does its work) and the ``prefixes`` of keys with one answer. `penstock config import` asks its ``rules`` first,
+which derive settings from a value and the keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``,
 ``values`` or ``aliases``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
 reads the table of the file's own system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
 """
@@ -45,6 +46,7 @@ class ForeignSystem:
     renamed: Mapping[str, str]
     absent: Mapping[str, str]
     prefixes: Mapping[str, str]
+    rules: Mapping[str, Any]  # of `penstock config import` alone
 
 
 def _alias(form: Any) -> Alias:
@@ -64,7 +66,8 @@ def _texts(answers: Mapping[str, str]) -> dict[str, str]:
 
 def _system(table: Mapping[str, Any]) -> ForeignSystem:
     taken = {key: _alias(form) for key, form in table["taken"].items()}
-    return ForeignSystem(taken, *(_texts(table[part]) for part in ("renamed", "absent", "prefixes")))
+    texts = (_texts(table[part]) for part in ("renamed", "absent", "prefixes"))
+    return ForeignSystem(taken, *texts, table.get("rules", {}))
 
 
 SYSTEMS: dict[str, ForeignSystem] = {name: _system(table) for name, table in _TABLE["systems"].items()}

@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import json
 import re
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from penstock.protocol.config.foreign_config import ALIASES, REFUSED, advice, ending_in, value_advice
+from penstock.protocol.config.foreign_config import ALIASES, advice, value_advice
+from penstock.protocol.config.schema_keys import (
+    SECTIONS,
+    UnknownKeyError,
+    is_secret,
+    locate,
+    members_of,
+    spelt,
+    table_of,
+)
 from penstock.protocol.config.sources import (
     ENVIRONMENT_PREFIX,
     NOTHING,
@@ -49,37 +56,10 @@ __all__ = [
     "values_of",
 ]
 
-SECTIONS = (
-    "run",
-    "nats",
-    "s3",
-    "model",
-    "data",
-    "rollout",
-    "reward",
-    "algorithm",
-    "critic",
-    "trainer",
-    "eval",
-    "metrics",
-    "sft",
-    "dpo",
-    "rm",
-    "worker",
-    "teacher",
-    "environment",
-    "sglang",
-    "vllm",
-    "reward_service",
-    "retention",
-    "tracker",
-    "tracking",
-)
 _LISTS = ("tracker",)  # sections that are lists: [[tracker]]
 
 S = TypeVar("S", bound=BaseModel)
 _MASK = "********"
-_NEAR = 0.75  # of two dotted keys, whose sections alone make many of them alike
 _IN_URL = re.compile(r"(?<=[/,\" ])[^/,\"@ ]+@")  # user name and password of a URL
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -90,14 +70,6 @@ class Loaded(Generic[S]):
 
     settings: S
     origins: dict[str, str]
-
-
-class _UnknownKeyError(Exception):
-    """A path that is not in the schema; ``unknown`` is its shortest unknown prefix, reported once per source."""
-
-    def __init__(self, unknown: KeyPath, text: str) -> None:
-        super().__init__(text)
-        self.unknown = unknown
 
 
 def load(
@@ -129,7 +101,7 @@ def load(
             continue
         try:
             _choose(settings_class, one, chosen)
-        except _UnknownKeyError as err:
+        except UnknownKeyError as err:
             if (err.unknown, one.source) not in reported:
                 reported.add((err.unknown, one.source))
                 problems.append(f"{one.origin}: {err}")
@@ -215,22 +187,9 @@ def toml_text(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
-    """Return True if a value must not be shown: its field has ``repr=False``."""
-    model: Any = settings_class
-    for part in path:
-        if not _is_model(model):
-            return False
-        field = model.model_fields[part]
-        if not field.repr:
-            return True
-        model = _table(field.annotation)
-    return False
-
-
 def _without_aliases(one: Given) -> Iterator[Given]:
     """Yield the values to set: an alias of another project is replaced by its Penstock keys and kept in the origin."""
-    dotted = _spelt(one.path)
+    dotted = spelt(one.path)
     alias = ALIASES.get(dotted)
     if alias is None:
         yield one
@@ -244,13 +203,13 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
     is_section = len(one.path) > 1 or one.value == {} or section in _LISTS
     if section in SECTIONS and section not in settings_class.model_fields and is_section:
         return  # another service's section
-    path, annotation = _locate(settings_class, one.path)
-    members, table = _members(annotation), _table(annotation)
+    path, annotation = locate(settings_class, one.path)
+    members, table = members_of(annotation), table_of(annotation)
     if one.value == {} and table is not None:
         return
     if one.source == OVERRIDE and one.value not in ("", *NOTHING) and is_secret(settings_class, path):
         dotted, variable = ".".join(path), ENVIRONMENT_PREFIX + "__".join(path).upper()
-        raise _UnknownKeyError(
+        raise UnknownKeyError(
             path,
             f"{dotted} is refused on the command line, which every user of this machine can read (ps); set "
             f"{dotted}_file = FILE, or the environment variable {variable}",
@@ -264,7 +223,7 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
     elif table is not None and set(members) <= {table, type(None)}:
         dotted = ".".join(path)
         hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
-        raise _UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
+        raise UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
     elif _replaces(path, one, chosen.get(path)):
         for known in [known for known in chosen if _is_within(known, path) or _is_within(path, known)]:
             del chosen[known]  # a value takes the place of a table, and a table that of a value
@@ -291,7 +250,7 @@ def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:
     if earlier.spelling and one.spelling and _sets_several(earlier) != _sets_several(one):
         return _sets_several(earlier)
     dotted = ".".join(path)
-    raise _UnknownKeyError(
+    raise UnknownKeyError(
         path,
         f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
     )
@@ -300,97 +259,6 @@ def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:
 def _sets_several(one: Given) -> bool:
     """Return True for an alias of several settings: one of a single setting overrules it, as clip_ratio_high does clip_ratio."""
     return len(ALIASES[one.spelling].keys) > 1
-
-
-def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, Any]:
-    """Return the path as spelled in the schema, and its annotation."""
-    node: Any = settings_class
-    found: KeyPath = ()
-    for depth, part in enumerate(path):
-        table = _table(node)
-        if _is_model(table):
-            name = part if part in table.model_fields else part.replace("-", "_")
-            if name not in table.model_fields:
-                raise _unknown(settings_class, path, depth, tuple(table.model_fields))
-            node = table.model_fields[name].annotation
-        elif table is not None:
-            name, node = part, get_args(table)[1]
-        elif node is Any:  # options of an extension, which it checks itself
-            name = part
-        else:
-            raise _unknown(settings_class, path, depth)
-        found = (*found, name)
-    return found, node
-
-
-def _spelt(path: KeyPath) -> str:
-    """Return a key as the tables of other projects spell it: LEARNING_RATE and learning-rate are learning_rate."""
-    dotted = ".".join(part.replace("-", "_") for part in path)
-    return dotted.lower() if dotted.isupper() else dotted
-
-
-def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int, fields: KeyPath = ()) -> _UnknownKeyError:
-    """Return the error of the part ``path[depth]``, where the schema has only ``fields``."""
-    dotted = _spelt(path)
-    spelt = tuple(dotted.split("."))
-    if dotted in REFUSED:
-        return _UnknownKeyError(spelt, f"{dotted} is refused: {REFUSED[dotted]}")
-    instead = advice(dotted)
-    if instead:
-        return _UnknownKeyError(spelt, f"{dotted} is a key of another project; {instead}")
-    if depth == 0 and len(path) > 1:
-        similar = get_close_matches(spelt[0], SECTIONS, n=1)
-        hint = f"did you mean [{similar[0]}]?" if similar else f"the sections are {', '.join(SECTIONS)}"
-        return _UnknownKeyError(spelt[:1], f"unknown section [{spelt[0]}]; {hint}")
-    known = [".".join(leaf) for leaf in _schema_leaves(settings_class)]
-    siblings = [name for name in known if depth and name.startswith(".".join(spelt[:depth]) + ".")]
-    if not siblings and depth:  # in a table whose names are the user's: [reward.define.NAME]
-        siblings = [".".join((*spelt[:depth], name)) for name in fields]
-    near = [name.rpartition(".")[2] for name in siblings]
-    similar = [siblings[near.index(name)] for name in get_close_matches(spelt[-1], near, n=1, cutoff=0.7)]
-    similar += [name for name in known if name.rpartition(".")[2] == spelt[-1]]  # right key, wrong section
-    if not similar and depth:  # a key that another project writes without a section, or in another one
-        if spelt[-1] in ALIASES:
-            keys = ALIASES[spelt[-1]].keys
-            names = {key.rpartition(".")[2] for key in keys}
-            own = [one for one in siblings if one.rpartition(".")[2] in names]  # sft.lr, not trainer.lr
-            similar = own or list(keys)
-        elif instead := advice(spelt[-1]):
-            return _UnknownKeyError(spelt, f"unknown key {dotted}; {instead}")
-    if not similar and (theirs := ending_in(spelt[-1])):
-        if theirs not in ALIASES:
-            return _UnknownKeyError(spelt, f"unknown key {dotted}; as {theirs}: {advice(theirs)}")
-        similar = list(ALIASES[theirs].keys)
-    similar += get_close_matches(dotted, known, n=1, cutoff=_NEAR)
-    hint = f"did you mean {similar[0]}?" if similar else f"known here: {', '.join(siblings or SECTIONS)}"
-    return _UnknownKeyError(spelt, f"unknown key {dotted}; {hint}")
-
-
-def _schema_leaves(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    for name, field in model.model_fields.items():
-        table = _table(field.annotation)
-        if _is_model(table):
-            yield from _schema_leaves(table, (*prefix, name))
-        else:
-            yield (*prefix, name)
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, without the metadata of Annotated."""
-    if get_origin(annotation) is Annotated:
-        return _members(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(member for part in get_args(annotation) for member in _members(part))
-    return (annotation,)
-
-
-def _table(annotation: Any) -> Any:
-    """Return the model or dict type of an annotation; None for a plain value."""
-    return next((m for m in _members(annotation) if get_origin(m) is dict or _is_model(m)), None)
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _is_text_only(members: tuple[Any, ...]) -> bool:
@@ -409,7 +277,7 @@ def _tree(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> d
 
 def _wrong_types(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> Iterator[tuple[KeyPath, str]]:
     for path, one in chosen.items():
-        _, annotation = _locate(settings_class, path)
+        _, annotation = locate(settings_class, path)
         try:  # strict as JSON: a list is a valid tuple and a string a valid path, but "5" is not a number
             TypeAdapter(annotation).validate_json(json.dumps(one.value, default=str), strict=True)
         except ValidationError as err:
@@ -427,8 +295,8 @@ def _explain(
         path: KeyPath = ()
         for part in error["loc"]:  # after a leaf follow list indices and the names of union members
             try:
-                path, _ = _locate(settings_class, (*path, str(part)))
-            except _UnknownKeyError:
+                path, _ = locate(settings_class, (*path, str(part)))
+            except UnknownKeyError:
                 break
         by_path.setdefault(path, []).append(error)
     for path, errors in by_path.items():

@@ -28,15 +28,12 @@ class SettingDescription:
 
     @property
     def section(self) -> str:
-        """The section of the run file."""
         return self.key.partition(".")[0]
 
     def to_document(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
         return {**asdict(self), "values": list(self.values), "services": list(self.services)}
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> SettingDescription:
-        """Return what `to_document` was made of."""
         tuples = {name: tuple(document[name]) for name in ("values", "services")}
         return cls(**{**document, **tuples})

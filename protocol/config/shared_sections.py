@@ -59,9 +59,7 @@ class StoredObject(Protocol):
     """One object of a listing, as `Blobs.list` yields it."""
 
     @property
-    def key(self) -> str:
-        """The object key."""
-        ...
+    def key(self) -> str: ...
 
     @property
     def modified(self) -> datetime:

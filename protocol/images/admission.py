@@ -101,7 +101,6 @@ def decoders() -> dict[str, str]:
 
 
 def _pillow() -> Any:
-    """Return Pillow's module of images."""
     try:
         from PIL import Image  # noqa: PLC0415  an extra
     except ImportError:

@@ -46,8 +46,6 @@ class ProcessedImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
-    """The image processor of one model folder."""
-
     image_token_id: int  # of every token that stands for a part of an image
     patch_size: int  # pixels
     temporal_patch_size: int
@@ -65,7 +63,6 @@ class ImageProcessor:
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
     def grid_of(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return the grid of patches of an image of so many pixels."""
         rows, columns = self._resized(width, height)
         return 1, rows // self.patch_size, columns // self.patch_size
 

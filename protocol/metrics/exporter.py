@@ -1,4 +1,4 @@
-"""The ``/metrics`` page of one service: common samples of its heartbeat, and the service's own."""
+"""The ``/metrics`` page of one service: common samples of its heartbeat, its certificates and disks, and the service's own samples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,41 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from cryptography import x509
+
 import penstock
+from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import Service
-from penstock.protocol.transport import store_errors
+from penstock.protocol.transport import http_tls, store_errors
+
+
+def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, str] = os.environ) -> dict[str, float]:
+    """Return when the certificates of each named file end, seconds since the epoch, by the setting or variable that names it.
+
+    Of a server's file the certificate that ends first counts, of authorities the one that ends last: with the others gone the
+    servers that it signed are still trusted. A file without certificates is left out; whatever uses it names the problem.
+    """
+    authorities = {
+        "nats.ca_file": nats.ca_file,
+        "s3.ca_file": s3.ca_file,
+        http_tls.AUTHORITY: environ.get(http_tls.AUTHORITY),
+    }
+    own = ends_of(environ.get(http_tls.CERTIFICATE))
+    found = {http_tls.CERTIFICATE: min(own)} if own else {}
+    return found | {name: max(ends) for name, file in authorities.items() if (ends := ends_of(file))}
+
+
+def ends_of(file: str | Path | None) -> list[float]:
+    """Return when each certificate of a PEM file ends; none for no file, and for one that cannot be read."""
+    try:
+        found = x509.load_pem_x509_certificates(Path(file).read_bytes()) if file else []
+    except (OSError, ValueError, x509.InvalidVersion):
+        return []
+    return [one.not_valid_after_utc.timestamp() for one in found]
+
 
 Collect = Callable[[Samples], None]
 NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
@@ -52,7 +81,6 @@ class Exporter:
         self._values = LabelValues()
 
     def samples(self) -> Samples:
-        """Return the samples of this moment."""
         samples = Samples(self._service, self._values)
         samples.add("penstock_service_info", 1.0, run=self._run_id, version=penstock.__version__, **self._who)
         if (beat := self._heartbeat()) is not None:
@@ -76,7 +104,6 @@ class Exporter:
         return samples
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """Return the page for Prometheus and its content type."""
         return self.written(self.samples(), accept)
 
     @staticmethod

@@ -98,7 +98,6 @@ def read(nvml: Any, devices: Sequence[Any]) -> dict[str, float]:
 
 
 def add_samples(figures: Mapping[str, float], samples: Samples, **who: str) -> None:
-    """Add the metrics of a heartbeat's GPU figures."""
     if "gpu_count" in figures:
         samples.add("penstock_gpus", figures["gpu_count"], **who)
     for name, (metric, _) in _READ.items():

@@ -19,13 +19,11 @@ class Histogram:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     @property
     def count(self) -> int:
-        """Number of observations."""
         return sum(self._counts)
 
     def cumulative(self) -> list[tuple[float, int]]:
@@ -38,7 +36,6 @@ class Histogram:
         self.total += other.total
 
     def copy(self) -> Histogram:
-        """Return an independent copy."""
         copied = Histogram(self.bounds)
         copied.add(self)
         return copied

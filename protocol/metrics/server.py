@@ -11,7 +11,7 @@ from collections.abc import Callable
 import structlog
 
 from penstock.protocol.loop_thread import LoopThread
-from penstock.protocol.transport import http_tls, listening_socket
+from penstock.protocol.transport import http_tls
 
 log = structlog.get_logger("metrics")
 
@@ -29,7 +29,7 @@ class MetricsServer:
     def __init__(self, host: str, port: int, page: Page, *, key: str) -> None:
         """Listen at once; raises ConfigError, which names the setting ``key``, when the address cannot be used."""
         self._page = page
-        self._socket = listening_socket.listen(host, port, key=f"metrics.{key}", backlog=_MAX_CLIENTS)
+        self._socket = http_tls.listen(host, port, key=f"metrics.{key}", backlog=_MAX_CLIENTS)
         files = http_tls.server_files(host)
         self._tls = None if files is None else files.context()
         address, bound = self._socket.getsockname()[:2]
@@ -40,7 +40,6 @@ class MetricsServer:
         self._clients: set[asyncio.Task[None]] = set()
 
     def __enter__(self) -> MetricsServer:
-        """Start answering."""
         self._thread = LoopThread("metrics")
         self._serving = self._thread.start(self._serve())
         log.info("metrics", url=self.url)

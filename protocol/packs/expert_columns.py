@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import RouterShape
 from penstock.protocol.packs.pack_rows import Rows
+from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.trajectory import Group
 
 EXPERTS = "experts"

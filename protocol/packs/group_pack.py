@@ -19,9 +19,7 @@ import contextlib
 import functools
 import io
 import itertools
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import GeneratedGroup, RewardRequest
+from penstock.protocol.facts import GeneratedGroup
 from penstock.protocol.packs import (
     episode_columns,
     expert_columns,
@@ -38,8 +36,9 @@ from penstock.protocol.packs import (
     pack_footer,
     teacher_columns,
 )
+from penstock.protocol.packs.group_texts import TEXT_COLUMNS, GroupTexts, rewards_of, texts_of
 from penstock.protocol.packs.pack_rows import Rows, list_of, lists
-from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
+from penstock.protocol.trajectory import Group, Trajectory, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
 
 SCHEMA_TAG = "group_pack.v1"
@@ -102,20 +101,6 @@ def _large(schema: pa.Schema) -> dict[str, Any]:
         "use_dictionary": list(_COMMON),
         "use_byte_stream_split": [_TOKENS, _LOGPROBS],
     }
-
-
-_TEXT_COLUMNS = (
-    "group_id",
-    "num_prompt_tokens",
-    "prompt_text",
-    "completion_text",
-    "finish_reason",
-    "reward_name",
-    "data_source",
-    "ground_truth",
-    "extra_info",
-    *episode_columns.TEXT_COLUMNS,
-)
 
 
 def encode(groups: Sequence[Group]) -> bytes:
@@ -217,7 +202,7 @@ def decode_texts(
 ) -> list[GroupTexts]:
     """Decode only the columns that a reward needs; token columns are not read. Raises as `decode`."""
     with _refusing():
-        texts = _texts(_read(data, row_groups, _TEXT_COLUMNS, described))
+        texts = texts_of(_read(data, row_groups, TEXT_COLUMNS, described))
         for text, one in zip(texts, described or (), strict=described is not None):
             text.check_described_by(one)
         return texts
@@ -289,7 +274,7 @@ def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
         rows.of_groups("issued_version"),
         rows.of_groups("prompt_text"),
         rows.of_groups("num_prompt_tokens"),
-        _rewards(rows),
+        rewards_of(rows),
         itertools.pairwise(rows.starts),
         strict=True,
     )
@@ -356,93 +341,4 @@ def _trajectories(
                 images=images[i],
             )
         )
-    return found
-
-
-def _rewards(rows: Rows) -> list[RewardRequest]:
-    names = ("reward_name", "data_source", "ground_truth", "extra_info")
-    columns = zip(*(rows.of_groups(name) for name in names), strict=True)
-    return [RewardRequest(name=n, data_source=d, ground_truth=g, extra_info=e) for n, d, g, e in columns]
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeTexts:
-    """What a reward can read of an episode, beside its completion."""
-
-    num_rows: int
-    end_status: str
-    reward: float | None  # the environment's; None: it gives none
-    reward_parts: tuple[tuple[str, float], ...]
-    messages: str  # JSON list
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTexts:
-    """Prompt, completions and reward request of one group, without its tokens."""
-
-    group_id: str
-    prompt_text: str
-    completions: tuple[str, ...]
-    finish_reasons: tuple[str, ...]
-    reward: RewardRequest
-    num_prompt_tokens: int = 0
-    completion_tokens: tuple[int, ...] = ()  # from the message that announced the pack; () where it is unknown
-    given: tuple[EpisodeTexts, ...] = ()  # of each episode, what its environment says of it; (): no episodes
-
-    def check_described_by(self, described: GeneratedGroup) -> None:
-        """Raise PackError unless a message describes this group, as far as the columns that were read show."""
-        check_equal(
-            described.group_id,
-            ("group_id", self.group_id, described.group_id),
-            ("reward_name", self.reward.name, described.reward_name),
-            ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
-            ("completions", len(self.completions), len(described.completion_tokens)),
-            ("finish_reasons", self.finish_reasons, described.finish_reasons),
-            ("rows", tuple([one.num_rows for one in self.given]), described.rows),
-        )
-
-
-def _texts(rows: Rows) -> list[GroupTexts]:
-    completions, reasons = rows.values("completion_text"), rows.values("finish_reason")
-    episodes = _episode_texts(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
-    columns = zip(
-        episodes,
-        rows.of_groups("group_id"),
-        rows.of_groups("prompt_text"),
-        rows.of_groups("num_prompt_tokens"),
-        _rewards(rows),
-        itertools.pairwise(rows.starts),
-        strict=True,
-    )
-    return [
-        GroupTexts(
-            group_id=group_id,
-            prompt_text=prompt_text,
-            completions=tuple([completions[span.start] for span, _ in own] or completions[start:end]),
-            finish_reasons=tuple(
-                ["stop" if one.end_status == "done" else "length" for _, one in own] or reasons[start:end]
-            ),
-            reward=reward,
-            num_prompt_tokens=num_prompt_tokens,
-            given=tuple([one for _, one in own]),
-        )
-        for own, group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
-    ]
-
-
-def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
-    """Return the episodes of each group, with where their rows are; raises PackError for a reward that is not finite."""
-    columns = {name: rows.values(name) for name in ("end_status", "episode_reward", "reward_parts", "messages")}
-    found = []
-    for spans in episode_columns.spans(rows):
-        texts = []
-        for span in spans:
-            status, reward, parts, messages = (values[span.start] for values in columns.values())
-            one = EpisodeTexts(span.end - span.start, status, reward, episode_columns.named_numbers(parts), messages)
-            if not all(map(math.isfinite, (reward or 0.0, *(value for _, value in one.reward_parts)))):
-                raise PackError(
-                    f"the reward of an episode is {reward} of {dict(one.reward_parts)}, expected finite ones"
-                )
-            texts.append((span, one))
-        found.append(texts)
     return found

@@ -28,7 +28,6 @@ _NUMBERS = 6
 
 
 def columns(groups: Sequence[Group]) -> list[pa.Array]:
-    """Return the columns of `FIELDS` for the rows of groups."""
     found = [row.images for group in groups for row in group.trajectories]
     refs = [images.refs if images is not None else () for images in found]
     numbers = [[(r.position, r.num_tokens, *r.grid_thw, r.size_bytes) for r in some] for some in refs]

@@ -70,7 +70,6 @@ def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
 
 
 def _row_tokens(group: GeneratedGroup) -> int:
-    """Return the tokens of all rows of a group."""
     if group.row_tokens is not None:
         return group.row_tokens
     return group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens)
@@ -223,8 +222,6 @@ def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, li
 
 
 class _Page(NamedTuple):
-    """What the header of a page says."""
-
     size: int  # uncompressed
     stored: int
     num_values: int

@@ -19,7 +19,6 @@ def list_of(kind: pa.DataType) -> pa.DataType:
 
 
 def lists(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
-    """Return a column with one list for each array."""
     offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
     np.cumsum([len(a) for a in arrays], out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), type=kind), type=list_of(kind))

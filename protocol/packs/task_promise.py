@@ -28,7 +28,6 @@ class TaskSettings(NamedTuple):
 
     @classmethod
     def of(cls, task: Task) -> TaskSettings:
-        """Return the settings under which a task was made."""
         return cls(
             task.group_size, task.sampling.max_new_tokens, task.environment, task.with_baseline, task.teacher_top_k,
             task.redundant_completions, task.redundant_wait > 0.0, str(task.sampling.routers or ""),

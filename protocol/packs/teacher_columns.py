@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.packs.pack_rows import Rows, list_of, lists
-from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 
 FIELDS = (

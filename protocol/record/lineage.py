@@ -60,7 +60,6 @@ class RecordedGroup(Wire):
 
     @property
     def group_id(self) -> str:
-        """Id of the group."""
         return self.scored.generated.group_id
 
     @property
@@ -121,7 +120,7 @@ class RecordedSession(Wire):
     config: BlobRef  # all settings with their origin, JSON, secrets masked
     environment: dict[str, str] = Field(
         default={}
-    )  # libraries and machine, as `trainer/recovery/environment_fingerprint.py` names them
+    )  # libraries and machine, as `trainer/recovery/run_record_writer.py` names them
 
 
 class DroppedGroup(Wire):

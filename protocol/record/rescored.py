@@ -68,7 +68,6 @@ def pieces(of: RescoredInput, blobs: Blobs) -> Iterator[RescoredPiece]:
 
 
 def mark_use(name: str, run_id: str, blobs: Blobs) -> None:
-    """Write the marker that a run trains on an input."""
     key = blob_keys.input_users_prefix(name) + run_id
     if not blobs.exists(key):
         blobs.put(key, b"")

@@ -68,11 +68,9 @@ class StoredRecord:
 
     @property
     def last_version(self) -> int:
-        """The version at the end."""
         return self.chapters[-1].version
 
     def session_of(self, step: RecordedStep) -> RecordedSession:
-        """Return the trainer session that made a step."""
         return next(session for session in self.sessions if session.epoch == step.epoch)
 
     def maker_of(self, version: int) -> RecordedStep | RecordedSession:
@@ -92,7 +90,6 @@ class StoredRecord:
         )
 
     def uses_of(self, group_id: str) -> tuple[Use, ...]:
-        """Return every step that a group was trained in."""
         return tuple(Use(step, group) for step in self.steps for group in step.groups if group.group_id == group_id)
 
     def _check(self) -> None:

@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanContext as OtelContext
 from opentelemetry.trace.status import Status, StatusCode
 
 import penstock
-from penstock.protocol.traces.spans import Span, SpanContext
+from penstock.protocol.traces.traces import Span, SpanContext
 
 
 class OtlpExporter:
@@ -35,7 +35,6 @@ class OtlpExporter:
         return self._exporter.export([self._readable(span) for span in spans]) is SpanExportResult.SUCCESS
 
     def shut_down(self) -> None:
-        """End an export in progress."""
         self._exporter.shutdown()
 
     def _readable(self, span: Span) -> ReadableSpan:

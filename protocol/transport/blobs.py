@@ -45,7 +45,6 @@ class Blobs:
     """One bucket. Thread-safe; coroutines call it through ``asyncio.to_thread``."""
 
     def __init__(self, settings: S3Settings, *, deadline_s: float = 120.0) -> None:
-        """Prepare a client; nothing is sent before the first call."""
         self._settings = settings
         self._deadline_s = deadline_s
         is_encrypted = settings.endpoint.startswith("https://")
@@ -60,7 +59,6 @@ class Blobs:
 
     @property
     def bucket(self) -> str:
-        """Name of the bucket, for messages."""
         return self._settings.bucket
 
     def check(self, run_id: str, *, deadline_s: float = 15.0) -> None:
@@ -155,7 +153,6 @@ class Blobs:
         return True
 
     def list(self, prefix: str) -> Iterator[BlobStat]:
-        """List objects below a prefix."""
         found = self._requests.list(prefix)
         return (BlobStat(item.object_name or "", item.size or 0, item.last_modified or _NO_DATE) for item in found)
 

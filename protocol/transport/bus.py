@@ -23,16 +23,14 @@ from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Fact
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport import direct_get, fact_publisher, snapshots, stream_admin
-from penstock.protocol.transport.direct_get import StoredMessage
+from penstock.protocol.transport import fact_publisher, stream_admin, tail
 from penstock.protocol.transport.fact_publisher import FULL_DEADLINE_S, Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
-from penstock.protocol.transport.snapshots import Snapshot
-from penstock.protocol.transport.stream_admin import ConsumerState, StoreState, StreamState
-from penstock.protocol.transport.tail import Tail
+from penstock.protocol.transport.stream_admin import ConsumerState, Snapshot, StoreState, StreamState
+from penstock.protocol.transport.tail import StoredMessage, Tail
 
 F = TypeVar("F", bound=Fact)
 
@@ -81,7 +79,6 @@ class Bus:
 
     @property
     def url(self) -> str:
-        """URL of the server, for messages."""
         return self._connection.url
 
     def publish(
@@ -159,7 +156,7 @@ class Bus:
 
         ``after`` is the sequence number before the first one, ``most`` the number of messages (None: all).
         """
-        reading = direct_get.read_stream(self._connection, stream, subject, after=after, most=most)
+        reading = tail.read_stream(self._connection, stream, subject, after=after, most=most)
         return self._connection.call(reading, f"read {stream}", _SCAN_S)
 
     def consumer_state(self, spec: ConsumerSpec) -> Pending[ConsumerState]:
@@ -198,10 +195,10 @@ class Bus:
 
     def save_stream(self, stream: str, write: Callable[[bytes], object]) -> Pending[Snapshot]:
         """Write a snapshot of a stream with its consumers, in chunks on the bus's thread; raises MissingStream, BusRefused."""
-        saving = snapshots.save(self._connection, stream, write)
+        saving = stream_admin.save(self._connection, stream, write)
         return self._connection.call(saving, f"snapshot of {stream}", _SNAPSHOT_S)
 
     def restore_stream(self, stream: str, snapshot: Snapshot, chunks: Iterable[bytes]) -> Pending[None]:
         """Make a stream from a snapshot's chunks; raises BusRefused when it exists."""
-        restoring = snapshots.restore(self._connection, stream, snapshot, chunks)
+        restoring = stream_admin.restore(self._connection, stream, snapshot, chunks)
         return self._connection.call(restoring, f"restore {stream}", _SNAPSHOT_S)

@@ -43,7 +43,6 @@ class Acks:
     """
 
     def __init__(self, connection: Connection, spec: ConsumerSpec, redeliver: Redeliver) -> None:
-        """Start with none pending."""
         self._connection = connection
         self._spec = spec
         self._redeliver = redeliver
@@ -126,7 +125,6 @@ class KillMarks:
     """
 
     def __init__(self, connection: Connection, spec: ConsumerSpec) -> None:
-        """Bind to the bucket when a record is first needed."""
         self._connection = connection
         self._spec = spec
         self._store: KeyValue | None = None

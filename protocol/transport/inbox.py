@@ -63,7 +63,6 @@ class Pull:
         self._sub: Subscription | None = None
 
     async def open(self) -> None:
-        """Subscribe to the answers."""
         self._sub = await self._connection.client.subscribe(f"{self._reply}.*", cb=self._on_message)
         self._connection.watch(self._changed)
 

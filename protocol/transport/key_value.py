@@ -15,7 +15,6 @@ from nats.js.kv import KeyValue as NatsKeyValue
 
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
 from penstock.protocol.transport.nats_errors import (
     BOOTSTRAP,
@@ -26,6 +25,7 @@ from penstock.protocol.transport.nats_errors import (
     refusal,
 )
 from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.tail import direct_get
 
 T = TypeVar("T")
 
@@ -92,7 +92,6 @@ class KeyValue:
         return self._write(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
 
     def state(self) -> Pending[BucketState]:
-        """Return how many keys there are and when they expire."""
         return self._read(self._state, f"state of {self.bucket}")
 
     def swap(self, key: str, value: bytes, expected_revision: int | None) -> Pending[int]:
@@ -103,7 +102,6 @@ class KeyValue:
         return self._write(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
 
     def delete(self, key: str) -> Pending[bool]:
-        """Remove a key."""
         return self._write(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
     def entries(self, prefix: str = "") -> Pending[list[Entry]]:

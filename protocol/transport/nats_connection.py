@@ -58,7 +58,6 @@ class Connection:
     """
 
     def __init__(self, settings: NatsSettings, *, name: str) -> None:
-        """Prepare a connection; `open` makes it."""
         self._settings = settings
         self._name = name
         self._thread = CallThread(f"bus-{name}")
@@ -88,7 +87,6 @@ class Connection:
 
     @property
     def url(self) -> str:
-        """URL of the server, for messages."""
         return self._settings.url
 
     @property
@@ -111,7 +109,6 @@ class Connection:
 
     @property
     def is_up(self) -> bool:
-        """Whether the client is connected."""
         return self.client.is_connected
 
     @property
@@ -144,7 +141,6 @@ class Connection:
         self._watchers.add(event)
 
     def unwatch(self, event: asyncio.Event) -> None:
-        """End a `watch`."""
         self._watchers.discard(event)
 
     @contextlib.asynccontextmanager

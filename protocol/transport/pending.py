@@ -55,14 +55,12 @@ class CallThread:
     """A thread with an event loop that takes calls until it is closed, which cancels them."""
 
     def __init__(self, name: str) -> None:
-        """Start the thread."""
         self._thread = LoopThread(name)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
 
     @property
     def is_closing(self) -> bool:
-        """Whether `close` was called."""
         return self._closing
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float) -> Pending[T]:

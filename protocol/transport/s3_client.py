@@ -118,7 +118,6 @@ class S3Requests:
 
     @property
     def bucket(self) -> str:
-        """Name of the bucket."""
         return self._settings.bucket
 
     def bucket_exists(self, *, deadline_s: float) -> bool:
@@ -126,7 +125,6 @@ class S3Requests:
         return self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=deadline_s)
 
     def make_bucket(self, *, deadline_s: float) -> None:
-        """Create the bucket."""
         self._retry(lambda: self._client.make_bucket(self.bucket), "make bucket", deadline_s=deadline_s)
 
     def put(self, key: str, data: bytes) -> None:
@@ -155,15 +153,12 @@ class S3Requests:
         return self._retry(once, f"get {key}")
 
     def get_file(self, key: str, path: Path) -> None:
-        """Write an object to a file."""
         self._retry(lambda: self._client.fget_object(self.bucket, key, str(path)), f"get {key}")
 
     def size_bytes(self, key: str) -> int:
-        """Return the size of an object."""
         return self._retry(lambda: self._client.stat_object(self.bucket, key), f"stat {key}").size or 0
 
     def list(self, prefix: str, *, deadline_s: float | None = None) -> list[Object]:
-        """Return the objects below a prefix."""
         return self._retry(
             lambda: list(self._client.list_objects(self.bucket, prefix=prefix, recursive=True)),
             f"list {prefix}",
@@ -266,7 +261,6 @@ class S3Admin:
     """
 
     def __init__(self, settings: S3Settings, *, deadline_s: float = 30.0) -> None:
-        """Prepare a client; nothing is sent before the first call."""
         url = urlsplit(settings.endpoint)
         self._settings, self._deadline_s = settings, deadline_s
         is_encrypted = url.scheme == "https"

@@ -152,7 +152,6 @@ class VersionManifest(Wire):
         yield from (file.blob for file in self.model_files)
 
     def stored_blob(self, stored: StoredRange) -> BlobRef:
-        """Return the object that contains a range."""
         return self.objects[stored.object]
 
     def to_json(self) -> bytes:

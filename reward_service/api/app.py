@@ -17,9 +17,9 @@ from fastapi.security import HTTPBearer
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.samples import Samples
 from penstock.reward_service.api import metrics_samples, routes

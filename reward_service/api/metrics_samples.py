@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.protocol.activity import Activity, cpu_seconds
+from penstock.protocol.heartbeats import Activity, cpu_seconds
 from penstock.protocol.metrics.samples import Samples
 from penstock.reward_service.endpoints.breaker import BreakerState
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics

@@ -20,7 +20,7 @@ import structlog
 from pydantic import BaseModel
 
 from penstock.protocol.packs.group_pack import GroupTexts
-from penstock.protocol.traces.spans import Value
+from penstock.protocol.traces.traces import Value
 from penstock.reward_service import pack_trace
 from penstock.reward_service.endpoints import endpoint_call
 from penstock.reward_service.endpoints.breaker import Breaker, BreakerState, TokenBucket

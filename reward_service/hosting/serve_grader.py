@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,29 +14,13 @@ from pydantic import ValidationError
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.dialects.openai_grader import item_of
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting import served_reward
+from penstock.reward_service.hosting.commands import ChatOptions
 from penstock.reward_service.hosting.judge.chat_client import Chat
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
 from penstock.reward_service.hosting.openai_graders import grader as graders
 from penstock.reward_service.hosting.openai_graders.evaluate_grader import evaluate
 from penstock.reward_service.hosting.openai_graders.grader import Grader, Multi, ScoreModel
 
-_TEACHES = """\
-The file is a grader as OpenAI's guide describes it: string_check, text_similarity, score_model, or multi of these:
-
-  {"type": "multi",
-   "graders": {
-     "exact": {"type": "string_check", "operation": "eq", "name": "exact",
-               "input": "{{sample.output_text}}", "reference": "{{item.reference_answer}}"},
-     "near": {"type": "text_similarity", "evaluation_metric": "fuzzy_match", "name": "near",
-              "input": "{{sample.output_text}}", "reference": "{{item.reference_answer}}"}},
-   "calculate_output": "0.9 * exact + 0.1 * near"}
-
-item holds the row's columns, prompt, data_source, and the ground truth as reference_answer (--reference-key).
-score_model asks a chat endpoint: --base-url, and --api-key-env or --api-key-file. python graders are refused.
-
-Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
-"""
 _ROUNDS = 4.0
 
 
@@ -99,7 +82,8 @@ def _asks_a_model(grader: Grader) -> bool:
     return any(isinstance(one, ScoreModel) for one in inner)
 
 
-def _model_settings(options: argparse.Namespace) -> JudgeSettings | None:
+def model_settings(options: ChatOptions) -> JudgeSettings | None:
+    """Return the settings of the chat endpoint, None without one; raises ConfigError."""
     if not options.base_url:
         return None
     try:
@@ -115,34 +99,3 @@ def _model_settings(options: argparse.Namespace) -> JudgeSettings | None:
         raise ConfigError(
             "; ".join(f"--{one['loc'][0] if one['loc'] else ''}: {one['msg']}" for one in err.errors())
         ) from None
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the file or the registration is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="penstock reward serve-grader",
-        description="Serve a grader in OpenAI's JSON form as an endpoint of a reward service.",
-        epilog=_TEACHES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", type=Path, help="JSON file of the grader")
-    parser.add_argument(
-        "--reference-key",
-        default="reference_answer",
-        help="key of the ground truth in the item (default: reference_answer)",
-    )
-    parser.add_argument("--base-url", default="", help="chat endpoint of score_model graders, e.g. http://.../v1")
-    parser.add_argument("--api-key-env", default="", help="environment variable with its API key")
-    parser.add_argument("--api-key-file", type=Path, help="file with its API key")
-    parser.add_argument("--concurrency", type=int, default=16, help="concurrent requests to the model (default: 16)")
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=120.0,
-        help="deadline of one model request in seconds, retries included (default: 120)",
-    )
-    served_reward.add_options(parser, default_name="the file's name")
-    options = parser.parse_args(arguments)
-    reward = GraderReward(options.file, options.reference_key, _model_settings(options))
-    served_reward.serve(reward, served_reward.address(options, options.file.stem))
-    return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,31 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting import served_reward
 from penstock.reward_service.hosting.judge import settings as judge_settings
 from penstock.reward_service.hosting.judge.chat_client import Chat
 from penstock.reward_service.hosting.judge.judge_groups import Panel
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
 
-_TEACHES = """\
-The file names the judge's model and settings; reward_service/hosting/judge/settings.py describes every key:
-
-  base_url = "http://127.0.0.1:30000/v1"     # any server with OpenAI's /chat/completions
-  model = "Qwen/Qwen3-32B"
-  mode = "pointwise"                         # or "pairwise": shares of comparisons won in the group
-  api_key_env = "OPENAI_API_KEY"             # or api_key_file = "..."; shown nowhere
-
-  template = '''Task: {{prompt}}
-  Answer: {{answer}}
-  Write, as the last line: SCORE: a number from 0 to 10'''
-
-A verdict that cannot be read, is cut off or missing is an error, never a 0: its group is retried.
-Text from the policy is put between marks that it cannot guess, and the judge is instructed not to obey it;
-see docs/rewards.md.
-
-Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
-          penstock reward test judge "a good answer" "a bad one"
-"""
 _ROUNDS = 4.0  # a call has one or more groups, and its questions wait in a queue with those of other calls
 
 
@@ -84,19 +63,3 @@ class JudgeReward:
     async def close(self) -> None:
         if self._chat is not None:
             await self._chat.close()
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the file or the registration is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="penstock reward serve-judge",
-        description="Serve a language model as judge, as an endpoint of a reward service.",
-        epilog=_TEACHES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", type=Path, help="TOML file of the judge")
-    served_reward.add_options(parser, default_name="the file's name")
-    options = parser.parse_args(arguments)
-    reward = JudgeReward(options.file)
-    served_reward.serve(reward, served_reward.address(options, options.file.stem))
-    return 0

@@ -7,7 +7,6 @@ use alarms, which only the main thread may set, and a reward that computes for m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import concurrent.futures
 import re
@@ -26,6 +25,7 @@ from penstock.protocol.transport import http_tls
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import hosted_app, registration
+from penstock.reward_service.hosting.commands import ServeOptions
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
 from penstock.serving import signature, web_server
 from penstock.serving.host import allowed_hosts, stopping_by_signal
@@ -85,30 +85,7 @@ class Address:
     secrets: tuple[str, ...] = field(default=(), repr=False)
 
 
-def add_options(parser: argparse.ArgumentParser, *, default_name: str) -> None:
-    parser.add_argument("--name", help=f"reward name that rows request (default: {default_name})")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
-    parser.add_argument(
-        "--url", help="URL at which the reward service reaches this endpoint (default: from host and port)"
-    )
-    parser.add_argument(
-        "--register",
-        metavar="URL",
-        help="reward service to register at, e.g. http://127.0.0.1:8700; replicas with commas between them",
-    )
-    parser.add_argument("--token-file", type=Path, help="file with the reward service's bearer token")
-    parser.add_argument(
-        "--secret-file",
-        type=Path,
-        help="file with one or two signing keys whsec_..., one per line; requests signed with neither are refused",
-    )
-    parser.add_argument(
-        "--drain-s", type=float, default=30.0, help="seconds that calls in progress may take after Ctrl-C (default: 30)"
-    )
-
-
-def address(options: argparse.Namespace, default_name: str) -> Address:
+def address(options: ServeOptions, default_name: str) -> Address:
     """Check the options and return where to serve; raises ConfigError."""
     name = options.name or re.sub(r"[^A-Za-z0-9_.-]", "_", default_name)
     if not re.fullmatch(NAME_PATTERN, name):
@@ -118,7 +95,7 @@ def address(options: argparse.Namespace, default_name: str) -> Address:
     token = read_secret(options.token_file, "--token-file") if options.token_file is not None else ""
     secrets = () if options.secret_file is None else signature.read_secrets(options.secret_file, "--secret-file")
     service = ServiceAddress(options.register, token) if options.register else None
-    return Address(name, options.host, options.port, options.url or "", service, options.drain_s, secrets)
+    return Address(name, options.host, options.port, options.url, service, options.drain_s, secrets)
 
 
 def read_secret(file: Path, option: str) -> str:
@@ -130,11 +107,13 @@ def read_secret(file: Path, option: str) -> str:
         raise ConfigError(f"{option} {file}: not readable ({reason})") from None
 
 
-def serve(reward: Hosted, where: Address) -> None:
-    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward or its registration is wrong."""
+def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:
+    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward, an option or the registration is wrong."""
+    where = address(options, default_name)
     with web_server.listen(where.host, where.port, key="--port") as bound:
         url = where.url or f"{http_tls.scheme(where.host)}://{where.host}:{bound.getsockname()[1]}/score"
         asyncio.run(_serve(reward, where, bound, url))
+    return 0
 
 
 async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Run a program against its tests, and attribute each failure to its cause.
+"""Run programs against their tests in a pool of slots, and attribute each failure to its cause.
 
 - the program: `Graded` with a ``reason``, a verdict like any other.
 - the tests (they do not compile, their setup raises, they accept any program): BadGroundTruth.
@@ -7,8 +7,6 @@
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
 After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds; so do
 those that are left when a program has used up its part of its group's time.
-
-`SandboxPool` runs a bounded number of programs at a time, each killable.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.program_tests import answers, test_code
 from penstock.reward_service.program_tests.test_code import Graded, Proofs
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
-from penstock.sandbox.errors import SandboxError
-from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure
-from penstock.sandbox.run_program import run_program
+from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure, run_program
 from penstock.sandbox.slots import Slots
-from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_command import Launch, SandboxError
 from penstock.sandbox.zygote_process import Limits, Run, Watch, Zygote
 
 
@@ -156,4 +152,5 @@ class SandboxPool:
             raise SandboxFailed(str(err)) from None
 
     async def close(self) -> None:
+        """Kill all zygotes and end all threads."""
         await self._slots.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from penstock.protocol.packs.group_pack import EpisodeTexts, GroupTexts
+from penstock.protocol.packs.group_texts import EpisodeTexts, GroupTexts
 from penstock.reward_service.errors import LengthsUnknown, RewardCrashed, RewardError, RewardNotGiven
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import length

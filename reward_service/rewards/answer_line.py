@@ -12,7 +12,7 @@ from functools import partial
 
 from penstock.reward_service.rewards import math_answer
 from penstock.reward_service.rewards.parsing import latex
-from penstock.reward_service.rewards.parsing.number import NUMBER
+from penstock.reward_service.rewards.parsing.latex import NUMBER
 from penstock.reward_service.rewards.reward import GradedReward
 
 NAME = "answer_line"

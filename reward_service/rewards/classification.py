@@ -28,9 +28,7 @@ class Parameters(Section):
     """Parameters of `classification`."""
 
     labels: tuple[str, ...] = Field(
-        default=(),
-        max_length=1000,
-        description="All labels; none: only an answer that is exactly the label counts.",
+        default=(), max_length=1000, description="All labels; none: only an answer that is exactly the label counts."
     )
     where: Where = Field(default="auto", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.packs.group_pack import EpisodeTexts
+from penstock.protocol.packs.group_texts import EpisodeTexts
 from penstock.reward_service.rewards.reward import GivenReward, Verdict
 
 NAME = "environment"
@@ -10,7 +10,7 @@ NAME = "environment"
 
 def judge(episodes: tuple[EpisodeTexts, ...]) -> list[Verdict]:
     """Return the reward and the parts of every episode as its environment gave them."""
-    return [Verdict(one.reward or 0.0, dict(one.reward_parts)) for one in episodes]
+    return [Verdict(episode.reward or 0.0, dict(episode.reward_parts)) for episode in episodes]
 
 
 REWARD = GivenReward(

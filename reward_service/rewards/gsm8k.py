@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import quantity
-from penstock.reward_service.rewards.parsing.number import NUMBER, read_number
+from penstock.reward_service.rewards.parsing.latex import NUMBER, read_number
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
 NAME = "gsm8k"

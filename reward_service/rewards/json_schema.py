@@ -113,8 +113,7 @@ async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
             f"{NAME}: not a valid JSON schema, or it has a reference that cannot be resolved: {wanted[:120]}"
         )
     return Verdict(
-        float(graded is Graded.RIGHT),
-        {"parses": 1.0, "timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0},
+        float(graded is Graded.RIGHT), {"parses": 1.0, "timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0}
     )
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.reward_service.rewards.parsing.number import words
+from penstock.reward_service.rewards.parsing.final_answer import words
 from penstock.reward_service.rewards.reward import LengthReward, Verdict
 
 NAME, OVERLONG = "length", "overlong"
@@ -53,6 +53,7 @@ class OverlongParameters(_Measured):
 
 
 def measure(completions: tuple[str, ...], num_tokens: tuple[int, ...], unit: Unit) -> list[int]:
+    """Return the length of every completion."""
     if unit == "tokens":
         return list(num_tokens)
     return [len(words(text)) if unit == "words" else len(text) for text in completions]

@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards import gsm8k
-from penstock.reward_service.rewards.parsing import equation, final_answer, latex
+from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_text
 
 NAME, FLEXIBLE = "math", "math_flexible"
@@ -81,11 +81,11 @@ async def _verdict(answer: str | None, gold: str, grade: Grade, part: str) -> Ve
 
 async def _compare(gold: str, answer: str, grade: Grade) -> Graded:
     """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
-    gold = equation.without_name(gold)
+    gold = latex.without_name(gold)
     if "=" in gold:
         return await _equal(gold, answer, grade)
-    found = equation.read(answer)
-    if not all(equation.is_rounding(number, found.value) for number in found.rounded):
+    found = latex.read(answer)
+    if not all(latex.is_rounding(number, found.value) for number in found.rounded):
         return Graded.WRONG
     for side in (found.value, *found.equal):
         graded = await _equal(gold, side, grade)

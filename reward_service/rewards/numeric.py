@@ -14,7 +14,7 @@ from pydantic import Field
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards.parsing import final_answer, quantity, units
+from penstock.reward_service.rewards.parsing import final_answer, quantity
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.parsing.quantity import Quantity
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
@@ -86,7 +86,7 @@ def _factor(rule: str, gold: str, answer: str) -> Fraction | None:
     """Return the factor from the answer's unit to the truth's; None if they cannot be converted."""
     if rule == "ignore" or _same_unit(gold, answer):
         return Fraction(1)
-    wanted, given = units.read(gold), units.read(answer)
+    wanted, given = quantity.read_units(gold), quantity.read_units(answer)
     if wanted is None or given is None or wanted.dimension != given.dimension:
         return None
     return given.factor / wanted.factor if rule == "convert" or given.factor == wanted.factor else None

@@ -19,7 +19,7 @@ from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.parsing.final_answer import Where
-from penstock.reward_service.rewards.parsing.number import words as split
+from penstock.reward_service.rewards.parsing.final_answer import words as split
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
@@ -70,6 +70,7 @@ def f1(gold: str, answer: str) -> float:
 
 
 def words(text: str) -> str:
+    """Return the words to compare."""
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(word for word in plain.split() if word not in _ARTICLES)
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from penstock.protocol.config.connection import Section
-from penstock.reward_service.rewards.parsing.number import words
+from penstock.reward_service.rewards.parsing.final_answer import words
 from penstock.reward_service.rewards.reward import PureReward, Verdict
 
 NAME = "repetition"

@@ -1,4 +1,4 @@
-"""The classes of built-in rewards; a reward is an instance of one, at the top level of a file of this package.
+"""Define the classes of built-in rewards and their verdicts; a reward is an instance at the top level of a file of this package.
 
 Such a file contains everything about a reward: the function that judges completions, the parameters that a run file may
 set, how it is scored, and the data sets it fits. `registry/built_in.py` finds it; nothing else needs to be edited.

@@ -1,4 +1,9 @@
-"""A user's own reward file: loads it and finds its reward function; refuses what could never work."""
+"""Load a user's reward file and find its reward function; refuse what could never work.
+
+TRL passes ``completions`` as texts for plain prompts and as lists of messages for chat rows, and functions are written for one
+of them. Penstock's rows are both, so the function decides: by its attribute ``conversational``, or by its code, in which a
+function for messages has the key ``"content"``.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,13 @@ import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.reward_service.errors import UserFileError
-from penstock.reward_service.user_code.user_function import Style, UserReward, takes_messages
+from penstock.reward_service.user_code.user_function import Style, UserReward
 
+_KEY = "content"  # of a message's text: completion[0]["content"]
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
 _STANDARD = {sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"}  # Python's own modules
 _BY_NAME = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
@@ -26,10 +32,44 @@ _GIVEN: dict[Style, tuple[str, ...]] = {
 }
 
 
+def takes_messages(function: Any) -> bool:
+    """Return True for a function that sets ``conversational = True``, or whose code reads the key of a message's text.
+
+    Functions of the same module that it calls are read too. A function written in C, or wrapped by one, takes texts.
+    """
+    given = getattr(function, "conversational", None)
+    return given if isinstance(given, bool) else _reads_content(_python(function), set())
+
+
+def _reads_content(function: FunctionType | None, seen: set[CodeType]) -> bool:
+    if function is None or function.__code__ in seen:
+        return False
+    seen.add(function.__code__)
+    codes = [function.__code__]
+    for code in codes:
+        if _KEY in code.co_consts:
+            return True
+        codes += [
+            co_const for co_const in code.co_consts if isinstance(co_const, CodeType)
+        ]  # comprehensions, inner functions
+    named = {name for code in codes for name in code.co_names}
+    called = [function.__globals__.get(name) for name in sorted(named)]
+    own = [_python(one) for one in called if getattr(one, "__module__", None) == function.__module__]
+    return any(_reads_content(one, seen) for one in own)
+
+
+def _python(value: Any) -> FunctionType | None:
+    if inspect.isclass(value):
+        return None
+    found = inspect.unwrap(value) if inspect.isroutine(value) else inspect.getattr_static(type(value), "__call__", None)
+    found = getattr(found, "__func__", found)
+    return found if isinstance(found, FunctionType) else None
+
+
 def load(file: Path, function: str | None = None, *, conversational: bool | None = None) -> UserReward:
     """Load a file and find its reward function (``function``, when it has several).
 
-    ``conversational``: texts as lists of messages; None: as the function was written (`takes_messages`).
+    ``conversational``: texts as lists of messages; None: as the function was written (`message_style`).
     Raises UserFileError saying what is wrong with the file, and where.
     """
     if not os.path.isfile(file):  # noqa: PTH113  False, not an error, for a name that no file can have

@@ -10,10 +10,6 @@
 
 Any of them may be ``async``, and may have more parameters, which the run file gives (``parameters`` of a part in ``reward.define``). What a call raises, and anything it returns that is not a finite number,
 becomes the error of its score, with the file and line: never a 0.
-
-TRL passes ``completions`` as texts for plain prompts and as lists of messages for chat rows, and functions are written for one
-of them. Penstock's rows are both, so the function decides: by its attribute ``conversational``, or by its code, in which a
-function for messages has the key ``"content"``.
 """
 
 from __future__ import annotations
@@ -26,47 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 from penstock.reward_service.endpoints.dialects.trl import columns_of
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 from penstock.reward_service.errors import UserFileError
-
-_KEY = "content"  # of a message's text: completion[0]["content"]
-
-
-def takes_messages(function: Any) -> bool:
-    """Return True for a function that sets ``conversational = True``, or whose code reads the key of a message's text.
-
-    Functions of the same module that it calls are read too. A function written in C, or wrapped by one, takes texts.
-    """
-    given = getattr(function, "conversational", None)
-    return given if isinstance(given, bool) else _reads_content(_python(function), set())
-
-
-def _reads_content(function: FunctionType | None, seen: set[CodeType]) -> bool:
-    if function is None or function.__code__ in seen:
-        return False
-    seen.add(function.__code__)
-    codes = [function.__code__]
-    for code in codes:
-        if _KEY in code.co_consts:
-            return True
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]  # comprehensions, inner functions
-    named = {name for code in codes for name in code.co_names}
-    called = [function.__globals__.get(name) for name in sorted(named)]
-    own = [_python(one) for one in called if getattr(one, "__module__", None) == function.__module__]
-    return any(_reads_content(one, seen) for one in own)
-
-
-def _python(value: Any) -> FunctionType | None:
-    if inspect.isclass(value):
-        return None
-    found = inspect.unwrap(value) if inspect.isroutine(value) else inspect.getattr_static(type(value), "__call__", None)
-    found = getattr(found, "__func__", found)
-    return found if isinstance(found, FunctionType) else None
-
 
 _MAX_TRACEBACK = 700  # characters
 _MAX_SHOWN = 20  # lines of the file whose exceptions are shown in full
@@ -83,6 +43,8 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UserReward:
+    """A loaded reward and how it is called."""
+
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any
@@ -90,7 +52,7 @@ class UserReward:
     takes_any: bool  # has **kwargs
     style: Style
     file: Path
-    conversational: bool = False  # TRL: texts as lists of messages (`takes_messages`)
+    conversational: bool = False  # TRL: texts as lists of messages (`message_style`)
     arguments: Mapping[str, Any] = field(default_factory=dict)  # the same at every call: the run file's parameters
     full_tracebacks: bool = False  # the error of a score has the traceback from the user's code on
     shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already

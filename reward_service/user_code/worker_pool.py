@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import BadGroundTruth, UserCodeFailed
-from penstock.reward_service.graders.json_process import JsonProcess, describe_exit
+from penstock.reward_service.graders.grader_pool import JsonProcess, describe_exit
 
 _SETTINGS_PREFIX = "PENSTOCK_"  # settings of the service, passwords among them
 _EXIT_S = 5.0  # from a closed pipe to the exit of its process

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.expert_choices import Routers, routers_of
 from penstock.protocol.facts import SINGLE_TURN, Sampling, Split, Task
+from penstock.protocol.token_annotations import Routers, routers_of
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 
 

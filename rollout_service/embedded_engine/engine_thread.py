@@ -23,7 +23,7 @@ from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job,
 
 if TYPE_CHECKING:  # decisions alone: what computes may be another runner, without torch
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
-    from penstock.rollout_service.embedded_engine.model.transformer import Weights
+    from penstock.rollout_service.embedded_engine.model.weights import Weights
     from penstock.rollout_service.embedded_engine.runner import Runner
 
 T = TypeVar("T")
@@ -120,7 +120,6 @@ class EngineThread:
 
     @property
     def weights_checksum(self) -> str:
-        """Checksum of the weights that the next token is computed with."""
         return self._runner.weights.checksum
 
     @property
@@ -183,7 +182,6 @@ class EngineThread:
         return self._command(command)
 
     def resume(self) -> Future[None]:
-        """Compute again."""
 
         def command() -> None:
             self.paused = False

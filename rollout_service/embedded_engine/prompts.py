@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.protocol.images.processor import rope_positions
-from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes, Reused
+from penstock.rollout_service.embedded_engine.caches import PrefixCache, Reused
 from penstock.rollout_service.embedded_engine.model.transformer import PromptSpan
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
 from penstock.rollout_service.embedded_engine.sequence import Image, Images, Prefix, Sequence
@@ -40,7 +40,7 @@ class Prompt:
         return self.tokens[self.reused.length :]
 
 
-def prompts_of(admitted: Items[Sequence], kept: KeptPrefixes) -> list[Prompt]:
+def prompts_of(admitted: Items[Sequence], kept: PrefixCache) -> list[Prompt]:
     """Return the prompts of sequences; neighbours are equally long where that is possible, so that they share attention calls."""
     groups: dict[Prefix, list[Sequence]] = {}
     for sequence in admitted:
@@ -53,7 +53,6 @@ def prompts_of(admitted: Items[Sequence], kept: KeptPrefixes) -> list[Prompt]:
 
 
 def spans_of(prompts: Items[Prompt]) -> list[PromptSpan]:
-    """Return the runs of prompts of equal lengths."""
     lengths = ((one.reused.length, len(one.new_tokens)) for one in prompts)
     return [PromptSpan(len(list(same)), start, length) for (start, length), same in itertools.groupby(lengths)]
 

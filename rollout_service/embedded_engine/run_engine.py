@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -17,23 +18,22 @@ from penstock.protocol.images.processor import read_processor
 from penstock.protocol.transport import http_tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
-from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
 from penstock.rollout_service.embedded_engine.http.images import ImageReader
-from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
+from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry, JobRunner
 from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
-from penstock.rollout_service.embedded_engine.model.adapter_file import read_adapter
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
-from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, prepare_adapter
+from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, prepare_adapter, read_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import (
     ModelConfig,
     read_eos_token_ids,
     read_model_config,
 )
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer
+from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
@@ -53,25 +53,11 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     """
     torch.set_num_threads(settings.threads)
     config = read_model_config(settings.model_path)
-    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    reader = _FolderReader(
+        config, torch.device(settings.device), getattr(torch, settings.dtype), settings.max_lora_rank
+    )
     text, images = Text(settings.model_path), _image_reader(settings.model_path)
-
-    def read_weights(folder: Path) -> Weights:
-        with torch.inference_mode():
-            if (folder / "config.json").is_file() and (found := read_model_config(folder)) != config:
-                raise CheckpointRefused(f"{folder}: its config.json is of another model: {found}; expected {config}")
-            return prepare_weights(config, read_checkpoint(folder, config), device=device, dtype=dtype)
-
-    def read_adapter_folder(name: str, path: str) -> Adapter:
-        with torch.inference_mode():
-            factors = read_adapter(Path(path), config, max_rank=settings.max_lora_rank)
-            return prepare_adapter(name, path, factors, config, device=device, dtype=dtype)
-
-    async def drop_adapter(adapter: Adapter) -> None:
-        await asyncio.wrap_future(engine.drop_adapter(adapter))
-
-    limits = _limits(settings, config, dtype)
-    weights = read_weights(settings.model_path)
+    weights = reader.weights(settings.model_path)
     server: _Server | None = None
 
     def stop_serving() -> None:
@@ -79,30 +65,74 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         if server is not None:
             server.should_exit = True
 
+    engine = _engine(settings, reader, weights, text, on_failure=stop_serving)
+    server = _Server(_http_config(settings, reader, engine, text, images), on_ready, on_stop=engine.stop)
+    log.info(
+        "engine serves",
+        model_path=str(settings.model_path),
+        num_parameters=weights.num_parameters,
+        weight_version=settings.weight_version,
+        max_total_tokens=engine.limits.max_total_tokens,
+    )
+    engine.start()
+    asyncio.run(server.serve(sockets=[listener]))
+    return 0 if engine.failure is None else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _FolderReader:
+    """Reads folders of weights and adapters for one model; blocking, in any thread."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_lora_rank: int
+
+    def weights(self, folder: Path) -> Weights:
+        with torch.inference_mode():
+            if (folder / "config.json").is_file() and (found := read_model_config(folder)) != self.config:
+                raise CheckpointRefused(
+                    f"{folder}: its config.json is of another model: {found}; expected {self.config}"
+                )
+            tensors = read_checkpoint(folder, self.config)
+            return prepare_weights(self.config, tensors, device=self.device, dtype=self.dtype)
+
+    def adapter(self, name: str, path: str) -> Adapter:
+        with torch.inference_mode():
+            factors = read_adapter(Path(path), self.config, max_rank=self.max_lora_rank)
+            return prepare_adapter(name, path, factors, self.config, device=self.device, dtype=self.dtype)
+
+
+def _engine(
+    settings: EngineSettings, reader: _FolderReader, weights: Weights, text: Text, *, on_failure: Callable[[], None]
+) -> EngineThread:
+    config, device, dtype = reader.config, reader.device, reader.dtype
+    limits = _limits(settings, config, dtype)
     with torch.inference_mode():
-        cache = KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=dtype)
-        model = Transformer(config, device=device, dtype=dtype)
         runner = Runner(
-            model,
+            Transformer(config, device=device, dtype=dtype),
             weights,
-            cache,
+            KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=dtype),
             max_running=limits.max_running,
             find_stop_string=text.find_stop_string,
             max_kept_tokens=_max_kept_tokens(settings, config, dtype),
         )
-    engine = EngineThread(
-        runner,
-        limits,
-        version=settings.weight_version,
-        model_path=str(settings.model_path),
-        on_failure=stop_serving,
-    )
-    adapters = AdapterRegistry(read_adapter_folder, drop_adapter, max_loaded=settings.max_loaded_loras)
-    ends = tuple(dict.fromkeys((*read_eos_token_ids(settings.model_path), *text.eos_token_ids())))
+    version, path = settings.weight_version, str(settings.model_path)
+    return EngineThread(runner, limits, version=version, model_path=path, on_failure=on_failure)
+
+
+def _http_config(
+    settings: EngineSettings, reader: _FolderReader, engine: EngineThread, text: Text, images: ImageReader
+) -> uvicorn.Config:
+    async def drop_adapter(adapter: Adapter) -> None:
+        await asyncio.wrap_future(engine.drop_adapter(adapter))
+
+    config = reader.config
+    adapters = AdapterRegistry(reader.adapter, drop_adapter, max_loaded=settings.max_loaded_loras)
     served = ServedModel(
         vocab_size=config.vocab_size,
-        max_tokens=min(config.context_tokens, limits.max_total_tokens),
-        end_token_ids=ends,
+        max_tokens=min(config.context_tokens, engine.limits.max_total_tokens),
+        end_token_ids=tuple(dict.fromkeys((*read_eos_token_ids(settings.model_path), *text.eos_token_ids()))),
         text=text,
         adapters=adapters.listed,
         expert_layers=config.expert_layers,
@@ -110,8 +140,8 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         image_processor=images.processor,
     )
     jobs = JobRunner(engine, adapters)
-    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, images, read_weights))
-    http = uvicorn.Config(
+    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, images, reader.weights))
+    return uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
@@ -120,17 +150,6 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         timeout_graceful_shutdown=2,
         **http_tls.server_options(settings.host),
     )
-    server = _Server(http, on_ready, on_stop=engine.stop)
-    log.info(
-        "engine serves",
-        model_path=str(settings.model_path),
-        num_parameters=weights.num_parameters,
-        weight_version=settings.weight_version,
-        max_total_tokens=limits.max_total_tokens,
-    )
-    engine.start()
-    asyncio.run(server.serve(sockets=[listener]))
-    return 0 if engine.failure is None else 1
 
 
 class _Server(uvicorn.Server):

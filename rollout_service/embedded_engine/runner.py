@@ -10,21 +10,90 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
 import torch
 
-from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
+from penstock.protocol.images.processor import next_position
+from penstock.rollout_service.embedded_engine.caches import ImageFeatureCache, PrefixCache
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, AdapterMix, RowAdapters
-from penstock.rollout_service.embedded_engine.model.sampler import Choice, sample, uniforms
-from penstock.rollout_service.embedded_engine.model.transformer import ImageTokens, PromptBatch, Transformer, Weights
+from penstock.rollout_service.embedded_engine.model.sampler import GREEDY_BELOW, Choice, sample, uniforms
+from penstock.rollout_service.embedded_engine.model.transformer import ImageTokens, PromptBatch, Transformer
+from penstock.rollout_service.embedded_engine.model.weights import Weights
 from penstock.rollout_service.embedded_engine.prompts import Prompt, packed, prompts_of, shown_parts, spans_of
-from penstock.rollout_service.embedded_engine.rows import NO_TOKEN, Rows
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
-from penstock.rollout_service.embedded_engine.seen_images import SeenImages
 from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Image, Sequence
+
+NO_TOKEN = -1  # pads `Rows.stop_ids`
+
+
+@dataclass(slots=True)
+class Rows:
+    """Per-row numbers of the running sequences; only the first n entries are meaningful."""
+
+    last_token: np.ndarray  # int64, sampled, not yet in the cache
+    position: np.ndarray  # int64, position of the last token; equals the number of tokens in the cache
+    skipped: (
+        np.ndarray
+    )  # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
+    adapter: np.ndarray  # int64, the adapter's number or NO_ADAPTER
+    num_output: np.ndarray  # int64
+    max_output: np.ndarray  # int64
+    min_output: np.ndarray  # int64
+    seed: np.ndarray  # uint64
+    temperature: np.ndarray  # float32
+    greedy: np.ndarray  # bool
+    top_p: np.ndarray  # float32
+    top_k: np.ndarray  # int64
+    min_p: np.ndarray  # float32
+    filtered: np.ndarray  # bool: top_p, top_k or min_p restrict the row
+    has_stop_strings: np.ndarray  # bool
+    stop_ids: np.ndarray  # [rows, k] int64, padded with -1
+
+    @classmethod
+    def empty(cls, num_rows: int) -> Rows:
+        """Return rows with unspecified contents."""
+        kinds = {"seed": np.uint64, "temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
+        flags = {"greedy", "filtered", "has_stop_strings"}
+        arrays = {
+            item.name: np.zeros(num_rows, dtype=np.bool_ if item.name in flags else kinds.get(item.name, np.int64))
+            for item in fields(cls)
+            if item.name != "stop_ids"
+        }
+        return cls(**arrays, stop_ids=np.full((num_rows, 1), NO_TOKEN, dtype=np.int64))
+
+    def fill(self, row: int, sequence: Sequence, *, merge_size: int = 1) -> None:
+        sampling = sequence.sampling
+        stops = sampling.stop_token_ids
+        if len(stops) > self.stop_ids.shape[1]:
+            widen = ((0, 0), (0, len(stops) - self.stop_ids.shape[1]))
+            self.stop_ids = np.pad(self.stop_ids, widen, constant_values=NO_TOKEN)
+        length = len(sequence.prompt)
+        images = sequence.images
+        self.skipped[row] = 0 if images is None else length - next_position(length, images.places, merge_size)
+        self.adapter[row] = sequence.adapter_number
+        self.num_output[row] = len(sequence.output_ids)
+        self.max_output[row] = sampling.max_new_tokens
+        self.min_output[row] = sampling.min_new_tokens
+        self.seed[row] = sampling.seed
+        self.greedy[row] = sampling.temperature < GREEDY_BELOW
+        self.temperature[row] = 1.0 if self.greedy[row] else sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k if sampling.top_k > 0 else np.iinfo(np.int64).max
+        self.min_p[row] = sampling.min_p
+        self.filtered[row] = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+        self.has_stop_strings[row] = bool(sampling.stop_strings)
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(stops)] = stops
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        for item in fields(self):
+            array = getattr(self, item.name)
+            array[targets] = array[sources]
+
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
 _MAX_FEATURE_BYTES = (
@@ -50,7 +119,7 @@ class Runner:
 
         Keys and values of up to ``max_kept_tokens`` tokens are kept for sequences that begin alike.
         """
-        self.kept = KeptPrefixes(max_kept_tokens)
+        self.kept = PrefixCache(max_kept_tokens)
         self._weights = weights
         self._num_weights = 1  # sets of weights since the start
         self.running: list[Sequence] = []
@@ -61,7 +130,7 @@ class Runner:
         self._find_stop_string = find_stop_string
         self._mixes: OrderedDict[tuple[int, ...], AdapterMix] = OrderedDict()  # least recently used first
         self._merge_size = 1 if model.config.vision is None else model.config.vision.merge_size
-        self._features = SeenImages(_MAX_FEATURE_BYTES)
+        self._features = ImageFeatureCache(_MAX_FEATURE_BYTES)
 
     @property
     def weights(self) -> Weights:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.rollout_service.embedded_engine.kept_prefixes import FEWEST_TOKENS
+from penstock.rollout_service.embedded_engine.caches import FEWEST_TOKENS
 from penstock.rollout_service.embedded_engine.sequence import Prefix, Sequence
 
 _EXACT_ROWS = 8

@@ -118,12 +118,10 @@ class Sequence:
     job: Job | None = None
 
     def __post_init__(self) -> None:
-        """Mark the tokens of images."""
         self.marked = self.prompt if self.images is None else self.images.marked(self.prompt)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and completion so far."""
         return len(self.prompt) + len(self.output_ids)
 
     @property
@@ -175,7 +173,6 @@ class Job:
     num_unfinished: int = 0
 
     def __post_init__(self) -> None:
-        """Set the job of every sequence."""
         self.num_unfinished = len(self.sequences)
         for sequence in self.sequences:
             sequence.job = self

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.protocol.command_line import FLAT, application
 
 
 class EngineSettings(BaseModel):
@@ -46,14 +47,14 @@ class EngineSettings(BaseModel):
 
 
 def parse_arguments(arguments: Sequence[str]) -> EngineSettings:
-    """Turn ``--kebab-case value`` arguments into settings; prints the usage and exits on errors."""
-    parser = argparse.ArgumentParser(prog="python -m penstock.rollout_service.embedded_engine", description=__doc__)
-    for name, info in EngineSettings.model_fields.items():
-        flag = f"--{name.replace('_', '-')}"
-        if info.annotation is bool:
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=info.description)
-        else:
-            parser.add_argument(
-                flag, required=info.is_required(), default=argparse.SUPPRESS, metavar="VALUE", help=info.description
-            )
-    return EngineSettings.model_validate(vars(parser.parse_args(arguments)))
+    """Turn ``--kebab-case value`` arguments into settings; explains errors on stderr and exits with 2."""
+    app = application("python -m penstock.rollout_service.embedded_engine")
+
+    @app.default
+    def settings(*, found: Annotated[EngineSettings, FLAT]) -> EngineSettings:
+        return found
+
+    settings_or_help = app(arguments, result_action="return_value")
+    if settings_or_help is None:
+        raise SystemExit(0)
+    return settings_or_help

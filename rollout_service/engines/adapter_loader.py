@@ -1,16 +1,81 @@
-"""Loads and unloads LoRA adapters on one server, whichever engine it runs."""
+"""The LoRA adapters of one server, whichever engine it runs: which it confirmed, which requests use them, loads and unloads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name, version_of
-from penstock.rollout_service.engines.adapter_table import AdapterTable
-from penstock.rollout_service.errors import WeightsNotApplied
+from penstock.rollout_service.errors import EngineRefused, EngineTimeout, WeightsNotApplied
+
+
+@dataclass(slots=True)
+class _Entry:
+    base: PolicyVersion  # the weights on which it was loaded
+    num_requests: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while no request names it
+    is_leaving: bool = False
+
+
+class AdapterTable:
+    """The adapters of one server that this worker loaded."""
+
+    def __init__(self) -> None:
+        self._entries: dict[PolicyVersion, _Entry] = {}
+
+    def __contains__(self, version: object) -> bool:
+        """Return True if the server confirmed a version and has not unloaded it since."""
+        return version in self._entries
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The loaded versions, those that are being unloaded included."""
+        return list(self._entries)
+
+    def confirm(self, version: PolicyVersion, base: PolicyVersion) -> None:
+        """Note that the server loaded a version's adapter on these base weights."""
+        entry = self._entries[version] = _Entry(base)
+        entry.idle.set()
+
+    def forget(self, version: PolicyVersion) -> None:
+        self._entries.pop(version, None)
+
+    @contextlib.contextmanager
+    def using(self, version: PolicyVersion) -> Iterator[PolicyVersion]:
+        """Count a request with a version; yields the base weights that it is computed with.
+
+        Raises EngineRefused, before anything is sent, for a version that is not loaded: SGLang reloads an unloaded
+        adapter from its last folder when a request names it.
+        """
+        entry = self._entries.get(version)
+        if entry is None or entry.is_leaving:
+            have = ", ".join(map(str, self._entries)) or "none"
+            raise EngineRefused(f"the adapter of version {version} is not loaded; loaded are: {have}")
+        entry.num_requests += 1
+        entry.idle.clear()
+        try:
+            yield entry.base
+        finally:
+            entry.num_requests -= 1
+            if not entry.num_requests:
+                entry.idle.set()
+
+    async def leave(self, version: PolicyVersion, deadline_s: float) -> None:
+        """Refuse a version to new requests and wait for those under way; raises EngineTimeout when they take too long."""
+        entry = self._entries[version]
+        entry.is_leaving = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                await entry.idle.wait()
+        except TimeoutError:
+            raise EngineTimeout(
+                f"{entry.num_requests} requests still use the adapter of version {version} after {deadline_s:g} s"
+            ) from None
 
 
 class AdapterCalls(Protocol):
@@ -24,9 +89,7 @@ class AdapterCalls(Protocol):
         """Unload an adapter; raises EngineRefused when the server refuses."""
         ...
 
-    async def list_names(self) -> list[object]:
-        """Return the names of everything that requests may name."""
-        ...
+    async def list_names(self) -> list[object]: ...
 
 
 class AdapterLoader:
@@ -49,7 +112,6 @@ class AdapterLoader:
         self._request_deadline_s = request_deadline_s
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Load a version's adapter; see `EngineClient.load_adapter`."""
         async with self.turn:
             if version in self.table:
                 return
@@ -82,7 +144,6 @@ class AdapterLoader:
                 self.table.forget(version)
 
     async def forget_lost(self) -> None:
-        """Forget the adapters that the server no longer has."""
         async with self.turn:
             have = await self.listed()
             for version in self.table.versions:
@@ -90,5 +151,4 @@ class AdapterLoader:
                     self.table.forget(version)
 
     async def listed(self) -> set[PolicyVersion]:
-        """Ask the server which versions' adapters it has."""
         return {version for name in await self._calls.list_names() if (version := version_of(name)) is not None}

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import structlog
 
-from penstock.protocol.activity import cpu_seconds
+from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import EngineChecksum
-from penstock.rollout_service.engines.engine import metrics_or_none, wait_until_it_answers
-from penstock.rollout_service.engines.engine_client import EngineClient
-from penstock.rollout_service.engines.served_version import ServedVersion
-from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
+from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
 from penstock.rollout_service.errors import EngineError, EngineMisconfigured, EngineUnreachable, WeightsNotApplied
 
 log = structlog.get_logger("rollout.engine")
@@ -39,7 +37,6 @@ class AttachedEngine:
         start_deadline_s: float,
         unreachable_limit_s: float = UNREACHABLE_LIMIT_S,
     ) -> None:
-        """Nothing is sent before the first `load`."""
         self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
@@ -52,11 +49,9 @@ class AttachedEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
         return self._serving.value
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
-        """Wait until it serves ``version`` or a newer one."""
         await self._serving.wait_for_version(version)
 
     async def prepare(self) -> None:
@@ -94,7 +89,6 @@ class AttachedEngine:
             self._serving.confirm_adapter(version, folder)
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Unload a version's adapter once no request uses it; one that is not loaded is fine."""
         self._serving.forget_adapter(version)
         await self.client.unload_adapter(version)
 
@@ -112,7 +106,6 @@ class AttachedEngine:
             await self.client.drop_adapters()  # of a previous worker
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return the engine's checksum of its weights; None when it reports none."""
         return await self.client.weights_checksum()
 
     async def check_health(self) -> None:
@@ -136,7 +129,6 @@ class AttachedEngine:
         return cpu_seconds()
 
     async def figures(self) -> dict[str, float]:
-        """Return the engine's metrics by the worker's names."""
         return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _check(self) -> EngineError | None:

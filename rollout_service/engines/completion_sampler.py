@@ -1,23 +1,85 @@
-"""Requests → whole completions, for the client of any engine: continues what an update interrupts, checks trust."""
+"""Requests → whole completions, for the client of any engine: continues what an update interrupts, refuses unverified weights, applies stop strings.
+
+A completion ends with the first token that completes a stop string. Engines end a generation there, but not always: SGLang searches only
+as many tokens as its own spelling of the string has, reports the limit of tokens first, and no engine sees a string that began before an
+update of the weights interrupted the request. Tokens after the end are dropped here. What remains was sampled exactly as if the engine had
+ended there, since a token depends on none after it. A stop string is searched in the text with special tokens, so that the text of one,
+such as "<|im_end|>", can be given.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from penstock.protocol.facts import Sampling
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.token_annotations import ExpertChoices
+from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
-from penstock.rollout_service.engines.adapter_table import AdapterTable
-from penstock.rollout_service.engines.completion import Completion, sampled_by_adapter
-from penstock.rollout_service.engines.detokenizer import Detokenizer
-from penstock.rollout_service.engines.resumption import Resumption
-from penstock.rollout_service.engines.stop_strings import ended_at, first_end
+from penstock.rollout_service.engines.adapter_loader import AdapterTable
+from penstock.rollout_service.engines.completion import Completion, Resumption, sampled_by_adapter
 from penstock.rollout_service.errors import EngineMisconfigured, EngineTimeout, WeightsUnverified
+
+Decode = Callable[[Sequence[int]], str]  # of token ids, special tokens included
+
+
+def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> int | None:
+    """Return the number of tokens up to the end of the first stop string; None when the text holds none."""
+
+    def holds(count: int) -> bool:
+        text = decode(token_ids[:count])
+        return any(one in text for one in stop)
+
+    count = len(token_ids)
+    if not holds(count):
+        return None
+    if not holds(count - 1):  # the engine ended there
+        return count
+    return bisect_left(range(count), True, key=holds)
+
+
+def ended_at(completion: Completion, count: int) -> Completion:
+    """Return the first ``count`` tokens of a completion, which a stop string ends."""
+    runs = [
+        VersionRun(run.version, run.start, min(run.end, count)) for run in completion.version_runs if run.start < count
+    ]
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        version_runs=tuple(runs),
+        finish_reason="stop",
+        experts=_without_last(completion.experts, len(completion.token_ids) - count),
+    )
+
+
+def _without_last(experts: ExpertChoices | None, num: int) -> ExpertChoices | None:
+    return experts if experts is None or not num else replace(experts, ids=experts.ids[:-num])
+
+
+class Detokenizer:
+    """The ``tokenizer.json`` of a model folder, where it has one."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer  # noqa: PLC0415  (most workers never decode)
+
+        path = folder / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text; an empty text without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 @dataclass(slots=True)
@@ -39,8 +101,6 @@ class SampleRequest:
 
 
 class SampleParts(Protocol):
-    """The call of one engine."""
-
     async def __call__(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         """Sample the next part of each sequence; a part that an update of this worker cut ends with ``"abort"``."""
         ...
@@ -75,7 +135,6 @@ class CompletionSampler:
         self._unverified_reason = reason
 
     def mark_verified(self) -> None:
-        """Accept requests again."""
         self._unverified_reason = None
 
     async def generate(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import EngineChecksum
-from penstock.rollout_service.engines.engine_client import EngineClient, Generates
-from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.engines.engine_client import EngineClient, Generates, UpdateMode
 from penstock.rollout_service.errors import EngineError, EngineUnreachable
 
 _POLL_S = 0.05
@@ -63,7 +63,7 @@ class Engine(Protocol):
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
 
-        ``mode`` is what happens to running sequences; see `update_mode.py`.
+        ``mode`` is what happens to running sequences; see `engine_client.py`.
         """
         ...
 
@@ -134,3 +134,51 @@ async def metrics_or_none(client: EngineClient) -> dict[str, float]:
         return await client.metrics()
     except EngineError:
         return {}
+
+
+class ServedVersion:
+    """For one event loop. Kept across restarts of the engine: a new process loads what is recorded here."""
+
+    def __init__(self) -> None:
+        self.base: PolicyVersion | None = None  # its base weights
+        self._adapters: dict[PolicyVersion, Path] = {}
+        self._changed = asyncio.Event()  # replaced by a fresh one at every change
+
+    @property
+    def value(self) -> PolicyVersion | None:
+        """The newest version, as weights or as an adapter; None before the first."""
+        newest = self.base
+        for version in self._adapters:
+            if is_newer(version, newest):
+                newest = version
+        return newest
+
+    @property
+    def adapters(self) -> Mapping[PolicyVersion, Path]:
+        return dict(self._adapters)
+
+    def confirm(self, version: PolicyVersion) -> None:
+        """Note that the engine's base weights are ``version``; it may be older than before.
+
+        Adapters of other base weights are forgotten.
+        """
+        if version != self.base:
+            self._adapters.clear()
+        self.base = version
+        self._notify()
+
+    def confirm_adapter(self, version: PolicyVersion, folder: Path) -> None:
+        self._adapters[version] = folder
+        self._notify()
+
+    def forget_adapter(self, version: PolicyVersion) -> None:
+        self._adapters.pop(version, None)
+
+    async def wait_for_version(self, version: PolicyVersion) -> None:
+        """Wait until ``version`` or a newer one is served."""
+        while is_newer(version, self.value):
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

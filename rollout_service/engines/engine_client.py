@@ -1,24 +1,129 @@
-"""What a client of one inference server provides: the seam between the worker and each engine's HTTP API.
+"""What a client of one inference server provides: the interface between the worker and each engine's HTTP API.
 
 Every method with a network call raises EngineError of the kind that fits. `AttachedEngine` and `ManagedEngine` are
 written against this protocol, and the contract tests run against it.
+
+Update modes: what happens to running generations when an engine loads new weights.
+
+| mode       | running sequences                                           | tokens after the update read keys and values of   |
+|------------|-------------------------------------------------------------|---------------------------------------------------|
+| `drain`    | finish first; new requests wait for them                    | the new weights (no sequence spans two versions)  |
+| `retract`  | are preempted, recomputed under the new weights, continue   | the new weights                                   |
+| `in_place` | pause during the load and continue where they were          | the weights that computed each of them            |
+| `abort`    | return what they have; the worker requests the rest         | the new weights                                   |
+
+In every mode a token keeps the log-probability and the version that it was sampled with.
+
+Metrics, by the worker's names; an engine that does not report one leaves it out.
+
+| metric                         | of several engines | meaning                                    |
+|--------------------------------|--------------------|--------------------------------------------|
+| `engine_running`               | sum                | sequences decoding                         |
+| `engine_queued`                | sum                | sequences waiting                          |
+| `engine_paused`                | sum                | sequences paused by an update              |
+| `engine_tokens_per_s`          | sum                | tokens decoded per second                  |
+| `engine_generated_tokens`      | sum                | tokens decoded since the engine started    |
+| `engine_prompt_tokens`         | sum                | prompt tokens since the engine started     |
+| `engine_cached_tokens`         | sum                | of these, found in the prefix cache        |
+| `engine_aborted`               | sum                | requests aborted since the engine started  |
+| `engine_retracted`             | sum                | sequences preempted since the start        |
+| `engine_kv_usage`              | mean               | share of the key-value cache in use        |
+| `engine_cache_hit_rate`        | mean               | share of prompt tokens found in the cache  |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from penstock.protocol.facts import AbandonedCompletion, Sampling
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.facts import AbandonedCompletion, RowImages, Sampling
+from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
-from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import TaskRefused
+
+if TYPE_CHECKING:
+    from penstock.rollout_service.engines.redundancy import Redundancy
+
+UpdateMode = Literal["drain", "retract", "in_place", "abort"]
+
+
+def mode_of(wanted: UpdateMode, serving: PolicyVersion | None, version: PolicyVersion) -> UpdateMode:
+    """Return the mode for an update from one version to another: always ``drain`` to an older one.
+
+    An older version is loaded for an evaluation that is pinned to it. Running generations are for training: tokens
+    that they sampled from the older version would already be stale.
+    """
+    return wanted if serving is not None and is_newer(version, serving) else "drain"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt(Sequence[int]):
+    """Token ids with all tokens of their images, and the images."""
+
+    token_ids: Sequence[int]
+    images: RowImages
+    data: Mapping[str, bytes]  # by sha256
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return a token, or a list of them, without images."""
+        return self.token_ids[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.token_ids)
+
+
+def refuse_images(prompts: Sequence[Sequence[int]], engine: str) -> None:
+    """Raise TaskRefused if a prompt has images, for an engine whose client sends none."""
+    if any(isinstance(prompt, ImagePrompt) for prompt in prompts):
+        raise TaskRefused(
+            "images_unsupported",
+            f"a prompt has images, and {engine} gets token ids alone: use the embedded engine or SGLang, or data without images",
+        )
+
+
+_SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
+_SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
+
+
+def read_samples(exposition: str, *, prefix: str, names: Mapping[str, str]) -> dict[str, float]:
+    """Return the samples ``<prefix>:<name>`` of a page in Prometheus' text format, by the worker's ``names``.
+
+    Samples of one name with other labels are added up, or averaged where the metric is a share.
+    """
+    found: dict[str, list[float]] = {}
+    for engine, name, text in _SAMPLE.findall(exposition):
+        if engine == prefix and name in names:
+            value = _number(text)
+            if value is not None:
+                found.setdefault(names[name], []).append(value)
+    return {name: _aggregate(name, values) for name, values in found.items()}
+
+
+def aggregate_metrics(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of several engines as those of one."""
+    names = {name for metrics in engines for name in metrics}
+    return {name: _aggregate(name, [metrics[name] for metrics in engines if name in metrics]) for name in sorted(names)}
+
+
+def _aggregate(name: str, values: Sequence[float]) -> float:
+    return sum(values) / len(values) if name in _SHARES else sum(values)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 class Generates(Protocol):
@@ -105,13 +210,9 @@ class EngineClient(Generates, Protocol):
     url: str
     limits: ModelLimits  # of the model that is served; requests beyond them are refused before they are sent
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
-    async def inspect(self) -> ServerReport:
-        """Return how the server was started."""
-        ...
+    async def inspect(self) -> ServerReport: ...
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
         """Note that the server was just started with the weights of a folder, and label them where it did not."""
@@ -158,7 +259,7 @@ class EngineClient(Generates, Protocol):
         ...
 
     async def metrics(self) -> dict[str, float]:
-        """Return the server's metrics by the names of `engine_metrics.py`."""
+        """Return the server's metrics by the names of `engine_client.py`."""
         ...
 
     def mark_unverified(self, reason: str) -> None:

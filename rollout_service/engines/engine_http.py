@@ -18,13 +18,11 @@ class EngineHttp:
     """Connections to one engine."""
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
-        """Prepare; nothing is sent before the first call."""
         self.url = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connections = HttpConnections(keep_s=_KEEP_S, headers=headers)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._connections.close()
 
     async def call(self, method: str, path: str, body: Any, deadline_s: float, *, parse: bool = True) -> Any:

@@ -15,16 +15,13 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import EngineClient, GeneratesRedundantly
+from penstock.rollout_service.engines.engine_client import EngineClient, GeneratesRedundantly, UpdateMode
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.engine_process import LaunchCommand
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
-from penstock.rollout_service.engines.update_mode import UpdateMode
 
 
 class Connect(Protocol):
-    """Makes a client of one server."""
-
     def __call__(self, url: str, *, api_key: str, request_deadline_s: float) -> EngineClient:
         """Return a client; nothing is sent yet."""
         ...
@@ -40,7 +37,7 @@ class ServerLaunch:
     context_length: int | None = None  # the limit it is started with, where less than the model's
     prepare: Sequence[
         str
-    ] = ()  # its program and a flag with which it reads the words after these from stdin (`prepared_process.py`)
+    ] = ()  # its program and a flag with which it reads the words after these from stdin (`PreparedProcess`)
 
 
 class NoOptions(Section):
@@ -49,8 +46,6 @@ class NoOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """A kind of engine."""
-
     name: str
     connect: Connect
     # Options and the worker's environment → one launch for each server; None: servers run at worker.engine_url.

@@ -16,25 +16,26 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.protocol.activity import cpu_seconds
 from penstock.protocol.facts import Sampling
+from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import Generates, KeptCompletions, able_to_abandon
-from penstock.rollout_service.engines.engine_metrics import aggregate_metrics
+from penstock.rollout_service.engines.engine_client import (
+    Generates,
+    KeptCompletions,
+    UpdateMode,
+    able_to_abandon,
+    aggregate_metrics,
+)
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
 
 T = TypeVar("T")
 
 
 class EnginePool:
-    """Several engines of one worker."""
-
     def __init__(self, engines: Sequence[Engine]) -> None:
-        """Own the engines: they are loaded, watched and stopped together."""
         self._engines = tuple(engines)
         self.client = _Router(self._engines)
         self.ready = _AnyReady(self._engines)
@@ -52,11 +53,9 @@ class EnginePool:
 
     @property
     def applied(self) -> set[PolicyVersion]:
-        """Every version that one of them loaded or is loading."""
         return set().union(*(engine.applied for engine in self._engines))
 
     async def prepare(self) -> None:
-        """Prepare all of them."""
         await asyncio.gather(*(engine.prepare() for engine in self._engines))
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
@@ -82,7 +81,6 @@ class EnginePool:
                 raise outcome
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Have all of them unload an adapter."""
         await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
 
     async def weights_checksum(self) -> EngineChecksum | None:
@@ -111,7 +109,6 @@ class EnginePool:
                 tasks.create_task(engine.run())
 
     async def stop(self) -> None:
-        """Stop their processes and close the connections."""
         await asyncio.gather(*(engine.stop() for engine in self._engines))
 
     def cpu_seconds(self) -> float:
@@ -120,7 +117,6 @@ class EnginePool:
         return own + sum(max(0.0, engine.cpu_seconds() - own) for engine in self._engines)
 
     async def figures(self) -> dict[str, float]:
-        """Return the metrics of all engines as those of one."""
         return aggregate_metrics(await asyncio.gather(*(engine.figures() for engine in self._engines)))
 
 
@@ -140,7 +136,6 @@ class _Router:
         adapter: PolicyVersion | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; see `Generates.generate`."""
 
         async def ask(client: Generates, wanted: Sequence[int]) -> list[list[Completion]]:
             own = None if seeds is None else [seeds[index] for index in wanted]
@@ -150,7 +145,6 @@ class _Router:
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[Generates]:
-        """Give one episode a place in the block; see `PlacesEpisodes.placed`."""
         place = _Place(self)
         try:
             yield place
@@ -194,7 +188,6 @@ class _Router:
         redundancy: Redundancy,
         adapter: PolicyVersion | None = None,
     ) -> list[KeptCompletions]:
-        """Sample more completions of every prompt than are kept; see `GeneratesRedundantly`."""
 
         async def ask(client: Generates, wanted: Sequence[int]) -> list[KeptCompletions]:
             own = [prompts[index] for index in wanted]
@@ -261,7 +254,6 @@ class _Place:
         adapter: PolicyVersion | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; see `Generates.generate`."""
         return await self._router.generate_at(self, prompts, sampling, n, adapter, seeds)
 
 

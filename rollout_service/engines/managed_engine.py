@@ -11,17 +11,19 @@ from typing import Any
 
 import structlog
 
-from penstock.protocol.activity import cpu_seconds
+from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import EngineChecksum
-from penstock.rollout_service.engines.engine import metrics_or_none, wait_until_it_answers
-from penstock.rollout_service.engines.engine_client import EngineClient
-from penstock.rollout_service.engines.engine_process import EngineProcess, LaunchCommand, process_cpu_seconds
-from penstock.rollout_service.engines.prepared_process import PreparedProcess
-from penstock.rollout_service.engines.served_version import ServedVersion
-from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
+from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
+from penstock.rollout_service.engines.engine_process import (
+    EngineProcess,
+    LaunchCommand,
+    PreparedProcess,
+    process_cpu_seconds,
+)
 from penstock.rollout_service.errors import (
     EngineError,
     EngineRestartLimit,
@@ -41,8 +43,6 @@ _ADAPTER_ATTEMPTS = 3  # engine processes that may crash or hang during the load
 
 
 class ManagedEngine:
-    """An engine in a child process."""
-
     client: EngineClient
 
     def __init__(
@@ -80,7 +80,6 @@ class ManagedEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
         return self._serving.value
 
     async def prepare(self) -> None:
@@ -89,7 +88,6 @@ class ManagedEngine:
             self._prepared = await PreparedProcess.start(self._prepare, log=self._log_file, environ=self._environ)
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
-        """Wait until it serves ``version`` or a newer one."""
         await self._serving.wait_for_version(version)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
@@ -168,13 +166,11 @@ class ManagedEngine:
                     return
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Unload a version's adapter once no request uses it; one that is not loaded is fine."""
         self._serving.forget_adapter(version)
         if self.ready.is_set():
             await self.client.unload_adapter(version)
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return the engine's checksum of its weights; None when it reports none."""
         return await self.client.weights_checksum()
 
     async def check_health(self) -> None:
@@ -205,7 +201,6 @@ class ManagedEngine:
             await previous.close()
 
     async def stop(self) -> None:
-        """Stop the engine process and close the connections."""
         if self._prepared is not None:
             prepared, self._prepared = self._prepared, None
             await prepared.stop()
@@ -221,7 +216,6 @@ class ManagedEngine:
         return cpu_seconds() + of_prepared + (self._process.cpu_seconds() if self._process else 0.0)
 
     async def figures(self) -> dict[str, float]:
-        """Return the engine's metrics by the worker's names."""
         return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _watch(self, process: EngineProcess) -> str:

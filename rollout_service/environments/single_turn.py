@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from penstock.protocol.facts import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
-from penstock.rollout_service.engines.engine_client import KeptCompletions
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt, KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.environments.build_trajectory import build_trajectory
 from penstock.rollout_service.environments.environment import (
@@ -27,11 +26,9 @@ class SingleTurn(Environment):
     name = "single_turn"
 
     def __init__(self) -> None:
-        """Start without the images of a run."""
         self._images: RunImages | None = None
 
     def use_images(self, images: RunImages) -> None:
-        """Note where the images of tasks are read."""
         self._images = images
 
     async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Trajectory] | TaskRefused]:
@@ -64,7 +61,6 @@ class SingleTurn(Environment):
         return groups
 
     async def _prompt(self, task: Task) -> Sequence[int] | TaskRefused:
-        """Return a task's prompt, with its images if there are some."""
         if task.images is None:
             return task.prompt_ids
         if self._images is None:

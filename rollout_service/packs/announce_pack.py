@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import structlog
 
 from penstock.protocol import blob_keys, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import BlobRef, GroupGenerated
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
-from penstock.protocol.traces.spans import Value
-from penstock.protocol.traces.traces import NO_TRACES, Traces
+from penstock.protocol.traces.traces import NO_TRACES, Traces, Value
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -29,8 +28,6 @@ _PUBLISH_S = 15.0
 
 
 class PackAnnouncer:
-    """Stores and announces packs."""
-
     def __init__(
         self,
         *,
@@ -42,7 +39,6 @@ class PackAnnouncer:
         worker_id: str,
         traces: Traces = NO_TRACES,
     ) -> None:
-        """Prepare; nothing is sent before `announce`."""
         self._traces = traces
         self._bus = bus
         self._blobs = blobs

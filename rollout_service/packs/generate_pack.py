@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import structlog
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import AbandonedCompletion, Task, TaskList, decode
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
@@ -37,8 +37,6 @@ log = structlog.get_logger("rollout.packs")
 
 
 class PackGenerator:
-    """Generates packs on this worker's engine."""
-
     def __init__(  # noqa: PLR0913  the parts of a worker that generating needs
         self,
         *,
@@ -54,7 +52,6 @@ class PackGenerator:
         teacher: Teacher | None = None,
         images: RunImages | None = None,
     ) -> None:
-        """Prepare; `use_model` follows once the first weights are loaded."""
         self.limits = ModelLimits(None, None)
         self._engine = engine
         self._environments = environments
@@ -83,7 +80,6 @@ class PackGenerator:
                 await self._teacher.check(folder, start_deadline_s=start_deadline_s)
 
     async def close(self) -> None:
-        """Close the environments and the teacher."""
         for environment in self._environments.values():
             await environment.close()
         if self._teacher is not None:
@@ -106,7 +102,6 @@ class PackGenerator:
             raise
 
     async def announced(self, groups: Sequence[Group]) -> None:
-        """Delete what was stored of groups whose pack is announced."""
         await self._episodes.forget([group.group_id for group in groups], delete=True)
 
     def _kept_staleness(self) -> dict[str, int]:

@@ -1,20 +1,125 @@
 """Loops that each take a pack, have it generated and take the next: a fixed number, or as many as the engine makes use of.
 
-With a number that follows the engine (`pack_limit.py`), a loop is added when the limit grows, and ends after its pack when
-there are more loops than the limit.
+Too few packs leave the engine's slots empty. Too many wait in its queue, where no other worker can take them, and a swap
+that drains waits for them too. `PackLimit` follows from what the engine reports:
+
+1. *The engine has a queue.* Its slots are in use, so a longer queue gains nothing: the limit is adjusted until the queue
+   holds one fresh pack, which takes the slots that become free until the next pack is here.
+2. *It has none, and every place is taken.* One sample says how many tokens a second so many sequences gave. The fewest
+   sequences that reach 95 % of the best throughput seen are what is aimed at; if these are the most that were seen, the
+   limit grows, by an eighth at a time.
+
+Nothing is learned from a worker that has a free place: the tasks are what limits it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import structlog
 
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.packs.pack_limit import SAMPLE_S, EngineLoad, PackLimit
 from penstock.rollout_service.packs.task_source import ReceivedPack, TaskSource
+
+MOST_PACKS = 64
+SAMPLE_S = 1.0  # between two samples
+_FIRST_PACKS = 2
+_ENOUGH = 0.95  # of the best throughput
+_WEIGHT = 0.3  # of a new sample in the mean of its bucket, and in the mean queue
+_BUCKETS_PER_OCTAVE = 3
+_REMEMBERED_S = 120.0  # then a throughput is measured again: prompts and completions change in a run
+_STEADY = 1.25  # most by which the running sequences differ between the ends of a sample
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's own figures, and what its worker holds, at one moment."""
+
+    at: float  # seconds of a monotonic clock
+    generated_tokens: float  # since the engine started
+    running: float  # sequences that decode
+    queued: float  # sequences that wait for a slot
+    held: int  # packs
+
+
+@dataclass(slots=True)
+class _Throughput:
+    running: float
+    tokens_per_s: float
+    at: float
+
+
+class PackLimit:
+    """The limit of one worker; `observe` moves it."""
+
+    def __init__(self, *, first: int = _FIRST_PACKS, most: int = MOST_PACKS) -> None:
+        """Start with ``first`` packs; never go beyond ``most`` or below 1."""
+        self.value = first
+        self._most = most
+        self._last: EngineLoad | None = None
+        self._queued = 0.0  # mean of the last samples, sequences
+        self._throughputs: dict[int, _Throughput] = {}  # by the logarithm of the running sequences
+
+    def observe(self, load: EngineLoad, sequences_per_pack: float) -> int:
+        """Return the limit after one more sample, `SAMPLE_S` or a little more after the one before.
+
+        Args:
+            load: The sample.
+            sequences_per_pack: Sequences of a pack that has just been taken.
+        """
+        before, self._last = self._last, load
+        if before is None or load.generated_tokens < before.generated_tokens:  # the engine was started again
+            return self.value
+        self._measure(before, load)
+        if load.held < self.value:
+            return self.value
+        self._queued += _WEIGHT * (load.queued - self._queued)
+        self._move(load, max(1.0, sequences_per_pack))
+        return self.value
+
+    def _measure(self, before: EngineLoad, load: EngineLoad) -> None:
+        low, high = sorted((before.running, load.running))
+        self._throughputs = {
+            bucket: one for bucket, one in self._throughputs.items() if load.at - one.at <= _REMEMBERED_S
+        }
+        if low < 1.0 or high > _STEADY * low or load.at <= before.at:
+            return
+        running = (low + high) / 2
+        tokens_per_s = (load.generated_tokens - before.generated_tokens) / (load.at - before.at)
+        known = self._throughputs.setdefault(
+            round(_BUCKETS_PER_OCTAVE * math.log2(running)), _Throughput(running, tokens_per_s, load.at)
+        )
+        known.running += _WEIGHT * (running - known.running)
+        known.tokens_per_s += _WEIGHT * (tokens_per_s - known.tokens_per_s)
+        known.at = load.at
+
+    def _move(self, load: EngineLoad, fresh: float) -> None:
+        """Move the limit; ``fresh`` are the sequences of a fresh pack."""
+        if min(load.queued, self._queued) > 2.0 * fresh:
+            self._set(self.value - 1)
+        elif load.queued > 0.0 and self._queued >= fresh:
+            return
+        elif (wanted := self._fewest_that_suffice()) is None or load.running < wanted:
+            self._set(self.value + max(1, self.value // 8))
+        elif load.running > wanted + fresh:
+            self._set(self.value - 1)
+
+    def _fewest_that_suffice(self) -> float | None:
+        """Return the fewest running sequences that reach nearly the best throughput; None if more than were seen may be better."""
+        if not self._throughputs:
+            return None
+        by_running = [self._throughputs[bucket] for bucket in sorted(self._throughputs)]
+        best = max(one.tokens_per_s for one in by_running)
+        fewest = next(one for one in by_running if one.tokens_per_s >= _ENOUGH * best)
+        return None if fewest is by_running[-1] else fewest.running
+
+    def _set(self, value: int) -> None:
+        self.value = min(self._most, max(1, value))
+
 
 log = structlog.get_logger("rollout.pack_loops")
 

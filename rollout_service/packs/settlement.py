@@ -18,8 +18,7 @@ import structlog
 from penstock.protocol import subjects, trace_context
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
 from penstock.protocol.facts import DeadLetter, RunEvent, Task, TaskIssued, encode
-from penstock.protocol.traces.spans import Value
-from penstock.protocol.traces.traces import NO_TRACES, Traces
+from penstock.protocol.traces.traces import NO_TRACES, Traces, Value
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.errors import EngineError, TaskRefused, WeightsUnverified
 from penstock.rollout_service.metrics import WorkerMetrics
@@ -34,8 +33,6 @@ _PUBLISH_S = 15.0
 
 
 class Settlement:
-    """Settles the deliveries of one worker."""
-
     def __init__(
         self,
         bus: Bus,

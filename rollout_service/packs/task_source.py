@@ -35,7 +35,6 @@ class ReceivedPack:
 
     @property
     def pack_id(self) -> str:
-        """The pack's id."""
         return self.delivery.fact.pack_id
 
 

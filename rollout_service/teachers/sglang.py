@@ -10,7 +10,7 @@ import numpy as np
 from penstock.rollout_service.engines.completion import shorten
 from penstock.rollout_service.engines.engine_http import EngineHttp
 from penstock.rollout_service.errors import ReplyRefused
-from penstock.rollout_service.teachers.interface import Answer, Question, TeacherKind
+from penstock.rollout_service.teachers.teacher import Answer, Question, TeacherKind
 
 _SCORE_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 
@@ -19,7 +19,6 @@ class SglangTeacher:
     """One server; see `TeacherClient`."""
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
-        """Prepare a client; nothing is sent before the first call."""
         self.url = url
         self._http = EngineHttp(url, api_key=api_key)
 
@@ -43,7 +42,6 @@ class SglangTeacher:
             ) from None
 
     async def score(self, questions: Sequence[Question], top_k: int, deadline_s: float) -> list[Answer]:
-        """Return an answer for each row; one request for all of them."""
         start = min(question.first for question in questions) - 1  # this token itself gets no log-probability
         body: dict[str, Any] = {
             "input_ids": [list(question.token_ids) for question in questions],
@@ -60,7 +58,6 @@ class SglangTeacher:
         return [read_answer(self.url, *pair, start, top_k) for pair in zip(questions, replies, strict=True)]
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.close()
 
 

@@ -1,4 +1,7 @@
-"""Asks a teacher about the groups that a worker generated, with retries; refuses one of another vocabulary."""
+"""Ask a teacher about the groups that a worker generated, with retries; refuse one of another vocabulary.
+
+A kind of server is one file beside this one, with a `TeacherKind` whose client answers each `Question` with an `Answer`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.protocol.errors import PackError
+from penstock.protocol.extensions import Registry
 from penstock.protocol.packs.teacher_columns import num_sampled
-from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.rollout_service.errors import (
     EngineError,
@@ -25,7 +31,63 @@ from penstock.rollout_service.errors import (
     TeacherFailed,
     TeacherUnfit,
 )
-from penstock.rollout_service.teachers.interface import TEACHERS, Answer, Question, TeacherClient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """A row of tokens, of which those from ``first`` on are to be scored; ``first`` is at least 1."""
+
+    token_ids: Sequence[int]
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What a teacher says about the M tokens of a row from the question's ``first`` on, at temperature 1."""
+
+    logprobs: npt.NDArray[np.float32]  # [M] of the row's own tokens
+    top_ids: npt.NDArray[np.int32]  # [M, k] the likeliest tokens in their place
+    top_logprobs: npt.NDArray[np.float32]  # [M, k]
+    version: str  # of the weights, as the server labels them
+
+
+class TeacherClient(Protocol):
+    """One server of a teacher; every failure is an EngineError that names the URL."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def model(self, deadline_s: float) -> str:
+        """Return the name of the model that is served."""
+        ...
+
+    async def encode(self, text: str, deadline_s: float) -> list[int]:
+        """Return the ids of a text's tokens, as the server's tokenizer makes them."""
+        ...
+
+    async def score(self, questions: Sequence[Question], top_k: int, deadline_s: float) -> list[Answer]:
+        """Return an answer for each row, in order."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Connect(Protocol):
+    def __call__(self, url: str, *, api_key: str) -> TeacherClient:
+        """Return a client; nothing is sent yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherKind:
+    """A kind of server that answers for a teacher, by the name in ``teacher.kind``."""
+
+    name: str
+    connect: Connect
+
+
+TEACHERS = Registry("teacher", TeacherKind, package="penstock.rollout_service.teachers", group="penstock.teachers")
+
 
 log = structlog.get_logger("rollout.teachers")
 
@@ -41,7 +103,6 @@ class Teacher:
     def __init__(
         self, clients: Sequence[TeacherClient], *, deadline_s: float, attempts: int, max_requests: int
     ) -> None:
-        """Prepare; `check` follows before the first group."""
         self._clients = clients
         self._turn = itertools.cycle(range(len(clients)))
         self._deadline_s, self._attempts = deadline_s, attempts
@@ -62,7 +123,6 @@ class Teacher:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         for client in self._clients:
             await client.close()
 

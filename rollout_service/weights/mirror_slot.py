@@ -1,4 +1,4 @@
-"""One copy of a model on this host: a Hugging Face folder that patches are applied to, in place.
+"""One copy of a model on this host: a Hugging Face folder that patches are applied to, in place; and which of several to write to.
 
     <cache>/a/config.json tokenizer.json … model-00001-of-00003.safetensors … model.safetensors.index.json
     <cache>/a.json        the journal: which version the folder holds, and which is being written to it
@@ -13,23 +13,58 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
-from penstock.protocol.errors import StateMismatch
+from penstock.protocol.errors import ConfigError, StateMismatch
 from penstock.protocol.facts import BlobRef, Count, Sha256, Wire
 from penstock.protocol.files import atomic_write
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.digest import TensorDigest, weights_digest
 from penstock.protocol.weights.layout import Bucket, WeightLayout, bucket_digests, shard_header, shard_index, shard_name
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, Held
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
-from penstock.rollout_service.weights.slot_choice import SlotContents
+
+NUM_REGULAR_SLOTS = 2  # the version that is served, and the next one; further slots hold pinned versions
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContents:
+    base: Held | None  # what patches may start from; None: nothing
+    servable: PolicyVersion | None  # None: empty, torn or not verified
+
+
+def slot_to_write(slots: Sequence[SlotContents], in_use: Collection[PolicyVersion]) -> int:
+    """Return the number of the slot to write the next version to; it holds no version in ``in_use``.
+
+    Of the regular slots, the one with the newest contents: it needs the fewest patches. Otherwise an empty further slot.
+    Raises ConfigError when all slots are in use.
+    """
+    free = [number for number, slot in enumerate(slots) if slot.servable is None or slot.servable not in in_use]
+    regular = [number for number in free if number < NUM_REGULAR_SLOTS]
+    usable = regular or [number for number in free if slots[number].base is None]
+    if not usable:
+        held = [slot.servable for slot in slots]
+        raise ConfigError(f"all {len(slots)} model folders are in use at once, by versions {held}; please report this")
+    return max(usable, key=lambda number: _base_version(slots[number]))
+
+
+def nearest_source(slots: Sequence[SlotContents], target: PolicyVersion) -> int | None:
+    """Return the slot with the newest servable version that is not newer than ``target``; None when there is none."""
+    servable = {n: slot.servable for n, slot in enumerate(slots) if slot.servable is not None}
+    candidates = {number: version for number, version in servable.items() if not is_newer(version, target)}
+    return max(candidates, key=lambda number: candidates[number], default=None)
+
+
+def _base_version(slot: SlotContents) -> int:
+    return -1 if slot.base is None else slot.base.version
+
 
 _INDEX = "model.safetensors.index.json"
 _SHARDS = "*.safetensors"
@@ -58,7 +93,6 @@ class Slot:
     """One folder and its journal. Blocking; one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the journal of an earlier process; its folder cannot be served before `verify`."""
         self.folder = folder
         self._journal = folder.with_suffix(".json")
         self.state = _read(self._journal)
@@ -79,7 +113,6 @@ class Slot:
 
     @property
     def contents(self) -> SlotContents:
-        """What `slot_choice.py` needs to know of it."""
         return SlotContents(base=self.base, servable=self.version)
 
     def holds(self, target: VersionManifest) -> bool:
@@ -143,7 +176,6 @@ class Slot:
         self._digests = None if other._digests is None else [*other._digests]
 
     def remove(self) -> None:
-        """Remove the folder and its journal."""
         self._journal.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.state, self._digests = SlotState(holds=None), None

@@ -18,7 +18,6 @@ class PublishedVersions:
     """Versions and their manifests, in the order they were published. For one event loop."""
 
     def __init__(self) -> None:
-        """Start without versions."""
         self._manifests: dict[PolicyVersion, BlobRef] = {}
         self._named: set[PolicyVersion] = set()  # those of them whose manifest the head named
         self._announced: dict[PolicyVersion, BlobRef] = {}  # beyond the head
@@ -31,7 +30,6 @@ class PublishedVersions:
         return version in self._manifests
 
     def __len__(self) -> int:
-        """Return the number of versions."""
         return len(self._manifests)
 
     def manifest(self, version: PolicyVersion) -> BlobRef:

@@ -8,8 +8,8 @@ Three classes know of loaded adapters, each for a different question and as long
 | question                                                            | owner                           | exists as long as          |
 |---------------------------------------------------------------------|---------------------------------|----------------------------|
 | Which versions may a request name? Which adapters can be unloaded?  | `ServableVersions`              | the worker                 |
-| Which folders is an engine given again after a restart?             | `engines/served_version.py`     | the engine, over restarts  |
-| What did this server confirm, on which base, for which requests?    | `engines/adapter_table.py`      | one server process         |
+| Which folders is an engine given again after a restart?             | `engines/engine.py`     | the engine, over restarts  |
+| What did this server confirm, on which base, for which requests?    | `engines/adapter_loader.py`      | one server process         |
 
 Requests are counted here to find adapters that can be unloaded, over all engines and before a request is sent. The
 adapter table counts the requests that one server computes, because a server must finish them before its model changes.
@@ -50,7 +50,6 @@ class ServableVersions:
 
     @property
     def adapters(self) -> Set[PolicyVersion]:
-        """The adapters that a request may name."""
         return frozenset(self._adapters)
 
     @property
@@ -137,7 +136,6 @@ class VersionSampler:
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
         adapter = self.servable.adapter_of(self.pin)
         with self.servable.using(adapter):
             return await (self.place or self.engine.client).generate(prompts, sampling, n, adapter, seeds)

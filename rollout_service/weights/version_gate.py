@@ -1,6 +1,6 @@
 """Admit ordinary generation and weight swaps while evaluations pin exact versions.
 
-Ordinary generation accepts any version that is served; `update_mode.py` defines what happens to it during a swap. A *pin*
+Ordinary generation accepts any version that is served; `engine_client.py` defines what happens to it during a swap. A *pin*
 holds one version while an evaluation samples with it: swaps wait. Ordinary generation waits too while the pinned version is
 older than the newest, since its samples would be stale at once.
 """
@@ -22,7 +22,6 @@ class VersionGate:
     """For one event loop; state changes without awaiting, so a cancelled waiter changes nothing."""
 
     def __init__(self, linger_s: float = LINGER_S) -> None:
-        """Start without pins."""
         self._linger_s = linger_s
         self._pin: PolicyVersion | None = None
         self._num_pinned = 0

@@ -15,7 +15,7 @@ from penstock.protocol.facts import WeightsApplied
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.update_mode import UpdateMode, mode_of
+from penstock.rollout_service.engines.engine_client import UpdateMode, mode_of
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, WeightsNotApplied, WeightsUnusable
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion

@@ -50,13 +50,9 @@ class BadTests(BaseException):
 class Answers(Protocol):
     """What answers the tests' calls."""
 
-    def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Return the result of a call."""
-        ...
+    def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any: ...
 
-    def attribute(self, handle: int, name: str) -> Any:
-        """Return an attribute of an object of the program."""
-        ...
+    def attribute(self, handle: int, name: str) -> Any: ...
 
     def look_up(self, name: str) -> Any:
         """Return a name of the program: a plain value, an exception class, or a proxy."""
@@ -86,7 +82,6 @@ class Program:
         return value
 
     def attribute(self, handle: int, name: str) -> Any:
-        """Return an attribute of an object that the program keeps."""
         return self._value(self._exchange({"handle": handle, "attribute": name}))
 
     def look_up(self, name: str) -> Any:
@@ -178,7 +173,6 @@ class Stub:
         return None if self._kind == "none" else self._object()
 
     def attribute(self, handle: int, name: str) -> Any:
-        """Return another object."""
         return self._object()
 
     def look_up(self, name: str) -> Any:

@@ -26,8 +26,6 @@ class Skipped(Exception):
 
 
 class Mark:
-    """A mark on a test: its name and its arguments."""
-
     def __init__(self, name: str, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> None:
         self.name, self.args, self.kwargs = name, arguments, dict(named or {})
 
@@ -165,7 +163,6 @@ class approx:  # noqa: N801 pytest's name
 
 
 def fail(reason: str = "", **_: Any) -> None:
-    """Fail the test."""
     raise Failed(reason)
 
 

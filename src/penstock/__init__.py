@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from penstock.protocol.errors import PenstockError as PenstockError
     from penstock.protocol.extensions import Extension as Extension
     from penstock.protocol.extensions import Registry as Registry
-    from penstock.protocol.facts import Sampling as Sampling
-    from penstock.protocol.facts import Task as Task
+    from penstock.protocol.groups import Sampling as Sampling
+    from penstock.protocol.groups import Task as Task
     from penstock.protocol.trajectory import Trajectory as Trajectory
     from penstock.rollout_service.engines.completion import Completion as Completion
     from penstock.rollout_service.engines.completion import EngineChecksum as EngineChecksum
@@ -112,12 +112,12 @@ _MODULES = {
     "Run": "penstock.client.run",
     "RunFailed": "penstock.client.errors",
     "Sampler": "penstock.rollout_service.environments.environment",
-    "Sampling": "penstock.protocol.facts",
+    "Sampling": "penstock.protocol.groups",
     "Sequences": "penstock.trainer.algorithm.losses.interface",
     "ServerLaunch": "penstock.rollout_service.engines.engine_kind",
     "ServerReport": "penstock.rollout_service.engines.engine_client",
     "StdNormalisation": "penstock.trainer.algorithm.estimators.interface",
-    "Task": "penstock.protocol.facts",
+    "Task": "penstock.protocol.groups",
     "Tokens": "penstock.trainer.algorithm.losses.interface",
     "Tool": "penstock.agents.environments.tools.tool",
     "ToolArguments": "penstock.agents.environments.tools.tool",

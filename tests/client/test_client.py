@@ -63,7 +63,6 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
 def test_fine_tuning_refuses_what_it_does_not_read(
     client: penstock.Client, tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
-    """As `penstock sft` does; nothing is written."""
     with pytest.raises(ConfigError, match=message):
         client.sft(model="quickstart", data=ROWS, **more)
     assert not (tmp_path / "runs").exists()
@@ -162,7 +161,6 @@ class Scripted:
 
 
 def test_a_wait_ends_with_the_run_with_its_failure_or_at_the_timeout() -> None:
-    """Each of the three is told apart; a timeout does not stop the run."""
     assert Run(Scripted()).wait().state == "finished"
     assert Run(Scripted(end="stopped")).wait(1.0).state == "stopped"
     with pytest.raises(RunFailed, match="exit code 1"):
@@ -191,7 +189,7 @@ async def test_coroutines_do_what_the_methods_do() -> None:
     run = penstock.AsyncRun(Run(backend))
     assert [event.kind async for event in run.events()] == ["step", "state"]
     assert (await run.metrics())["loss"].tolist() == [0.5]
-    assert await (await run.wait(20.0)).state() == "finished"
+    assert await (await run.wait(60.0)).state() == "finished"
     assert backend.waits == 3
     await run.stop()
     await run.close()
@@ -206,7 +204,6 @@ async def test_coroutines_do_what_the_methods_do() -> None:
 
 
 async def test_an_asynchronous_wait_can_be_cancelled_and_times_out() -> None:
-    """Neither ends the run."""
     backend = Scripted(over_after=10**9)
     run = penstock.AsyncRun(Run(backend))
     with pytest.raises(TimeoutError, match=r"not over after 0\.05 s"):
@@ -217,10 +214,3 @@ async def test_an_asynchronous_wait_can_be_cancelled_and_times_out() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert backend.called == []
-
-
-async def test_coroutines_raise_the_errors_of_the_methods(tmp_path: Path) -> None:
-    """A wrong setting is a ConfigError of `AsyncClient.train` too."""
-    async with penstock.AsyncClient(runs=tmp_path / "runs") as client:
-        with pytest.raises(ConfigError, match=r"did you mean trainer\.lr"):
-            await client.train(model="quickstart", data=ROWS, reward="exact_match", trainer={"lrr": 1})

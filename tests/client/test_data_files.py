@@ -67,7 +67,6 @@ def test_rows_become_json_lines_named_by_their_digest(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_row_is_refused_with_its_number(tmp_path: Path, data: Any, message: str) -> None:
-    """No file is left, not even a part of one."""
     with pytest.raises(ConfigError, match=message):
         data_files.write_rows(data, tmp_path, "train")
     assert list(tmp_path.iterdir()) == []

@@ -16,30 +16,37 @@ from penstock.client.errors import RunFailed
 from penstock.client.fine_tuning import FineTuning
 from penstock.client.local_training import LocalTraining
 from penstock.client.processes import LocalProcess
+from penstock.console.cli.main import app
+from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation.results import EvaluationResult
-from penstock.deploy.evaluation.evaluate import _parser
 from penstock.protocol.errors import ConfigError, PenstockError
 
 ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]
+
+
+def parse(words: list[str]) -> tuple[str, tuple[str, ...], EvalOptions]:
+    """Target, settings and options as `penstock eval` reads them."""
+    _, bound, _ = app.parse_args(["eval", *words])
+    return bound.args[0], bound.args[1:], bound.kwargs["options"]
 
 
 def test_the_arguments_are_those_of_the_verb(tmp_path: Path) -> None:
     """Every argument reaches the parser of `penstock eval` under its name; settings are overrides."""
     options = {"samples": 4, "reward": "my_reward.py", "temperature": 0.5, "max_tokens": None, "workers": 2}
     words = evaluation.arguments("demo@best", ["a.jsonl", "b.jsonl"], tmp_path, options, {"eval": {"num_prompts": 3}})
-    parsed, rest = _parser().parse_known_args(words)
-    assert parsed.target == "demo@best"
-    assert parsed.data == [Path("a.jsonl"), Path("b.jsonl")]
+    target, rest, parsed = parse(words)
+    assert target == "demo@best"
+    assert parsed.data == (Path("a.jsonl"), Path("b.jsonl"))
     assert (parsed.samples, parsed.temperature, parsed.max_tokens, parsed.workers) == (4, 0.5, None, 2)
-    assert parsed.serve == [Path("my_reward.py").absolute()]
+    assert parsed.serve == (Path("my_reward.py").absolute(),)
     assert parsed.reward is None
     assert parsed.json
-    assert rest == [f"run.dir={tmp_path}", "eval.num_prompts=3"]
+    assert rest == (f"run.dir={tmp_path}", "eval.num_prompts=3")
 
 
 def test_a_reward_by_name_is_asked_for_by_name(tmp_path: Path) -> None:
     words = evaluation.arguments("m", ["a.jsonl"], tmp_path, {"reward": "math"}, {})
-    assert _parser().parse_known_args(words)[0].reward == "math"
+    assert parse(words)[2].reward == "math"
 
 
 def test_what_a_version_is_of(tmp_path: Path) -> None:
@@ -58,7 +65,6 @@ def test_what_a_version_is_of(tmp_path: Path) -> None:
 
 
 def test_functions_and_consoles_are_refused(tmp_path: Path) -> None:
-    """Before anything starts."""
     with (
         penstock.Client(runs=tmp_path / "runs") as client,
         pytest.raises(ConfigError, match="write the function into a file, and pass its path"),
@@ -72,7 +78,6 @@ def test_functions_and_consoles_are_refused(tmp_path: Path) -> None:
 def test_the_result_of_the_verb_is_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, failed: int
 ) -> None:
-    """Also when prompts failed: the result counts them."""
     result: dict[str, Any] = {"evaluation_id": "v1-a", "model": "m", "k": 1, "sources": []}
     result["sources"] = [{"source": "all", "prompts": 1, "complete": 1 - failed, "failed": failed}]
     _print(monkeypatch, ["logs in …", json.dumps(result), "1 prompt failed"], code)

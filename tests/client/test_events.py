@@ -64,6 +64,5 @@ def test_a_run_that_ends_before_its_streams_exist_has_no_events(run_id: str, fol
 
 
 def test_steps_of_a_folder_are_events(tmp_path: Path) -> None:
-    """A torn line is left out."""
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "at": 2.5, "step": 1}\n{"kind": "st')
     assert list(events.recorded(tmp_path)) == [Event("step", "trainer", 2.5, {"step": 1})]

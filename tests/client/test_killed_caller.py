@@ -49,7 +49,7 @@ def test_a_run_whose_python_is_killed_writes_a_checkpoint_and_leaves_no_process(
     [newest] = sorted((folder / "checkpoints").glob("step*[0-9]"))[-1:]
     assert int(newest.name.removeprefix("step")) == reached
     command = [sys.executable, "-P", "-m", "penstock", "audit", "killed", "--json", f"run.dir={tmp_path}"]
-    audited = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    audited = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert json.loads(audited.stdout.splitlines()[-1])["closes"], audited.stdout
 
     with penstock.Client(runs=tmp_path) as client:

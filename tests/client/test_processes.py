@@ -48,10 +48,10 @@ def test_a_process_ends_with_the_python_that_started_it(tmp_path: Path, how: str
         pid = int(caller.stdout.readline())
         if how == "killed":
             caller.kill()
-        caller.wait(30.0)
+        caller.wait(60.0)
         if how == "exits":
             assert has_ended(pid)
-    wait_for(lambda: has_ended(pid), f"the end of process {pid}", 20.0)
+    wait_for(lambda: has_ended(pid), f"the end of process {pid}")
 
 
 def start(tmp_path: Path, code: str) -> LocalProcess:
@@ -63,7 +63,7 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     """The error has the exit code and the last lines of this process, not those of an earlier one."""
     (tmp_path / "log").write_text("an earlier session\n")
     process = start(tmp_path, "import sys; sys.exit('no such model')")
-    assert process.wait(20.0)
+    assert process.wait(60.0)
     assert process.state == "failed"
     text = str(process.failure("run x"))
     assert text.startswith("run x ended with exit code 1;")

@@ -77,7 +77,7 @@ def start_console(tmp_path: Path, nats_settings: NatsSettings) -> Iterator[Calla
         def end() -> None:
             thread.loop.call_soon_threadsafe(context.closing.set)
             thread.loop.call_soon_threadsafe(done.set)
-            serving.result(20.0)
+            serving.result(60.0)
             bound.close()
             thread.stop()
 

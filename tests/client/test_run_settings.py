@@ -33,19 +33,16 @@ def test_nested_and_dotted_names_are_the_same_setting() -> None:
     ],
 )
 def test_what_no_run_file_can_have_is_refused(settings: dict[Any, Any], message: str) -> None:
-    """The error names the key."""
     with pytest.raises(ConfigError, match=message):
         run_settings.flat(settings)
 
 
 def test_an_argument_and_a_setting_of_one_key_are_refused() -> None:
-    """Neither wins silently."""
     with pytest.raises(ConfigError, match=r"model.path is given twice"):
         run_settings.merged(run_settings.section("model", "a", "path"), run_settings.flat({"model": {"path": "b"}}))
 
 
 def test_a_section_may_stand_for_the_value_of_its_main_key() -> None:
-    """A text is the main key; a dictionary is the section."""
     assert run_settings.section("algorithm", "grpo", "name") == {("algorithm", "name"): "grpo"}
     given = {"name": "grpo", "clip_low": 0.1}
     assert run_settings.section("algorithm", given, "name") == run_settings.flat({"algorithm": given})

@@ -40,7 +40,7 @@ def serve() -> Iterator[Serve]:
         def post(*completions: str, **more: Any) -> list[Any]:
             group = {"group_id": "g1", "prompt": "p", "completions": list(completions), "ground_truth": "4", **more}
             body = {"request_id": "r1", "reward": "x", "groups": [group]}
-            answer = httpx.post(url, json=body, timeout=20.0, trust_env=False)
+            answer = httpx.post(url, json=body, timeout=60, trust_env=False)
             assert answer.status_code == 200, answer.text
             return answer.json()["results"][0]["scores"]
 
@@ -115,7 +115,7 @@ def test_calls_of_a_function_do_not_overlap(serve: Serve) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(60.0)
     assert running == [0, 1]
 
 
@@ -156,6 +156,5 @@ def test_the_version_follows_the_source() -> None:
 
 
 def test_names_are_those_that_a_reward_may_have() -> None:
-    """A lambda has none of its own."""
     assert reward_name(lambda completions: []) == "reward"
     assert reward_name(functools.partial(f)) == "f"

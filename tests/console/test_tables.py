@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from penstock.console.tables import console
+from penstock.console.terminal import console
 
 
 def test_no_cell_is_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
-from penstock.console.printable import printable
 from penstock.console.report import curves, learning, report
+from penstock.console.terminal import printable
 from penstock.console.tools.dead_letters import DeadLetters, print_list
 from penstock.console.tools.removal import running_services
 from penstock.console.tools.resending import RunProgress, refusal
@@ -76,8 +76,6 @@ def connection(nats_settings: NatsSettings, s3: S3Settings) -> list[str]:
 
 
 def publish_bytes(settings: NatsSettings, messages: list[tuple[str, bytes]]) -> None:
-    """Publish bytes that no service of ours would."""
-
     async def run() -> None:
         client = await nats.connect(settings.url, user=settings.user, password=settings.secret())
         for subject, data in messages:

@@ -52,7 +52,6 @@ def engine(running_engine: EngineUnderTest) -> EngineUnderTest:
 
 @pytest.fixture
 def engine_url(engine: EngineUnderTest) -> str:
-    """Where the engine is."""
     return engine.url
 
 

@@ -49,13 +49,11 @@ class EngineUnderTest:
         return self.post("/generate", body, expect=expect)
 
     def update(self, folder: Path, version: str, *, expect: int = 200, **fields: Any) -> Any:
-        """Load the weights of a folder under a version label."""
         body = {"model_path": str(folder), "weight_version": version, "load_format": "auto", **fields}
         return self.post("/update_weights_from_disk", body, expect=expect)
 
     @property
     def version(self) -> str:
-        """The version label it serves now."""
         return self.get("/model_info")["weight_version"]
 
     @contextlib.contextmanager
@@ -79,10 +77,7 @@ class EngineUnderTest:
 
 
 class Stream:
-    """The cumulative chunks of one streamed generation."""
-
     def __init__(self, lines: Iterator[str]) -> None:
-        """Read from an event stream's lines."""
         self._lines = lines
 
     def wait_for_tokens(self, num_tokens: int) -> None:

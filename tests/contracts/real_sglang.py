@@ -15,7 +15,7 @@ from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.engines.sglang.kind import sglang_command, sglang_environ
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 
 T = TypeVar("T")
@@ -45,20 +45,15 @@ def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:
 
 
 class Loop:
-    """An event loop in a separate thread."""
-
     def __init__(self) -> None:
-        """Start it."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], deadline_s: float = START_S) -> T:
-        """Run a coroutine there to its end."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(deadline_s)
 
     def close(self) -> None:
-        """End it."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

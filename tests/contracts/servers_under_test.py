@@ -50,14 +50,11 @@ _SIMULATION = {
 
 @dataclass(frozen=True)
 class ServerUnderTest:
-    """A running server of one kind."""
-
     kind: str  # one of KINDS
     url: str
     model: Path  # its first weights
 
     def connect(self) -> EngineClient:
-        """Return a client, made as the worker makes it."""
         kind = ENGINES.find(_CLIENTS[self.kind]).value
         return kind.connect(self.url, api_key="", request_deadline_s=DEADLINE_S)
 

@@ -13,10 +13,9 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.detokenizer import Detokenizer
-from penstock.rollout_service.engines.engine_client import EngineClient, able_to_abandon
+from penstock.rollout_service.engines.completion_sampler import Detokenizer
+from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode, able_to_abandon
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineRefused, TaskRefused, WeightsNotApplied
 from tests.contracts.engine_under_test import DEADLINE_S
 from tests.contracts.servers_under_test import KINDS, ServerUnderTest, running_server
@@ -39,7 +38,6 @@ SPAN_SLACK = 2  # tokens: SGLang may attribute the running step, when it stops i
 
 @pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerUnderTest]:
-    """One server of each kind for all tests."""
     with running_server(request.param, tmp_path_factory.mktemp(request.param)) as running:
         yield running
 
@@ -52,7 +50,6 @@ def dense(server: ServerUnderTest) -> Dense:
 
 @pytest.fixture
 def a_model(server: ServerUnderTest) -> None:
-    """Skip a test of what a model computes where none does."""
     if not server.computes:
         pytest.skip("the simulated engine's tokens are of no model; what it does with requests is tested")
 
@@ -114,7 +111,6 @@ async def test_logprobs_are_those_of_the_sampled_distribution(
 
 @pytest.mark.usefixtures("a_model")
 async def test_a_stop_token_ends_a_completion_and_is_part_of_it(client: EngineClient, dense: Dense) -> None:
-    """It is the last token, has a log-probability, and is not part of the text."""
     greedy = dense.greedy(PROMPTS[0], 8)
     stop = greedy[5]
     sampling = Sampling(max_new_tokens=20, temperature=0.0, stop_token_ids=(stop,))
@@ -142,7 +138,6 @@ async def test_a_stop_string_ends_a_completion_and_is_part_of_it(client: EngineC
 
 
 async def test_every_sample_ends_at_the_first_stop_string(client: EngineClient, dense: Dense) -> None:
-    """Also at the last token that it may have; without one it ends as it would without stop strings."""
     text = Detokenizer(dense.folder)
     for most in (1, 60):
         groups = await client.generate(PROMPTS, Sampling(max_new_tokens=most, stop=("e", "a", "t")), NUM_SAMPLES)
@@ -180,7 +175,6 @@ async def test_an_update_switches_to_the_new_weights(
 
 
 async def test_the_checksum_follows_the_weights(client: EngineClient, server: ServerUnderTest, tmp_path: Path) -> None:
-    """Equal weights have equal checksums under any version; other weights have another one of the same layout."""
     first = await client.weights_checksum()
     await client.load_weights(write_changed_copy(server.model, tmp_path / "v1", seed=1), V1)
     other = await client.weights_checksum()
@@ -346,7 +340,6 @@ async def test_adapters_are_served_next_to_the_weights(
 
 
 async def test_metrics_have_the_workers_names(client: EngineClient) -> None:
-    """Running and waiting sequences, and the tokens so far."""
     await client.generate(PROMPTS[:1], GREEDY, 1)
     metrics = await client.metrics()
     assert {"engine_running", "engine_queued", "engine_generated_tokens", "engine_prompt_tokens"} <= set(metrics)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from penstock.rollout_service.teachers.interface import Question
 from penstock.rollout_service.teachers.sglang import SglangTeacher
-from penstock.rollout_service.teachers.teacher import Teacher, vocabulary_probe
+from penstock.rollout_service.teachers.teacher import Question, Teacher, vocabulary_probe
 from tests.contracts.engine_under_test import DEADLINE_S, EngineUnderTest
 from tests.contracts.tiny_model import Dense
 

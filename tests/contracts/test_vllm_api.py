@@ -31,7 +31,6 @@ TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), 
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeVllm]:
-    """A fake vLLM with an embedded engine behind it."""
     scratch = tmp_path_factory.mktemp("fake")
     build_model(scratch / "model")
     with (
@@ -43,7 +42,6 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeVllm]:
 
 @pytest.fixture
 async def client(fake: FakeVllm) -> AsyncIterator[VllmClient]:
-    """A client of it."""
     client = VllmClient(fake.url, request_deadline_s=30)
     yield client
     await client.close()
@@ -118,14 +116,12 @@ def check_reply(reply: dict[str, Any]) -> None:
 async def test_a_server_started_against_the_contract_is_refused(
     fake: FakeVllm, client: VllmClient, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, words: str
 ) -> None:
-    """The report names the flag."""
     monkeypatch.setattr(fake, attribute, value)
     [objection] = (await client.inspect()).objections
     assert words in objection
 
 
 async def test_a_refused_server_ends_the_worker(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any weights are loaded."""
     monkeypatch.setattr(fake, "logprobs_mode", "raw_logprobs")
     engine = AttachedEngine(VllmClient(fake.url), start_deadline_s=10)
     with pytest.raises(EngineMisconfigured, match="processed_logprobs"):
@@ -166,7 +162,6 @@ def test_a_choice_that_contradicts_itself_is_refused(words: str, change: dict[st
 
 
 def test_an_abort_is_a_part_only_during_an_update_of_this_worker() -> None:
-    """Otherwise the pack is tried again."""
     choice = good_choice() | {"finish_reason": "abort"}
     [part] = read_completions({"choices": [choice]}, [4], interrupted=True)
     assert part.finish_reason == "abort"
@@ -175,6 +170,5 @@ def test_an_abort_is_a_part_only_during_an_update_of_this_worker() -> None:
 
 
 def test_a_missing_choice_is_refused() -> None:
-    """A reply has one choice for each sample."""
     with pytest.raises(ReplyRefused, match="expected 2 choices, got 1 choices"):
         read_completions({"choices": [good_choice()]}, [4, 4], interrupted=False)

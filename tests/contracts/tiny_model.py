@@ -111,12 +111,10 @@ def write_changed_copy(source: Path, target: Path, *, seed: int, scale: float = 
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a one-file model folder."""
     return load_file(folder / "model.safetensors")
 
 
 def write_tensors(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write ``tensors`` with the configuration and tokenizer of ``source``."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja"):
@@ -129,7 +127,6 @@ class Dense:
     """The dense forward of a model folder by transformers, in float32: the judge of tokens and logprobs."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the folder."""
         self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -140,7 +137,6 @@ class Dense:
         return (logits / temperature).log_softmax(-1)
 
     def of_completion(self, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
-        """Return the logprob of each completion token given all before it."""
         table = self.logprobs(prompt + completion, temperature)
         start = len(prompt) - 1
         return [table[start + index, token].item() for index, token in enumerate(completion)]
@@ -233,14 +229,12 @@ class Adapter:
         return replace(self, tensors={name: tensor.bfloat16() for name, tensor in self.tensors.items()})
 
     def write(self) -> Adapter:
-        """Write the folder."""
         self.folder.mkdir(parents=True)
         (self.folder / "adapter_config.json").write_text(json.dumps(self.config))
         save_file(self.tensors, self.folder / "adapter_model.safetensors", metadata={"format": "pt"})
         return self
 
     def merged_into(self, model: Path, target: Path) -> Path:
-        """Write the model that it is together with the one in ``model``."""
         tensors = read_tensors(model)
         for layer in {name.rpartition(".lora_")[0] for name in self.tensors}:
             down, up = (self.tensors[f"{layer}.lora_{part}.weight"].float() for part in "AB")

@@ -96,7 +96,6 @@ def model(name: str, module: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the description."""
     described = {
         "version": vllm.__version__.partition("+")[0],
         "routes": routes(),

@@ -129,7 +129,6 @@ class Attempt:
 
 
 def attempts(role: str) -> list[Attempt]:
-    """Return all attempts with the credentials of a role; every one must fail."""
     return [*_on_nats(role), *(_on_s3(role) if role in S3_USERS else ())]
 
 

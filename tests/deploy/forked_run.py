@@ -17,8 +17,6 @@ _PRELOADED = {"penstock.reward_service": ("penstock.reward_service.service",), "
 
 
 class ForkedService(Child):
-    """A service of this module; it does not end with this process."""
-
     def _popen(self) -> Any:
         module, *arguments = self.command[self.command.index("-m") + 1 :]
         self._log_start = self.log.stat().st_size if self.log.exists() else 0

@@ -60,7 +60,6 @@ class NatsRoles:
         self._buses: dict[str, Bus] = {}
 
     def settings(self, role: str) -> NatsSettings:
-        """How a service of the role connects."""
         return NatsSettings(url=self.url, user=role, password_file=self.secrets / f"nats_{role}", ca_file=self._ca_file)
 
     @property
@@ -119,7 +118,6 @@ class NatsRoles:
         return [line for line in self.log.read_text().splitlines() if "violation" in line.lower()]
 
     def close(self) -> None:
-        """Close all connections and stop the server."""
         for bus in self._buses.values():
             bus.close()
         self.server.stop()

@@ -8,7 +8,7 @@ import pytest
 from tests.groups import make_task_issued
 from tests.servers import secret_file, wait_for
 
-from penstock.deploy import bootstrap as command
+from penstock.console.cli.main import run
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams, subjects
@@ -32,7 +32,6 @@ def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id
 
 
 def test_limits_can_be_changed_later(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Other limits update the streams in place and keep their messages."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
     bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=2, ack_wait_s=5.0))
@@ -95,14 +94,13 @@ def test_the_command_creates_and_deletes(
     s3_settings: S3Settings,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command line does both, and deletes only after a confirmation or with ``--yes``."""
     where = arguments(nats_settings, s3_settings)
-    assert command.main(["--run", run_id, *where]) == 0
+    assert run(["bootstrap", "--run", run_id, *where]) == 0
     assert f"run {run_id} is ready" in capsys.readouterr().out
-    assert command.main(["--run", run_id, "--delete", *where]) == 1
+    assert run(["bootstrap", "--run", run_id, "--delete", *where]) == 1
     assert "nothing was deleted" in capsys.readouterr().err
     assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 0
-    assert command.main(["--run", run_id, "--delete", "--yes", *where]) == 0
+    assert run(["bootstrap", "--run", run_id, "--delete", "--yes", *where]) == 0
     assert f"streams of run {run_id} were deleted" in capsys.readouterr().out
 
 
@@ -116,7 +114,7 @@ def test_the_command_reports_errors_in_one_line(
         (["--run", "A.B", *where], "run id 'A.B'"),
         (["--run", run_id, *where, f"nats.password_file={secret_file('wrong')}"], "refused user penstock"),
     ):
-        assert command.main(extra) == 1
+        assert run(["bootstrap", *extra]) == 1
         assert text in capsys.readouterr().err
 
 
@@ -147,9 +145,9 @@ def test_the_command_takes_the_run_from_its_run_file(
 ) -> None:
     """`penstock bootstrap run.toml` needs no other name; without any name nothing is created."""
     where = arguments(nats_settings, s3_settings)
-    assert command.main(where) == 1
+    assert run(["bootstrap", *where]) == 1
     assert "no run was named; give its run file, or run.id=NAME" in capsys.readouterr().err
     (tmp_path / "run.toml").write_text(f'run.id = "{run_id}"\n')
-    assert command.main([str(tmp_path / "run.toml"), *where]) == 0
+    assert run(["bootstrap", str(tmp_path / "run.toml"), *where]) == 0
     assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 0
     delete_run(bus, run_id)

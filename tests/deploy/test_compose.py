@@ -21,8 +21,9 @@ from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.health import HealthSettings
 from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.s3_users import access_key
+from penstock.protocol.command_line import application
 from penstock.protocol.config.run_file import load
-from penstock.reward_model.__main__ import _parser as reward_model_options
+from penstock.reward_model.commands import serve_model
 from penstock.reward_service.endpoints.access import Access, Role, read_tokens
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
@@ -49,7 +50,6 @@ def tool(name: str) -> str:
 
 
 def filled_in(value: object) -> str:
-    """The value with every ${VARIABLE:-default} at its default."""
     return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", str(value))
 
 
@@ -57,7 +57,6 @@ def filled_in(value: object) -> str:
 
 
 def test_the_compose_file_fits_the_schema() -> None:
-    """The compose specification's own schema accepts the file."""
     done = subprocess.run(
         [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)],
         capture_output=True,
@@ -69,14 +68,12 @@ def test_the_compose_file_fits_the_schema() -> None:
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
 def test_dockerfiles_pass_the_linter(path: Path) -> None:
-    """hadolint, with its shell checks, reports nothing."""
     done = subprocess.run([tool("hadolint"), str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
 def test_dockerfiles_copy_what_exists_and_start_what_can_be_imported(path: Path) -> None:
-    """Every copied path is in the repository and not ignored, and every module that is started exists."""
     text = path.read_text()
     not_ignored = re.findall(r"^!(.+)$", (DEPLOY.parent / ".dockerignore").read_text(), re.MULTILINE)
     for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
@@ -90,7 +87,6 @@ def test_dockerfiles_copy_what_exists_and_start_what_can_be_imported(path: Path)
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_has_a_health_check_and_an_init(name: str) -> None:
-    """Every service but the one that exits has a health check, and an init process reaps children."""
     service = SERVICES[name]
     assert service["init"] is True
     if name == "bootstrap":
@@ -125,7 +121,6 @@ def test_containers_can_write_volumes_and_tmp_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_container_has_a_limit_of_memory(name: str) -> None:
-    """One that leaks is ended and started again; it does not take the others with it."""
     assert re.fullmatch(r"\d+g", filled_in(SERVICES[name]["mem_limit"]))
 
 
@@ -155,7 +150,6 @@ def test_workers_can_be_scaled(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_image_is_pinned(name: str) -> None:
-    """No image is used without a version, or as latest."""
     image = filled_in(SERVICES[name]["image"])
     tag = image.rpartition("/")[2].partition(":")[2]
     assert tag, f"{image} has no tag"
@@ -164,7 +158,6 @@ def test_every_image_is_pinned(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
 def test_every_base_image_is_pinned(path: Path) -> None:
-    """Base images have a version too, directly or as the default of their argument."""
     text = path.read_text()
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
     stages = set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
@@ -176,17 +169,19 @@ def test_every_base_image_is_pinned(path: Path) -> None:
 def test_the_reward_model_is_started_with_options_that_it_takes() -> None:
     """Its command line parses; it registers at the reward service, with the URL that service reaches it by."""
     module, *arguments = (filled_in(word) for word in SERVICES["reward-model"]["command"])
-    options = reward_model_options().parse_args(arguments)
+    app = application()
+    app.default(serve_model)
+    given = app.parse_args(arguments)[1].arguments
+    options = given["options"]
     assert module == "penstock.reward_model"
-    assert str(options.path) == SERVICES["reward-model"]["volumes"][0].split(":")[-2]
+    assert str(given["path"]) == SERVICES["reward-model"]["volumes"][0].split(":")[-2]
     assert urlsplit(options.register).netloc == "reward:" + SERVICES["reward"]["environment"][PORT]
     assert urlsplit(options.url).netloc == f"reward-model:{options.port}"
     assert f":{options.port}/" in SERVICES["reward-model"]["healthcheck"]["test"][-1]
-    assert Path(options.token_file).name in SERVICES["reward-model"]["secrets"]
+    assert options.token_file.name in SERVICES["reward-model"]["secrets"]
 
 
 def test_the_s3_image_is_one_variable() -> None:
-    """Another S3 server needs one environment variable."""
     assert SERVICES["s3"]["image"].startswith("${PENSTOCK_S3_IMAGE:-")
 
 
@@ -206,7 +201,6 @@ def test_every_setting_in_the_environment_exists(name: str, settings_class: type
 
 @pytest.mark.parametrize("name", [name for name in OURS if name != "bootstrap"])
 def test_every_service_with_settings_of_the_run_reads_its_run_file(name: str) -> None:
-    """The run file is mounted where the command names it, and is the same file for all services."""
     words = SERVICES[name].get("command")
     if words is None:
         dockerfile = DEPLOY.parent / SERVICES[name]["build"]["dockerfile"]
@@ -278,7 +272,6 @@ def test_nothing_between_containers_is_in_clear_text() -> None:
 
 
 def test_services_depend_on_services_that_can_be_healthy() -> None:
-    """A service waits for the health only of services with a health check, of its own profiles."""
     for service in SERVICES.values():
         for other, how in service.get("depends_on", {}).items():
             assert set(SERVICES[other].get("profiles", [])) <= set(service.get("profiles", []))
@@ -353,7 +346,6 @@ def test_the_reward_service_knows_hashes_of_tokens_only(tmp_path: Path) -> None:
 
 
 def test_health_settings_come_from_the_environment() -> None:
-    """The health check reads the variables the service reads."""
     for name in ("rollout-gpu", "trainer-gpu", "trainer-cpu"):
         environment = {k: filled_in(v) for k, v in SERVICES[name]["environment"].items() if k.startswith("PENSTOCK_")}
         assert load(HealthSettings, environ=environment).settings.nats.url == "tls://nats:4222"

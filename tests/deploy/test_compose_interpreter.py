@@ -72,7 +72,6 @@ def test_what_is_not_carried_out_is_an_error(old: str, new: str, message: str) -
 
 
 def test_variables_are_filled_in_as_compose_does() -> None:
-    """A default for what is unset or, with a colon, empty."""
     text = "services: {a: {image: x, command: ['${A:-1}', '${A-2}', '$A', '$$A', '${B:-3}']}}"
     assert interpret(text, {"A": ""}, [], {})["a"].command == ("1", "", "", "$A", "3")
     assert interpret(text, {}, [], {})["a"].command == ("1", "2", "", "$A", "3")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.config_import.__main__ import main
+from penstock.console.cli.main import run
+from penstock.deploy.config_import.found import read_yaml
 from penstock.deploy.config_import.read_shell import read_shell
-from penstock.deploy.config_import.read_tree import read_yaml
 from penstock.deploy.config_show import load_all
 from penstock.protocol.errors import ConfigError
 
@@ -75,7 +75,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
 
 def imported(file: Path, to: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     """Import a file; return the exit code and the report."""
-    code = main([str(file), "--to", str(to), "--json", *flags])
+    code = run(["config", "import", str(file), "--to", str(to), "--json", *flags])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -111,7 +111,6 @@ def documented() -> dict[str, tuple[str, str, str]]:
 def test_the_documented_run_files_are_what_an_import_writes(
     system: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both files of a system in docs/coming_from.md describe the same run."""
     form, theirs, ours = documented()[system]
     file = tmp_path / {"bash": "a.sh", "json": "a.json", "yaml": "a.yaml"}[form]
     file.write_text(theirs)
@@ -159,7 +158,6 @@ def test_what_a_silent_file_means_there_is_said_and_in_comments(
 def test_a_reward_function_is_named_by_file_and_called_with_its_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a definition where it has arguments; in a folder too."""
     file, to = tmp_path / "run.yaml", tmp_path / "run.toml"
     named = "actor_rollout_ref: {model: {path: m}}\ncustom_reward_function: {path: my/tilt.py, name: score}\n"
     file.write_text(named)
@@ -192,7 +190,6 @@ def test_arguments_of_a_reward_function_without_its_file_need_a_decision(
 
 
 def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with what became of it; none is dropped in silence."""
     file = tmp_path / "job.json"
     file.write_text(
         json.dumps({"num_generations": 8, "top_p": 0.9, "beta": 0.0, "tf32": None, "hub_token": "s3cret", "odd": 1})
@@ -211,12 +208,12 @@ def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_text_of_the_report_leads_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Decisions first, then the rest, then the next commands; passwords in URLs are masked."""
-    assert main([str(FILES / "agentrl.sh"), "--to", str(tmp_path / "a.toml")]) == 0
+    assert run(["config", "import", str(FILES / "agentrl.sh"), "--to", str(tmp_path / "a.toml")]) == 0
     text = capsys.readouterr().out
     assert "translated (" in text
     assert "pwd" not in text
     assert f"penstock train {tmp_path / 'a.toml'}" in text
-    assert main([str(FILES / "verl_sft.sh"), "--to", str(tmp_path / "b.toml")]) == 1
+    assert run(["config", "import", str(FILES / "verl_sft.sh"), "--to", str(tmp_path / "b.toml")]) == 1
     text = capsys.readouterr().out
     assert text.index("needs a decision (1)") < text.index("taken (")
     assert "sft.epochs = 3" in text
@@ -227,7 +224,7 @@ def test_variables_of_a_wrapper_are_keys_when_the_system_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file of assignments alone names no system."""
-    assert main([str(FILES / "wrapper.sh"), "--to", str(tmp_path / "a.toml")]) == 2
+    assert run(["config", "import", str(FILES / "wrapper.sh"), "--to", str(tmp_path / "a.toml")]) == 2
     assert "name the system with --from" in capsys.readouterr().err
     assert not (tmp_path / "a.toml").exists()
     code, report = imported(FILES / "wrapper.sh", tmp_path / "b.toml", "--from", "verl", capsys=capsys)
@@ -285,7 +282,6 @@ def test_several_optimizer_steps_on_a_batch_are_taken(
 
 
 def test_supervised_epochs_are_no_passes_over_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """OpenRLHF's `max_epochs` counts passes over the data there."""
     file = tmp_path / "sft.sh"
     file.write_text("deepspeed --module openrlhf.cli.train_sft --max_epochs 3 --pretrain m --dataset d.jsonl\n")
     _, report = imported(file, tmp_path / "r.toml", capsys=capsys)
@@ -294,10 +290,9 @@ def test_supervised_epochs_are_no_passes_over_a_batch(tmp_path: Path, capsys: py
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the flag."""
     to = tmp_path / "run.toml"
     to.write_text("mine")
-    assert main([str(FILES / "agentrl.sh"), "--to", str(to)]) == 2
+    assert run(["config", "import", str(FILES / "agentrl.sh"), "--to", str(to)]) == 2
     assert to.read_text() == "mine"
     assert "--to" in capsys.readouterr().err
 
@@ -333,9 +328,8 @@ def test_settings_that_do_nothing_here_are_left_out_with_the_reason(
 def test_a_file_that_cannot_be_read_is_an_error(
     name: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is written, and nothing in the file is executed."""
     (tmp_path / name).write_text(content)
-    assert main([str(tmp_path / name), "--to", str(tmp_path / "run.toml")]) == 2
+    assert run(["config", "import", str(tmp_path / name), "--to", str(tmp_path / "run.toml")]) == 2
     assert words in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == [name]
 

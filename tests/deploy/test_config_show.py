@@ -7,12 +7,12 @@ import tomllib
 
 import pytest
 
-from penstock.deploy import config_show
+from penstock.console.cli.main import run
 from penstock.protocol.config.run_file import SECTIONS
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = config_show.main(["model.path=m", *arguments])
+    code = run(["config", "show", "model.path=m", *arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

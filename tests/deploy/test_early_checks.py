@@ -83,7 +83,6 @@ def test_completions_as_long_as_the_context_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    """The sizes are named; so is a file that is no safetensors file at all."""
     model = model_folder(tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
@@ -137,7 +136,6 @@ def test_a_run_is_resumed_on_as_many_ranks_as_wrote_its_checkpoint(tmp_path: Pat
 
 
 def test_a_model_that_the_engine_does_not_serve_is_refused(tmp_path: Path) -> None:
-    """GPT-2 with the embedded engine; another engine may serve it."""
     trainer = settings(tmp_path, model_folder(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"]))
     with pytest.raises(UnsupportedModel, match="architecture GPT2LMHeadModel is not served by the embedded engine"):
         check_engine(trainer, RolloutSettings())
@@ -184,7 +182,6 @@ def test_router_replay_needs_routers_and_an_engine_that_says_what_they_choose(tm
     ],
 )
 def test_a_reward_file_with_a_syntax_error_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    """By file and line; nothing of the file is executed."""
     file = tmp_path / "reward.py"
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -194,7 +191,6 @@ def test_a_reward_file_with_a_syntax_error_is_refused(tmp_path: Path, text: str,
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    """The lock of the run is the first file in it."""
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match=r"folder .*file/r cannot be written \(Not a directory\); .* set run\.dir"),
@@ -216,7 +212,6 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_ports_that_services_of_one_machine_would_share_are_refused(
     metrics: dict[str, int], num_workers: int, refused: str
 ) -> None:
-    """Two workers, or worker and trainer, with one port for their metrics."""
     rollout = RolloutSettings.model_validate({"metrics": metrics})
     if not refused:
         check_metrics_ports(rollout, num_workers)

@@ -68,7 +68,7 @@ def in_thread(serve: Callable[[asyncio.Event], object]) -> Iterator[None]:
         yield
     finally:
         parts[0].call_soon_threadsafe(parts[1].set)
-        thread.join(30)
+        thread.join(60.0)
 
 
 @contextlib.contextmanager
@@ -106,13 +106,13 @@ def test_a_server_that_others_reach_speaks_tls_only(variables: None, folder: Pat
     """A client of its authority gets the answer; one without, with another, or without TLS gets none. The loopback is plain."""
     trusting = http_tls.client_context()
     with server(ANY) as where:
-        assert httpx.get(f"https://{where}", verify=trusting, timeout=20).status_code == 200
+        assert httpx.get(f"https://{where}", verify=trusting, timeout=60).status_code == 200
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            httpx.get(f"https://{where}", timeout=20)
+            httpx.get(f"https://{where}", timeout=60)
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://{where}", timeout=20)
+            httpx.get(f"http://{where}", timeout=60)
     with server("127.0.0.1") as where:
-        assert httpx.get(f"http://{where}", timeout=20).status_code == 200
+        assert httpx.get(f"http://{where}", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.1"])
@@ -121,7 +121,7 @@ def test_a_name_of_the_loopback_is_plain(variables: None, name: str) -> None:
     assert http_tls.server_options(name) == {}
     with MetricsServer(name, 0, lambda _: (b"page", "text/plain"), key="trainer_port") as server:
         assert server.url.startswith("http://")
-        assert httpx.get(server.url, timeout=20).status_code == 200
+        assert httpx.get(server.url, timeout=60).status_code == 200
 
 
 def test_our_clients_verify(variables: None, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -178,6 +178,6 @@ def test_a_client_that_makes_no_handshake_delays_no_other(variables: None) -> No
     with metrics(ANY) as where:
         host, port = where.partition("/")[0].split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(8)]
-        assert httpx.get(f"https://{where}", verify=http_tls.client_context(), timeout=20).status_code == 200
+        assert httpx.get(f"https://{where}", verify=http_tls.client_context(), timeout=60).status_code == 200
         for one in silent:
             one.close()

@@ -65,7 +65,6 @@ def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_is_restarted(tmp_path: Path) -> None:
-    """Either server is restarted on its port, and clients reconnect."""
     supervisor = Supervisor()
     stack = LocalStack(tmp_path / "data")
     stack.start(supervisor)
@@ -74,7 +73,7 @@ def test_a_killed_server_is_restarted(tmp_path: Path) -> None:
             ref = Blobs(stack.s3).put("runs/x/y", b"kept")
             for pid in stack.pids:
                 os.kill(pid, signal.SIGKILL)
-            assert supervisor.wait_for(lambda: [e.kind for e in supervisor.events].count("restarted") == 2, 20.0)
+            assert supervisor.wait_for(lambda: [e.kind for e in supervisor.events].count("restarted") == 2, 60.0)
             assert Blobs(stack.s3).get(ref) == b"kept"
             assert bus.stream_names().wait() == []
     finally:
@@ -119,7 +118,6 @@ def penstock_up(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[s
 
 
 def servers_of(data: Path) -> list[int]:
-    """Process ids of the servers over a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -138,7 +136,7 @@ def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -
     with penstock_up("--data", str(data)) as (process, _):
         assert len(servers_of(data)) == 2
         process.send_signal(how)
-        assert process.wait(20.0) == (-how if how == signal.SIGKILL else 0)
+        assert process.wait(60.0) == (-how if how == signal.SIGKILL else 0)
         with LocalStack(data):
             pass
     wait_for(lambda: servers_of(data) == [], "the servers' end")
@@ -178,7 +176,7 @@ def test_errors_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
                 text=True,
                 check=False,
                 cwd=ROOT,
-                timeout=60,
+                timeout=300,
             )
             assert done.returncode == 1
             assert text in done.stderr
@@ -198,7 +196,7 @@ def test_a_command_runs_with_the_servers_of_a_stored_run(tmp_path: Path) -> None
     )
     done = subprocess.run(
         [sys.executable, "-m", "penstock.deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
-        timeout=60, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 7
     with LocalStack(tmp_path / "store"):
@@ -219,7 +217,7 @@ def test_the_servers_of_a_store_stop_when_the_command_is_stopped(tmp_path: Path,
         os.killpg(running.pid, number)
     else:
         running.send_signal(number)
-    assert running.wait(30.0) == 128 + number
+    assert running.wait(60.0) == 128 + number
     running.stdout.close()
     with LocalStack(tmp_path / "store"):
         pass

@@ -16,11 +16,11 @@ from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import (
     REWARD,
     LocalRun,
-    adapter_overrides,
     endpoint_name,
     fails_at_first_start,
     worker_name,
 )
+from penstock.deploy.local_settings import adapter_overrides
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
@@ -150,7 +150,6 @@ def test_an_endpoint_that_fails_at_its_first_start_is_not_restarted() -> None:
 
 
 def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> None:
-    """The error names the file, before anything starts."""
     with pytest.raises(ConfigError, match=r"--serve .*none\.py: there is no such file"):
         LocalRun([str(run_file)], reward_files=[tmp_path / "none.py"])
 
@@ -190,7 +189,6 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
     ],
 )
 def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra: list[str], text: str) -> None:
-    """A setting that one of the services refuses raises ConfigError before anything starts."""
     with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
         LocalRun([str(run_file), *extra])
     with pytest.raises(ConfigError, match="at least one rollout worker"):
@@ -200,7 +198,7 @@ def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra:
 def test_a_run_on_a_rescored_input_starts_no_engines(run_file: Path, tmp_path: Path) -> None:
     """No worker and no reward service; an input that no run here has is refused before anything starts."""
     run = LocalRun([str(run_file), "data.from_run=first-strict"])
-    assert run._workers() == []
+    assert run._local.num_workers == 0
     with pytest.raises(ConfigError, match=r"no local run in .* has a rescored input of that name; found: none"):
         run.check()
     with pytest.raises(ConfigError, match="leave out --serve"):

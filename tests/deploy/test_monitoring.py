@@ -80,7 +80,6 @@ def beat(service_id: str, url: str | None, state: str = "") -> Heartbeat:
 def test_a_file_that_cannot_be_written_is_named(
     bus: Bus, nats_settings: NatsSettings, run_streams: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what to do, and no traceback."""
     (tmp_path / "taken").write_text("")
     file = tmp_path / "taken" / "run.json"
     nats = nats_settings

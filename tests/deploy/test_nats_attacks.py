@@ -19,8 +19,7 @@ from tests.deploy.nats_roles import NatsRoles
 from tests.servers import require
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.nats_config import nats_config
-from penstock.deploy.nats_permissions import permissions
+from penstock.deploy.nats_config import nats_config, permissions
 from penstock.protocol.rights import rights
 from penstock.protocol.transport.blobs import Blobs
 
@@ -201,7 +200,6 @@ def requests_to_others(roles: NatsRoles, role: str) -> Iterator[str]:
 
 
 def subscriptions(roles: NatsRoles, role: str) -> Iterator[str]:
-    """Subscriptions that no role, or not this one, may have."""
     yield from (">", "*", "_INBOX.>", "_INBOX_any.>", "$JS.>", "$JS.API.>", "$JS.ACK.>", "$JS.EVENT.ADVISORY.>")
     yield from ("$SYS.>", "$KV.>", "$O.>", "_R_.>", "penstock.>", f"penstock.{RUN}.*.*", "$JS.API.CONSUMER.MSG.NEXT.>")
     yield from (f"_INBOX_{other}.>" for other in ROLES if other != role)

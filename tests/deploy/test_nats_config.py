@@ -41,7 +41,6 @@ def test_a_server_without_a_container_has_its_own_paths(capsys: pytest.CaptureFi
 
 
 def test_an_invalid_run_id_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run id is checked before it becomes part of a pattern."""
     with pytest.raises(ConfigError, match="run id"):
         nats_config(["*"])
     assert command.main(["--run", "A.b"]) == 1
@@ -51,9 +50,7 @@ def test_an_invalid_run_id_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 def test_help_is_no_folder_of_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`make_secrets --help` explains itself and writes nothing."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="0"):
-        make_secrets.main(["--help"])
-    assert "Existing files are kept" in capsys.readouterr().out
+    assert make_secrets.main(["--help"]) == 0
+    assert "existing files are kept" in " ".join(capsys.readouterr().out.split())
     assert list(tmp_path.iterdir()) == []

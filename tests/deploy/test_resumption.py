@@ -10,18 +10,19 @@ from types import ModuleType
 
 import pytest
 
+from penstock.console import connections
+from penstock.console.cli.main import run
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import quickstart, resumption, train_attached, train_local
 from penstock.fine_tuning import __main__ as fine_tuning
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import config_document, load
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.settings import TrainerSettings
 
 
 def test_the_command_is_that_of_the_stopped_one():
-    """Quoted, so that it can be pasted."""
     line = resumption.stopped("train", ["my run.toml", "trainer.lr=1e-6", "--local"])
     assert line == "stopped on request; resume it with: penstock train 'my run.toml' trainer.lr=1e-6 --local"
 
@@ -68,12 +69,15 @@ class StoppedTrainer(contextlib.AbstractContextManager):
 
 
 @pytest.mark.parametrize(
-    ("command", "last"), [(train_local, " --local"), (train_attached, "")], ids=["--local", "attached"]
+    ("command", "local"), [(train_local, ["--local"]), (train_attached, [])], ids=["--local", "attached"]
 )
 def test_a_stopped_run_says_how_to_resume_it(
-    command: ModuleType, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: ModuleType,
+    local: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
-    """After Ctrl-C: the command that was typed."""
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").touch()
     given = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
@@ -82,10 +86,11 @@ def test_a_stopped_run_says_how_to_resume_it(
     monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
     monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
     monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
+    monkeypatch.setattr(connections, "require_servers", lambda *_: None)
     monkeypatch.setattr(command, "_watch", lambda *_, **__: (None if command is train_local else 130, None))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    assert command.main(given) == 130
-    assert f"resume it with: penstock train {' '.join(given)}{last}\n" in capfd.readouterr().err
+    assert run(["train", *given, *local]) == 130
+    assert f"resume it with: penstock train {' '.join([*given, *local])}\n" in capfd.readouterr().err
 
 
 def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
@@ -103,22 +108,23 @@ def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
         if code:  # its summary is the last that a trainer writes
             (tmp_path / "run").mkdir(exist_ok=True)
             summary = {"run_id": "run", "steps": 100, "complete": True}
-            (tmp_path / "run" / finished_run.SUMMARY_FILE).write_text(json.dumps(summary))
+            (tmp_path / "run" / resume_checks.SUMMARY_FILE).write_text(json.dumps(summary))
         return code, RunView("run").summary()
 
     monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
     monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
+    monkeypatch.setattr(connections, "require_servers", lambda *_: None)
     monkeypatch.setattr(train_attached, "_watch", watched)
     monkeypatch.setattr(train_attached, "write_report", lambda *given, **_: reports.append(given))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    assert [train_attached.main(given), train_attached.main(given)] == [0, 143]
+    assert [run(["train", *given]), run(["train", *given])] == [0, 143]
     assert len(reports) == 2
     assert "resume it with" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", [train_local, train_attached], ids=["--local", "attached"])
+@pytest.mark.parametrize("local", [["--local"], []], ids=["--local", "attached"])
 def test_they_are_listed_before_anything_starts(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """On the terminal, where the panel hides the trainer's log."""
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"
@@ -131,9 +137,10 @@ def test_they_are_listed_before_anything_starts(
     monkeypatch.setattr(train_local.LocalRun, "check", lambda _: None)
     monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
     monkeypatch.setattr(train_attached, "create_what_is_missing", start)
+    monkeypatch.setattr(connections, "require_servers", lambda *_: None)
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     with pytest.raises(Started):
-        command.main([*given, "trainer.lr=3e-4"])
+        run(["train", *local, *given, "trainer.lr=3e-4"])
     assert "changed since the last session: trainer.lr = 0.0003, was 1e-06" in capfd.readouterr().err
 
 

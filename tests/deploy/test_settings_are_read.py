@@ -52,7 +52,6 @@ def test_every_setting_is_read() -> None:
 
 
 def test_a_validator_is_no_reader() -> None:
-    """What only a check of a settings class reads has no effect."""
     checked = "class A:\n    @model_validator(mode='after')\n    def f(self):\n        return self.steps\n"
     assert set(names_read(ast.parse(checked))) == set()
     assert set(names_read(ast.parse(checked.replace("model_validator(mode='after')", "property")))) == {"steps"}

@@ -11,6 +11,7 @@ import pytest
 from cryptography import x509
 from tests import servers
 
+from penstock.console.cli.main import run
 from penstock.deploy import certificates
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import DeployError
@@ -24,7 +25,6 @@ from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """NATS and S3 with ``--tls``."""
     servers.require("nats-server")
     servers.require("rclone")
     with LocalStack(tmp_path_factory.mktemp("tls") / "data", tls=True) as started:
@@ -33,7 +33,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
 
 @pytest.fixture(scope="module")
 def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The authority of another folder."""
     folder = tmp_path_factory.mktemp("other")
     certificates.write_certificates(folder)
     return folder / "ca.pem"
@@ -71,7 +70,6 @@ def test_an_unknown_authority_is_refused_at_once(stack: LocalStack, other_ca: Pa
 
 
 def test_a_wrong_name_is_refused(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server is not accepted under a name that its certificate does not have."""
     with pytest.raises(BusRefused, match=r"certificate is refused.*penstock certs FOLDER --name"):
         _connect(stack.nats.model_copy(update={"url": stack.nats.url.replace("127.0.0.1", "127.1")}))
     monkeypatch.setattr(certificates, "_LOOPBACK", ("other.example.com",))
@@ -125,15 +123,15 @@ def test_plain_and_encrypted_do_not_mix(
 def test_certificates_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second call is refused and changes nothing; ``--renew`` keeps the authority and the names."""
     folder = tmp_path / "tls"
-    assert certificates.main([str(folder), "--name", "nats=nats.example.com", "--name", "s3=10.0.0.5"]) == 0
+    assert run(["certs", str(folder), "--name", "nats=nats.example.com", "--name", "s3=10.0.0.5"]) == 0
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     pairs = ("ca", "nats", "s3", "signing")
     assert set(before) == {f"{name}.{kind}" for name in pairs for kind in ("pem", "key")}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.key")} == {0o600}
-    assert certificates.main([str(folder)]) == 1
+    assert run(["certs", str(folder)]) == 1
     assert "--renew" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert certificates.main([str(folder), "--renew", "--days", "30"]) == 0
+    assert run(["certs", str(folder), "--renew", "--days", "30"]) == 0
     assert all((folder / name).read_bytes() == before[name] for name in ("ca.pem", "signing.key", "signing.pem"))
     renewed = x509.load_pem_x509_certificate((folder / "nats.pem").read_bytes())
     names = renewed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -144,7 +142,7 @@ def test_certificates_are_not_overwritten(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("name", ["nats=two words", "nats=http://x", "redis=host", "nats="])
 def test_a_wrong_name_writes_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is no host name, or of no service, is refused before a file is written."""
-    assert certificates.main([str(tmp_path / "tls"), "--name", name]) == 1
+    assert run(["certs", str(tmp_path / "tls"), "--name", name]) == 1
     assert name.partition("=")[0] in capsys.readouterr().err
     assert not (tmp_path / "tls").exists()
 

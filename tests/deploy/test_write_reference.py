@@ -18,7 +18,6 @@ from penstock.protocol.config.setting_description import ANY_NAME
 
 @pytest.fixture(scope="module")
 def validator() -> jsonschema.Draft202012Validator:
-    """The schema that editors use."""
     schema = explain_settings.run_file_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
@@ -37,7 +36,6 @@ def problems(validator: jsonschema.Draft202012Validator, text: str) -> list[str]
     ids=["reference", "schema"],
 )
 def test_the_stored_descriptions_are_those_of_the_code(file: Path, made):
-    """After a change of a setting or flag: make reference."""
     assert json.loads(file.read_text()) == json.loads(write_reference.as_text(made())), "run: make reference"
 
 
@@ -60,7 +58,6 @@ def test_every_setting_is_described():
 
 
 def test_numbers_of_seconds_tokens_and_bytes_have_their_unit():
-    """The unit is part of the description."""
     units = {key: one.unit for key, one in reference.load().settings.items()}
     assert all(unit == "seconds" for key, unit in units.items() if key.endswith("_s"))
     assert all(unit == "tokens" for key, unit in units.items() if key.endswith("_tokens"))

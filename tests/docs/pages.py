@@ -33,12 +33,10 @@ class Block:
 
     @property
     def is_shell(self) -> bool:
-        """Whether it holds commands."""
         return self.language in _SHELL
 
     @property
     def where(self) -> str:
-        """Page and line, for messages."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def commands(self) -> list[str]:
@@ -68,7 +66,6 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def words(command: str) -> list[str]:
-    """Return the words of a shell command without its comment."""
     return shlex.split(command, comments=True)
 
 

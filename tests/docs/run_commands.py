@@ -52,7 +52,6 @@ class Reader:
     """One page in its folder: the environment and the servers that its commands leave."""
 
     def __init__(self, page: Path, folder: Path) -> None:
-        """Make the files that every page may use."""
         self.page, self.folder = page, folder
         self._environ: dict[str, str] = {
             name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")
@@ -62,7 +61,6 @@ class Reader:
         _write_files(folder)
 
     def run(self, block: Block) -> None:
-        """Run a block; raises CommandFailed."""
         if "fresh" in block.note:
             self.stop()
             for name in ("runs", "data"):
@@ -80,11 +78,10 @@ class Reader:
             self._line(command)
 
     def stop(self) -> None:
-        """Stop the servers, the newest first."""
         for server in reversed(self._servers):
             server.send_signal(signal.SIGINT)
             try:
-                server.wait(30)
+                server.wait(60.0)
             except subprocess.TimeoutExpired:
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait()
@@ -121,7 +118,6 @@ class Reader:
         self._environ |= {n: value for n, value in after.items() if n.startswith("PENSTOCK_") and n not in small}
 
     def _serve(self, line: str) -> None:
-        """Start a server and wait until it serves."""
         before = _endpoints()
         log = self.folder / f"server-{len(self._servers)}.log"
         words = line.partition("  #")[0].strip()

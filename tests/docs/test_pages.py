@@ -15,7 +15,6 @@ from docs import generate
 from docs.generate import commands, diagnoses, settings
 from docs.self_contained import loads
 
-from penstock.console.cli import verb_help
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
@@ -30,70 +29,60 @@ _VERBS = {" ".join(words) for words, _ in commands.verbs()}
 _PATHS = re.compile(r"^(?:docs|protocol|serving|trainer|fine_tuning|rollout_service|agents|reward_service|sandbox|reward_model|console|deploy|forensics|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
 
 
-def _ids(page: Path) -> str:
-    return str(page.relative_to(ROOT))
+def test_every_block_of_commands_is_marked():
+    found = [block for page in PAGES for block in blocks(page)]
+    assert [block.where for block in found if block.is_shell and block.mark not in {"run", "not run"}] == []
+    assert [block.where for block in found if block.mark == "not run" and not block.note] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_ids)
-def test_every_block_of_commands_is_marked(page: Path):
-    """As one that `make docs-test` runs, or not, with a reason."""
-    unmarked = [block.where for block in blocks(page) if block.is_shell and block.mark not in {"run", "not run"}]
-    assert unmarked == []
-    assert [block.where for block in blocks(page) if block.mark == "not run" and not block.note] == []
-
-
-@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
-def test_every_command_has_its_verb_and_flags(page: Path):
-    """In shell blocks: the verb is one of the app's, each flag one of its own, of the process it starts, or a setting."""
+def test_every_command_has_its_verb_and_flags():
+    """In shell blocks: the verb is one of the app's, each flag one of its own, or a setting."""
     wrong = []
-    for where, given in penstock_commands(page):
-        verb, rest, words = app, list(given), list[str]()
+    for where, given in (command for page in (*PAGES, *READMES) for command in penstock_commands(page)):
+        verb, rest = app, list(given)
         while rest and rest[0] in verb:
-            words.append(rest[0])
             verb, rest = verb[rest[0]], rest[1:]
         if verb.default_command is None and not (verb is app and rest == ["--help"]):
             wrong.append(f"{where}: no such verb: {' '.join(given)}")
             continue
         own = {name for argument in verb.assemble_argument_collection() for name in argument.names}
-        of_process = {name for flag in verb_help.flags_of(" ".join(words)) for name in flag.names}
-        known = own | of_process | {"--help"}
+        known = own | {"--help"}
         flags = [word.partition("=")[0] for word in rest if word.startswith("-") and not word.startswith("- ")]
         wrong += [f"{where}: {flag}" for flag in flags if flag not in known and not _is_key(flag.removeprefix("--"))]
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
-def test_every_setting_exists(page: Path):
+def test_every_setting_exists():
     """In commands, in TOML blocks, and in the text between back quotes."""
-    given = {word.partition("=")[0] for _, line in penstock_commands(page) for word in line if _is_override(word)}
-    given |= {flag[2:] for _, line in penstock_commands(page) for flag, _ in pairwise(line) if _KEY.match(flag[2:])}
-    given |= {key for block in blocks(page) if block.language == "toml" for key in _toml_keys(block)}
-    given |= {
-        text.partition(" ")[0].partition("=")[0] for text in inline_code(page) if _is_override(text) or _KEY.match(text)
-    }
-    assert sorted(key for key in given if not _is_key(key) and not key.endswith(_NO_KEYS)) == []
+    wrong = []
+    for page in (*PAGES, *READMES):
+        given = {word.partition("=")[0] for _, line in penstock_commands(page) for word in line if _is_override(word)}
+        given |= {flag[2:] for _, line in penstock_commands(page) for flag, _ in pairwise(line) if _KEY.match(flag[2:])}
+        given |= {key for block in blocks(page) if block.language == "toml" for key in _toml_keys(block)}
+        texts = [text for text in inline_code(page) if _is_override(text) or _KEY.match(text)]
+        given |= {text.partition(" ")[0].partition("=")[0] for text in texts}
+        wrong += [(page, key) for key in sorted(given) if not _is_key(key) and not key.endswith(_NO_KEYS)]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
-def test_every_verb_and_file_in_the_text_exists(page: Path):
+def test_every_verb_and_file_in_the_text_exists():
     """`penstock …` and paths of the repository between back quotes."""
-    texts = inline_code(page)
-    verbs = [text for text in texts if text.startswith("penstock ") and not _names_a_verb(text)]
-    paths = [text for text in texts if _PATHS.match(text) and not (ROOT / text).exists()]
-    assert (verbs, [path for path in paths if not (page.parent / path).exists()]) == ([], [])
+    found = [(page, text) for page in (*PAGES, *READMES) for text in inline_code(page)]
+    assert [(page, text) for page, text in found if text.startswith("penstock ") and not _names_a_verb(text)] == []
+    paths = [(page, text) for page, text in found if _PATHS.match(text) and not (ROOT / text).exists()]
+    assert [(page, path) for page, path in paths if not (page.parent / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_ids)
-def test_every_link_leads_to_a_file_and_a_heading(page: Path):
-    """Relative links; the anchor is a heading's."""
+def test_every_link_leads_to_a_file_and_a_heading():
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        path, _, anchor = target.partition("#")
-        if "://" in path:
-            continue
-        file = (page.parent / path).resolve() if path else page
-        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
-            broken.append(target)
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            if "://" in path:
+                continue
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+                broken.append((page, target))
     assert broken == []
 
 
@@ -140,7 +129,6 @@ def test_quoted_messages_are_the_program_s():
 
 
 def test_every_generated_reference_has_a_page_and_every_mark_a_module():
-    """Neither a module of docs/generate without a page nor a mark without a module."""
     marks = {
         name for page in PAGES for name in re.findall(r"^<!-- generated: ([\w-]+) -->$", page.read_text(), re.MULTILINE)
     }
@@ -249,7 +237,6 @@ def _anchors(page: Path) -> frozenset[str]:
 
 @cache
 def _messages() -> tuple[str, ...]:
-    """Return every text of the program, `…` for what is filled in."""
     found = []
     for folder in (
         "protocol",

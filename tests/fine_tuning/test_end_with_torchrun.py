@@ -12,7 +12,7 @@ from tests.servers import wait_for
 
 RANK = """
 import os, sys, time
-from penstock.trainer.commands.stop_signals import end_with_torchrun
+from penstock.trainer.commands.run_command import end_with_torchrun
 end_with_torchrun(os.environ)
 print(os.getpid(), flush=True)
 time.sleep(600)
@@ -30,9 +30,9 @@ def test_a_rank_is_killed_when_torchrun_is(by_torchrun: bool) -> None:
         assert torchrun.stdout is not None
         rank = int(torchrun.stdout.readline())
         torchrun.kill()
-        torchrun.wait(30.0)
+        torchrun.wait(60.0)
         if by_torchrun:
-            wait_for(lambda: not is_going_on(rank), "the end of the rank", 20.0)
+            wait_for(lambda: not is_going_on(rank), "the end of the rank")
         else:
             assert is_going_on(rank)
             os.kill(rank, 9)

@@ -50,7 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
-    """Everything that one process trains."""
     return _result(_start(folder, *TRAINED, "resumed", "early", "lora_rm", "broken_export", "merged"))
 
 
@@ -190,7 +189,6 @@ def test_a_merge_is_held_against_the_noise_of_its_dtype(found: dict[str, Any]) -
 
 
 def test_early_stop_keeps_the_best_weights(found: dict[str, Any]) -> None:
-    """Two validations after the best one the training ends; its result has the weights of the best."""
     run = found["early"]
     losses = [line["eval_loss"] for line in run["evals"]]
     best = losses.index(min(losses)) + 1

@@ -32,7 +32,6 @@ def newest(checkpoints: Path) -> int:
 
 
 def kill_while_it_writes(fork: Fork, checkpoints: Path, rng: random.Random) -> str:
-    """Kill a rank at a random moment after it began to write a checkpoint, then the others; return where it was."""
     after = newest(checkpoints) + rng.randint(0, 2)
 
     def is_writing() -> bool:

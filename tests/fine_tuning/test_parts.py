@@ -18,8 +18,7 @@ from tests.examples import examples
 from penstock.console.report import fine_tuned
 from penstock.fine_tuning import checkpoints
 from penstock.fine_tuning.checkpoints import TrainingState
-from penstock.fine_tuning.early_stop import Best
-from penstock.fine_tuning.length import Length, check_warmup
+from penstock.fine_tuning.length import Best, Length, check_warmup
 from penstock.fine_tuning.rm import RewardTask, ScoredBatch
 from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.errors import ConfigError
@@ -146,7 +145,6 @@ def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_result_counts_until_the_training_begins_again(tmp_path: Path) -> None:
-    """Readers tell a finished training by it; one that was paused, or trains again, has none."""
     folder = TrainingFolder(tmp_path / "sft-training")
     assert not fine_tuned.is_finished(tmp_path, "sft")
     folder.finish({"num_steps": 3})

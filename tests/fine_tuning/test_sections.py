@@ -10,8 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from penstock import fine_tuning, trainer
-from penstock.fine_tuning.own_section import READ, OwnSection, check_ranks
-from penstock.fine_tuning.sections import DPO, RM, SFT
+from penstock.fine_tuning.sections import DPO, READ, RM, SFT, OwnSection, check_ranks
 from penstock.protocol.config.run_file import load, values_of
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.settings import TrainerSettings
@@ -25,7 +24,6 @@ def chosen(*overrides: str, run_file: Path | None = None) -> tuple[TrainerSettin
 
 
 def other_value(value: Any) -> Any:
-    """Return a value of the same type that differs."""
     match value:
         case bool():
             return not value
@@ -86,11 +84,9 @@ def test_the_source_reads_what_is_listed():
     root, own = Path(trainer.__file__).parent, Path(fine_tuning.__file__).parent
     files = [*own.glob("*.py"), *(root / "commands").glob("*.py")]
     files += [root / f"{name}settings.py" for name in ("", "model_", "data_", "rollout_", "optimizer_")]
-    files += [
-        root / "data" / f"{name}.py" for name in ("turns", "pairs", "pair_rows", "row_formats", "row_checks", "inputs")
-    ]
+    files += [root / "data" / f"{name}.py" for name in ("turns", "pairs", "row_formats", "row_checks", "inputs")]
     code = "\n".join(file.read_text().partition("READ = ")[0] for file in files)
-    code += (own / "own_section.py").read_text().partition("def check_ranks")[2]  # after the list itself
+    code += (own / "sections.py").read_text().partition("def check_ranks")[2]  # after the list itself
     for key in READ - {"run.id", "run.dir"} | SFT.also_read:
         *sections, name = key.split(".")
         owners = [f"settings.{'.'.join(sections)}", sections[-1], "data", "_data", "self"]
@@ -116,7 +112,6 @@ def test_steps_or_epochs():
 
 
 def test_steps_of_the_command_line_stand_above_epochs(tmp_path: Path):
-    """They are a try of a run file, and not a second length."""
     run_file = tmp_path / "run.toml"
     run_file.write_text("[sft]\nepochs = 3\n")
     settings, _ = chosen("sft.steps=4", run_file=run_file)
@@ -162,6 +157,5 @@ def test_the_number_of_ranks_is_not_ignored():
     [("sft.learning_rate", "sft.lr"), ("dpo.learning_rate", "dpo.lr"), ("trainer.learning_rate", "trainer.lr")],
 )
 def test_a_key_of_another_project_is_answered_with_that_of_its_section(key: str, near: str) -> None:
-    """Not with the trainer's, which `penstock sft` does not read."""
     with pytest.raises(ConfigError, match=f"unknown key {key}; did you mean {near}\\\\?"):
         load(TrainerSettings, files=[], overrides=["model.path=m", f"{key}=1e-5"], environ={})

@@ -30,7 +30,6 @@ def pairs(seed: int = 0, num: int = NUM_ROWS) -> Iterator[dict[str, Any]]:
 
 
 def write_pairs(path: Path) -> None:
-    """Write the rows as preferences with a margin."""
     rows = ({**row, "margin": float(number % 3)} for number, row in enumerate(pairs()))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -41,7 +40,6 @@ def is_good(number: int) -> bool:
 
 
 def write_labelled(path: Path, *, seed: int = 0, num: int = NUM_ROWS) -> None:
-    """Write the rows as one answer with a label each."""
     rows = (
         {
             "prompt": row["prompt"],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.console.command import penstock
+from tests.servers import wait_for
 from tests.trainer.learner.forks import Command
 from tests.trainer.producer import Answer, ScriptedProducer, recite, write_run_file
 
@@ -30,8 +30,6 @@ RUN = "replayed"
 
 @dataclass
 class StoredRun:
-    """A finished run, its folder and its object store."""
-
     folder: Path
     blobs: Blobs
     run_file: Path
@@ -47,7 +45,6 @@ class StoredRun:
         return StoredRecord.read(RUN, committed(self.home / "checkpoints")[-1][1].record, self.blobs.get)
 
     def replay(self, *options: str, expected: int = 0) -> dict:
-        """Replay it; return the verdict."""
         output = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options).wait(expected)
         return json.loads(output)
 
@@ -64,10 +61,19 @@ class StoredRun:
         return command.err
 
 
-def recite_slowly(task: Task, version: PolicyVersion) -> Answer:
-    """Answer so slowly that new groups do not always fill a batch: then groups are trained a second time."""
-    time.sleep(0.03)
-    return recite(task, version)
+class SparseReciter:
+    """Recites, but the seventh group with a signal waits for version 2: the batch of step 2 has to use groups again."""
+
+    def __init__(self, producer: ScriptedProducer) -> None:
+        self._producer = producer
+        self._num_with_signal = 0
+
+    def __call__(self, task: Task, version: PolicyVersion) -> Answer:
+        group, rewards = recite(task, version)
+        self._num_with_signal += len(set(rewards)) > 1
+        if self._num_with_signal == 7:
+            wait_for(lambda: self._producer.head() >= 2, "version 2 of the run", 300.0)
+        return group, rewards
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +103,8 @@ def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.T
     blobs = Blobs(s3_server.settings)
     with Bus.connect(nats_server.settings, name="test") as bus:
         bootstrap(bus, blobs, RUN)
-        with ScriptedProducer(nats_server.settings, s3_server.settings, RUN, recite_slowly):
+        with ScriptedProducer(nats_server.settings, s3_server.settings, RUN) as producer:
+            producer.author = SparseReciter(producer)
             Command(folder, "train", str(run_file), "trainer.kill_at=stepped:5").wait(-9)
             Command(folder, "train", str(run_file)).wait()
             changed = ("trainer.steps=9", "algorithm.clip_high=0.4", "algorithm.epochs=2", "algorithm.minibatches=2")

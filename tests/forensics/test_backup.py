@@ -14,9 +14,7 @@ from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.forensics.backup import saved_run
-from penstock.forensics.backup.restore import restore
-from penstock.forensics.backup.save import save
-from penstock.forensics.backup.saved_run import BackupBroken, SavedRun
+from penstock.forensics.backup.saved_run import BackupBroken, SavedRun, restore, save
 from penstock.protocol import heartbeats, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobError, BusRefused, ConfigError
@@ -56,7 +54,6 @@ def run(bus: Bus, blobs: Blobs, nats_settings: NatsSettings, run_streams: str) -
 
 @pytest.fixture
 def elsewhere(own_nats: Callable[[], NatsServer], own_s3: Callable[[], S3Server]) -> Iterator[tuple[Bus, Blobs]]:
-    """Other servers."""
     with Bus.connect(own_nats().settings, name="elsewhere") as bus:
         yield bus, Blobs(own_s3().settings)
 
@@ -143,7 +140,6 @@ def test_a_running_run_is_not_saved(bus: Bus, blobs: Blobs, run: str, tmp_path: 
 
 
 def test_a_run_whose_services_have_just_exited_is_saved(bus: Bus, blobs: Blobs, run: str, tmp_path: Path) -> None:
-    """The last heartbeat of a service that exited is still there for seconds: it does not run."""
     beat = Heartbeat(role="trainer", service_id="trainer-7", at=0.0, state=heartbeats.EXITED)
     live = bus.key_value(streams.live_bucket(run).bucket).wait()
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
@@ -169,7 +165,6 @@ def _cut_stream(folder: Path, saved: SavedRun) -> None:
 def test_a_damaged_backup_is_refused_before_anything_is_written(
     damage: Callable[[Path, SavedRun], None], bus: Bus, blobs: Blobs, run: str, tmp_path: Path
 ) -> None:
-    """The servers have the bucket of other runs and nothing of this one."""
     saved = save(run, bus, blobs, tmp_path, quiet)
     delete_run(bus, run)
     blobs.delete([one.key for one in saved.objects])
@@ -220,7 +215,6 @@ def test_a_backup_that_somebody_wrote_is_refused(
 def test_the_commands_say_what_to_type_next(
     bus: Bus, nats_settings: NatsSettings, s3_settings: S3Settings, run: str, tmp_path: Path
 ) -> None:
-    """From one command to the other and to the audit; a folder with other files is refused."""
     nats, s3 = nats_settings, s3_settings
     typed = [f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"]
     typed += [f"s3.endpoint={s3.endpoint}", f"s3.bucket={s3.bucket}", f"s3.access_key={s3.access_key}"]

@@ -51,7 +51,6 @@ def positions() -> PositionReward:
 
 @pytest.fixture(scope="module")
 def service(run: StoredRun, positions: PositionReward, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A reward service of a separate run, with that reward registered as ``positions``."""
     with Bus.connect(run.nats, name="test") as bus:
         bootstrap(bus, run.blobs, "rescoring")
         endpoint = EndpointServer(positions)

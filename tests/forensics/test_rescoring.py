@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.groups import make_group
 
-from penstock.forensics.rescore.rescoring import GroupToScore, Rule, reweight, score_again
+from penstock.forensics.rescore.rescore import GroupToScore, Rule, reweight, score_again
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.packs.group_pack import GroupTexts
@@ -37,7 +37,6 @@ def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> N
 
 
 def test_any_other_reward_is_the_plain_sum_of_the_parts_that_are_named() -> None:
-    """For rewards that the run file does not define, and for a reward that has a weight itself."""
     for scorer, weights, expected in (
         ("judge@2", {"form": 0.5}, (0.5, 0.5, 0.0)),
         ("mine(numeric, tags)", {"reward": 1.0, "correct": 1.0}, (2.2, 0.2, 0.5)),
@@ -52,7 +51,6 @@ def test_any_other_reward_is_the_plain_sum_of_the_parts_that_are_named() -> None
 
 
 def test_a_length_reward_gets_the_lengths_of_stored_completions() -> None:
-    """The request has the token counts of the record."""
     member = RecordedGroup(prompt=0, pack=0, scored=scored("mine(numeric, tags)"))
     text = GroupTexts("g", "p", ("a", "b", "c"), ("stop",) * 3, GROUP.reward)
     sent: list[dict[str, Any]] = []

@@ -24,7 +24,6 @@ class Guard:
 
     @property
     def test_files(self) -> list[str]:
-        """The files of its tests."""
         return sorted({test.partition("::")[0] for test in self.tests})
 
     def without(self, source: str) -> str:
@@ -42,6 +41,5 @@ class Guard:
 
 
 def read_table() -> list[Guard]:
-    """Return the rows of `guards.toml`."""
     rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))["guard"]
     return [Guard(**{**row, "tests": tuple(row["tests"])}) for row in rows]

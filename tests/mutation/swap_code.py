@@ -61,7 +61,6 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 
 def _within(code: CodeType) -> list[CodeType]:
-    """Return the functions within a function, at any depth."""
     return [deep for one in _nested(code) for deep in (one, *_within(one))]
 
 

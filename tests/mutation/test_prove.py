@@ -83,7 +83,6 @@ def imported(path: Path, source: str = SOURCE) -> ModuleType:
 def test_a_changed_function_is_swapped_wherever_it_is_held(
     tmp_path: Path, old: str, new: str, expression: str, expected: object
 ) -> None:
-    """References that others took before see it too."""
     path = tmp_path / "guarded.py"
     module = imported(path)
     was, held = module.plain, module.wrapped
@@ -104,7 +103,6 @@ def test_a_changed_function_is_swapped_wherever_it_is_held(
     ],
 )
 def test_what_runs_at_import_is_not_swapped(tmp_path: Path, old: str, new: str) -> None:
-    """Then nothing is changed."""
     path = tmp_path / "guarded.py"
     module = imported(path)
     assert swap(SOURCE, SOURCE.replace(old, new), str(path)) is False
@@ -136,7 +134,6 @@ GUARD = Guard("a pack: its size", "a.py", "x", "y", ("tests/test_a.py::test_it",
     ],
 )
 def test_only_a_test_that_fails_is_a_proof(ran: Ran, verdict: Verdict) -> None:
-    """Not one that did not end, whose fixture failed, or that could not be collected."""
     assert result_of(GUARD, "digest", ran, 1.0).verdict == verdict
 
 
@@ -175,8 +172,6 @@ def test_a_result_of_an_earlier_run_is_no_proof_of_this_one(
 def test_what_a_process_said_before_it_failed_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its output is in a folder that is removed."""
-
     class Fails:
         folder = tmp_path
 
@@ -191,7 +186,6 @@ def test_what_a_process_said_before_it_failed_is_shown(
 def test_a_guard_that_has_moved_is_broken_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its row must follow; the others of its file have their results."""
     results = tmp_path / "build" / "mutation.jsonl"
     monkeypatch.setattr(prove, "RESULTS", results)
     (tmp_path / "a.py").write_text("x = 1\n")

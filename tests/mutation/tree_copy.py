@@ -47,7 +47,6 @@ class Ran:
 
     @property
     def has_passed(self) -> bool:
-        """True if every test passed."""
         return self.code == 0
 
 
@@ -55,7 +54,6 @@ class TreeCopy:
     """A copy of every file that git knows, or would add; tests import the copied package."""
 
     def __init__(self, folder: Path) -> None:
-        """Copy into a folder that does not exist."""
         self.folder = folder
         self._num_mutants = 0
         self._collected: list[pytest.Item] = []
@@ -123,7 +121,6 @@ class TreeCopy:
         return _ran(report, time.monotonic() - started)
 
     def run_without(self, guard: Guard, *, deadline_s: float) -> Ran:
-        """Run a guard's tests without the guard; this process has imported them with it."""
         path = self.folder / guard.file
         source, times = path.read_text(encoding="utf-8"), path.stat()
         mutant = guard.without(source)
@@ -141,7 +138,6 @@ class TreeCopy:
 
 
 def _ran(report: Path, seconds: float) -> Ran:
-    """Return what a process that has ended wrote."""
     found = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     for one in found:
         if "from pytest-timeout" in one["error"]:
@@ -189,7 +185,6 @@ class _Report:
             self.write(report.nodeid, report.when, crash.message if crash is not None else report.longreprtext)
 
     def pytest_sessionfinish(self) -> None:
-        """Say that all passed."""
         if self.num_passed and not self.num_failed:
             self.write("", "passed", "")
 

@@ -44,5 +44,4 @@ class HostileFolder:
 
 @pytest.fixture
 def hostile_folder(tmp_path: Path) -> HostileFolder:
-    """Such a folder, and a log outside it."""
     return HostileFolder(tmp_path / "here", tmp_path / "imported")

@@ -57,7 +57,6 @@ def test_every_target_that_is_named_exists():
 
 @pytest.mark.parametrize("kind", ["bench", "proof"])
 def test_every_name_starts_a_module(kind: str):
-    """A benchmark or proof that the Makefile names is a file."""
     for name in _named(kind):
         printed = _make("-n", kind, f"NAME={name}").stdout
         module = re.search(r"python -m ((?:benchmarks|tests)[\w.]+)", printed.splitlines()[-1])
@@ -66,7 +65,6 @@ def test_every_name_starts_a_module(kind: str):
 
 
 def test_a_name_that_does_not_exist_lists_those_that_do():
-    """With exit code 2, before anything runs."""
     done = _make("proof", "NAME=nothing")
     assert done.returncode == 2
     assert "upgrade" in done.stdout

@@ -57,7 +57,6 @@ def test_the_search_finds_what_it_should(source: str, found: int):
 
 
 def test_the_images_start_with_a_safe_path():
-    """Every ENTRYPOINT that is a Python has -P."""
     for file in (ROOT / "deploy" / "docker").glob("*.Dockerfile"):
         lines = [line for line in file.read_text().splitlines() if line.startswith("ENTRYPOINT")]
         assert lines == ['ENTRYPOINT ["python", "-P", "-m"]'], file

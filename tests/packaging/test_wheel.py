@@ -46,7 +46,6 @@ def build(source: Path, folder: Path) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of this working tree."""
     return build(source, tmp_path_factory.mktemp("wheel"))
 
 
@@ -80,7 +79,6 @@ def test_the_wheel_holds_every_file_of_the_packages_and_no_secret(wheel: zipfile
 
 
 def test_an_archive_without_gitignore_holds_no_secret(source: Path, tmp_path: Path):
-    """The exclusion does not depend on git: an image copies no .gitignore."""
     copy = tmp_path / "source"
     shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns(".gitignore"))
     (tmp_path / "wheel").mkdir()
@@ -88,7 +86,6 @@ def test_an_archive_without_gitignore_holds_no_secret(source: Path, tmp_path: Pa
 
 
 def test_the_metadata_name_version_command_and_license(wheel: zipfile.ZipFile):
-    """The version is that of the package; the command is penstock.console.cli.main."""
     info = f"penstock-{penstock.__version__}.dist-info"
     metadata = message_from_string(wheel.read(f"{info}/METADATA").decode())
     assert (metadata["Name"], metadata["Version"]) == ("penstock", penstock.__version__)

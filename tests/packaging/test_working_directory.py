@@ -113,7 +113,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
 
 
 def test_the_command_starts_in_a_hostile_folder(hostile_folder: HostileFolder):
-    """What every verb imports at its start comes from elsewhere, too."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
     answer = subprocess.run(
         [PENSTOCK, "version"], cwd=hostile_folder.path, env=environ, capture_output=True, text=True, check=False
@@ -142,7 +141,6 @@ def test_every_verb_runs_in_a_hostile_folder(verb: str, outcomes: dict[str, tupl
 
 
 def test_a_python_without_a_safe_path_would_import_from_it(hostile_folder: HostileFolder):
-    """The control: the same command line without -P is caught."""
     subprocess.run(
         [sys.executable, "-m", "penstock", "version"], cwd=hostile_folder.path, capture_output=True, check=False
     )

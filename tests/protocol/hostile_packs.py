@@ -24,12 +24,10 @@ Columns = dict[str, Any]
 
 
 def honest_group() -> Group:
-    """The group that every variant starts from."""
     return make_group(GROUP_ID, size=SIZE, version=2, prompt_ids=(5, 6, 7, 8), seed=3)
 
 
 def honest_task() -> Task:
-    """The task that asked for it."""
     group = honest_group()
     task = make_task(GROUP_ID, group_size=SIZE, prompt_ids=(5, 6, 7, 8), issued_version=2)
     return task.model_copy(update={"prompt_text": group.prompt_text, "reward": group.reward})
@@ -44,7 +42,6 @@ class Hostile:
     promise: TaskPromise
 
     def read(self) -> Group:
-        """Read it as the trainer does; raises PackError."""
         [group] = group_pack.decode(
             self.data, [self.described.row_group], described=[self.described], vocab_size=VOCABULARY
         )
@@ -62,7 +59,6 @@ class Hostile:
 
 
 def honest() -> Hostile:
-    """Return a pack that nothing is wrong with."""
     group = honest_group()
     return Hostile(group_pack.encode([group]), group.summary(0), TaskPromise.of(honest_task()))
 
@@ -92,7 +88,6 @@ def _with_type(name: str, kind: pa.DataType, value: Any) -> Hostile:
 
 
 def _with_values(change: Callable[[Columns], None]) -> Hostile:
-    """Change the values of columns, with the right types."""
     columns = _table().to_pydict()
     change(columns)
     return _stored(pa.table(columns, schema=group_pack.SCHEMA))
@@ -116,8 +111,6 @@ def _half_twice(columns: Columns) -> None:
 
 
 def _set_token(name: str, place: int, value: Any) -> Hostile:
-    """Change one value of the second trajectory."""
-
     def change(columns: Columns) -> None:
         columns[name][1] = [*columns[name][1]]
         columns[name][1][place] = value
@@ -205,7 +198,6 @@ def _page_size_claims(name: str, size: int) -> Hostile:
 
 
 def _page_bytes(name: str, offset: int, value: int) -> Hostile:
-    """One byte of a page's header is another."""
     good = honest()
     at = _chunk(good.data, name).data_page_offset + offset
     return replace(good, data=good.data[:at] + bytes([value]) + good.data[at + 1 :])
@@ -218,7 +210,6 @@ def _chunk(data: bytes, name: str) -> pq.ColumnChunkMetaData:
 
 
 def _varint(number: int, length: int = 0) -> bytes:
-    """Return a zigzag varint, padded to a length."""
     number, found = number << 1, bytearray()
     while number or not found:
         found.append((number & 0x7F) | 0x80)

@@ -52,7 +52,6 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
 
 
 def test_every_file_of_the_package_is_found(registry: Registry[Shape]) -> None:
-    """One file is one extension, in packages of the package too; entry points are listed with them."""
     assert registry.names() == ("dot", "pentagon", "square", "triangle")
     assert registry.find("square").value.sides == 4
     assert registry.find("square").digest == ""
@@ -66,7 +65,6 @@ def test_an_installed_package_registers_an_extension(registry: Registry[Shape]) 
 
 
 def test_a_file_is_found_and_its_digest_follows_its_source(registry: Registry[Shape], tmp_path: Path) -> None:
-    """The digest changes with the file."""
     digests = []
     for sides in (6, 7):
         path = tmp_path / f"mine{sides}.py"
@@ -78,7 +76,6 @@ def test_a_file_is_found_and_its_digest_follows_its_source(registry: Registry[Sh
 
 
 def test_a_module_of_the_working_directory_is_found_when_it_is_named(registry: Registry[Shape], tmp_path: Path) -> None:
-    """The working directory is searched last and only for this import."""
     (tmp_path / "my_shapes_here.py").write_text(
         "from tests.protocol.test_extensions import Shape\nmine = Shape('mine', 8)\n"
     )
@@ -100,14 +97,12 @@ def test_a_module_of_the_working_directory_is_found_when_it_is_named(registry: R
     ],
 )
 def test_what_cannot_be_used_is_refused(registry: Registry[Shape], name: str, expected: str) -> None:
-    """The message names the extension, the reason and what to write."""
     with pytest.raises(ConfigError) as caught:
         registry.find(name)
     assert expected in str(caught.value)
 
 
 def test_two_files_with_one_name_are_refused(registry: Registry[Shape], tmp_path: Path) -> None:
-    """A name means one extension."""
     folder = next((tmp_path / "site").glob("shapes_*"))
     (folder / "other.py").write_text("from tests.protocol.test_extensions import Shape\nother = Shape('square', 9)\n")
     with pytest.raises(TypeError, match="two shape extensions are named 'square'"):

@@ -89,13 +89,11 @@ EVERY_FACT = [
 
 @pytest.mark.parametrize("fact", EVERY_FACT, ids=lambda f: f.schema_tag)
 def test_every_fact_round_trips(fact: facts.Fact):
-    """Decoding what was encoded gives an equal fact, and every fact is in the registry."""
     assert facts.decode(facts.encode(fact), type(fact)) == fact
     assert facts.Fact.registry[fact.schema_tag] is type(fact)
 
 
 def test_another_schema_is_refused_by_name():
-    """A message of another fact is refused with the expected and the received tag."""
     data = facts.encode(EVERY_FACT[5])
     with pytest.raises(UnknownSchema, match=r"expected head.v1, got 'weights_published.v1' \(known"):
         facts.decode(data, facts.Head)
@@ -119,7 +117,6 @@ def test_a_wrong_field_is_named(fields: dict, complaint: str):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_must_be_a_finite_number(value: float):
-    """NaN and infinity are not rewards."""
     with pytest.raises(ValueError, match="finite"):
         facts.ScoredGroup(generated=_generated(), rewards=(value, 0.0), scorer="s")
 
@@ -133,13 +130,11 @@ def test_a_group_has_one_reward_for_each_trajectory():
 
 
 def test_an_oversized_message_is_refused_before_it_is_sent():
-    """A fact above the limit says what to change."""
     with pytest.raises(MessageTooLarge, match="groups_per_message"):
         facts.encode(facts.TaskIssued(run_id="r", pack_id="p", tasks=(_task(40_000),)))
 
 
 def test_deep_nesting_is_refused():
-    """A message nested beyond reason does not reach the validator."""
     value: object = 1
     for _ in range(40):
         value = {"x": value}
@@ -151,7 +146,6 @@ def test_deep_nesting_is_refused():
 @given(st.binary(max_size=200))
 @examples(100)
 def test_random_bytes_are_refused_as_wire_errors(data: bytes):
-    """For any input, `decode` returns a fact or raises WireError."""
     with pytest.raises(WireError):
         facts.decode(data, facts.GroupScored)
 

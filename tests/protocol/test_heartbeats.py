@@ -31,7 +31,6 @@ def test_a_service_is_reported_as_lost_before_its_key_expires(period_s: float) -
 
 
 def test_a_heartbeat_without_a_period_is_one_of_each_second() -> None:
-    """Services of older versions announce none."""
     assert heartbeats.lost_after_s(Heartbeat(role="rollout", service_id="w", at=0.0, state="idle")) == 4.0
     assert heartbeats.expires_after_s(heartbeats.PERIOD_S) == 10.0
     assert streams.live_bucket("r").ttl_s == heartbeats.LIVE_TTL_S

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.facts import BlobRef, decode
-from penstock.protocol.internal_errors import explain
+from penstock.protocol.process_end import explain
 
 
 def _inside_the_package() -> BaseException:
@@ -35,7 +35,6 @@ def _inside_the_package() -> BaseException:
     ],
 )  # fmt: skip
 def test_the_line_names_error_place_and_fix(err: BaseException, expected: str) -> None:
-    """One line, whatever the error holds."""
     line = explain("trainer", err)
     assert expected in line
     assert "\n" not in line
@@ -43,9 +42,8 @@ def test_the_line_names_error_place_and_fix(err: BaseException, expected: str) -
 
 
 def test_it_is_the_last_line_of_the_process() -> None:
-    """It follows the traceback; the exit code is still 1."""
     code = "from penstock.protocol import internal_errors as i; i.install('worker'); None.x"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
     assert lines[0].startswith("Traceback")

@@ -26,7 +26,6 @@ logging.getLogger("asyncio").warning("returning true from eof_received() has no 
 
 
 def test_every_line_is_json_with_time_level_and_service() -> None:
-    """Lines of ours and of a library have the same keys, and a traceback is inside of its line."""
     ended = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=True)
     assert ended.stdout == ""
     lines = [json.loads(line) for line in ended.stderr.splitlines()]

@@ -28,7 +28,7 @@ def test_a_stopped_thread_has_cancelled_what_ran() -> None:
 
     assert thread.start(_add(1, 2)).result(30) == 3
     thread.start(endless())
-    assert started.wait(30)
+    assert started.wait(60.0)
     assert thread.is_running
     thread.stop()
     thread.stop()

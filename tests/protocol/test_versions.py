@@ -47,7 +47,6 @@ def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_s
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(0, 100))
 def test_runs_give_the_version_of_every_token(tokens: list[int], start: int):
-    """Compressing versions into runs loses nothing, and neighbouring runs differ."""
     runs = versions.runs_from_versions(tokens, start)
     assert [run.version for run in runs for _ in range(run.start, run.end)] == tokens
     assert runs[0].start == start
@@ -57,14 +56,12 @@ def test_runs_give_the_version_of_every_token(tokens: list[int], start: int):
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 4))
 def test_the_last_chance_is_the_last_version_at_which_a_sample_is_fresh(now: int, age: int, max_staleness: int):
-    """It is fresh then, and not at the next version."""
     trainer, sampled = PolicyVersion(now + age), PolicyVersion(now)
     fresh = [versions.is_fresh(PolicyVersion(trainer + more), sampled, max_staleness) for more in (0, 1)]
     assert (versions.last_chance_version(trainer, max_staleness) == sampled) == (fresh == [True, False])
 
 
 def test_the_newer_version_wins():
-    """A version replaces nothing or an older one, never a newer one."""
     assert versions.is_newer(PolicyVersion(0), None)
     assert versions.is_newer(versions.next_version(PolicyVersion(1)), PolicyVersion(1))
     assert not versions.is_newer(PolicyVersion(1), PolicyVersion(1))

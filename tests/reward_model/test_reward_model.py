@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from penstock.protocol.errors import ConfigError
-from penstock.reward_model.classifier import Classifier, fingerprint
-from penstock.reward_model.conversation import Reading, Unusable, batches
+from penstock.reward_model.classifier import Classifier, Reading, Unusable, batches, fingerprint
 from penstock.reward_service.endpoints.wire import GroupToScore
 from tests.contracts.tiny_model import VOCAB, build_model, write_tokenizer
 from tests.reward_service.processes import Process
@@ -93,7 +92,6 @@ def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tm
 
 
 def test_a_text_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    """Empty and over-long texts have errors that name the limit; the other texts are scored."""
     build(tmp_path)
     scored = load(tmp_path, max_length=20).score(["hello", "", "x" * 40], special_tokens=True)
     assert scored[0].value is not None
@@ -104,7 +102,6 @@ def test_a_text_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 
 
 def test_with_several_labels_one_of_them_counts(tmp_path: Path) -> None:
-    """``--label`` is the probability of that label; without it, or beyond the labels, loading is refused."""
     model = build(tmp_path, num_labels=3)
     (row,) = alone(model, tmp_path, ["hello"])
     (scored,) = load(tmp_path, label=2).score(["hello"], special_tokens=True)

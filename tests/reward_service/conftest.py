@@ -72,7 +72,6 @@ class Wire:
     """The clients of the reward service: a worker that announces packs and a trainer that reads rewards."""
 
     def __init__(self, bus: Bus, blobs: Blobs, run_id: str) -> None:
-        """Listen from the run's start."""
         self.bus, self.blobs, self.run_id = bus, blobs, run_id
         self.scored: list[GroupScored] = []
         self.dead: list[DeadLetter] = []
@@ -84,12 +83,10 @@ class Wire:
         bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, self.events.append, from_start=True).wait()
 
     def announce(self, groups: Sequence[Group], *, pack_id: str = "p0") -> None:
-        """Store a pack and announce it, as a rollout worker does."""
         ref = self.blobs.put(f"runs/{self.run_id}/groups/v0/{pack_id}.parquet", builders.pack_bytes(groups))
         self.publish(builders.make_generated(self.run_id, groups, ref, pack_id=pack_id))
 
     def publish(self, generated: GroupGenerated) -> None:
-        """Announce a pack that may or may not be stored."""
         subject = subjects.generated(self.run_id, generated.groups[0].split)
         self.bus.publish(subject, generated, msg_id=f"g:{generated.pack_id}").wait()
 
@@ -106,13 +103,10 @@ class Wire:
         return found
 
     def wait_scored(self, *group_ids: str, deadline_s: float = 60.0) -> dict[str, list[ScoredGroup]]:
-        """Wait until these groups were scored; returns every announcement of every group."""
         wait_for(lambda: set(group_ids) <= set(self.take()), f"rewards of {', '.join(group_ids)}", deadline_s)
         return self.take()
 
     def wait_dead(self, *group_ids: str, deadline_s: float = 60.0) -> list[DeadLetter]:
-        """Wait until these groups are dead letters."""
-
         def buried() -> bool:
             return set(group_ids) <= {group_id for letter in self.dead for group_id in letter.group_ids}
 

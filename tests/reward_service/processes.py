@@ -46,34 +46,27 @@ class Process:
     def __init__(
         self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None, cwd: Path = ROOT
     ) -> None:
-        """Start it."""
         self.log = log
         self._popen = _start(command, log, {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}, cwd)
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._popen.pid
 
     @property
     def output(self) -> str:
-        """Its output so far."""
         return self.log.read_text()
 
     def alive(self) -> bool:
-        """Return True if it still runs."""
         return self._popen.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
         self._popen.send_signal(number)
 
     def wait(self, deadline_s: float = 60.0) -> int:
-        """Wait for its exit; return the exit code."""
         return self._popen.wait(deadline_s)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would; idempotent."""
         if self.alive():
             self._popen.kill()
         self._popen.wait(60)
@@ -113,27 +106,22 @@ class Service(Process):
         super().__init__([_SERVICE, *given], folder / "reward.log", environ={**secrets, **(environ or {})}, cwd=cwd)
 
     def ready(self) -> Service:
-        """Wait until its API listens."""
         wait_for(lambda: self._port_file.exists() or not self.alive(), f"the reward service: {self.log}", 60)
         assert self.alive(), self.output
         return self
 
     @property
     def url(self) -> str:
-        """Base URL of its API."""
         return f"http://127.0.0.1:{self._port_file.read_text().strip()}"
 
     def register(self, name: str, url: str, *, token: str = "", **more: Any) -> httpx.Response:
-        """Register an endpoint."""
         return self.post("/v1/endpoints", {"name": name, "url": url, **more}, token=token)
 
     def post(self, path: str, body: Any = None, *, token: str = "") -> httpx.Response:
-        """POST JSON, with a bearer token if one is given."""
         headers = {"authorization": f"Bearer {token}"} if token else {}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
     def get(self, path: str) -> Any:
-        """GET a JSON answer."""
         return httpx.get(self.url + path, timeout=60).raise_for_status().json()
 
 
@@ -185,11 +173,9 @@ class EndpointServer:
 
     @property
     def url(self) -> str:
-        """Where to post groups."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/score"
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
@@ -212,6 +198,5 @@ def good(score: float = 0.5) -> Behaviour:
 
 
 def raw(body: str | bytes, status: int = 200, **headers: str) -> Behaviour:
-    """Answer everything with the same bytes."""
     data = body.encode() if isinstance(body, str) else body
     return lambda _: (status, headers, data)

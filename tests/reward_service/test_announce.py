@@ -10,7 +10,6 @@ from tests.groups import make_generated, make_group, make_scored
 
 
 async def test_another_message_cannot_take_the_id_of_an_announcement(bus: Bus, run_streams: str):
-    """Packs that state one id are both announced, and a repetition of the same message is not."""
     announcer = Announcer(bus, run_id=run_streams, source="r0")
     groups = [make_group()]
     for number, sha256 in enumerate(("a" * 64, "b" * 64)):
@@ -19,7 +18,7 @@ async def test_another_message_cannot_take_the_id_of_an_announcement(bus: Bus, r
     inbox = await bus.inbox(streams.generated_consumer(run_streams), GroupGenerated)
     deliveries = []
     while len(deliveries) < 2:
-        deliveries += await inbox.fetch(2, 5.0)
+        deliveries += await inbox.fetch(2, 30.0)
     for delivery in (*deliveries, deliveries[0]):
         assert await announcer.scored(delivery, make_scored(delivery.fact).groups) == {}
     assert (await bus.stream_state(f"{run_streams}-scored")).num_messages == 2
@@ -32,7 +31,7 @@ async def test_the_ids_of_what_is_published_cannot_be_taken_beforehand(bus: Bus,
     traceparent = trace_context.new_trace()
     await bus.publish(subjects.generated(run_streams, "train"), fact, msg_id="1", traceparent=traceparent)
     inbox = await bus.inbox(streams.generated_consumer(run_streams), GroupGenerated)
-    [delivery] = await inbox.fetch(1, 5.0)
+    [delivery] = await inbox.fetch(1, 30.0)
     ids = hash_of([group.group_id for group in fact.groups])
     guesses = (f"{delivery.sequence}", f"{delivery.sequence}:", f"{delivery.sequence}:{'0' * 32}")
     for guess in guesses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.activity import Activity
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import METRICS, REQUEST_BUCKETS
 from penstock.reward_service.api import metrics_samples

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs.group_pack import GroupTexts
-from penstock.protocol.traces.spans import Span, group_context
+from penstock.protocol.traces.traces import Span, group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_trace
@@ -42,7 +42,6 @@ def by_group(spans: Sequence[Span], name: str) -> dict[Any, Span]:
 
 
 async def test_each_group_of_a_call_has_a_span_below_its_scoring() -> None:
-    """Two groups that share a call have each a span in their own trace, with the error of a call that failed."""
     traces, spans = recorded()
     server = EndpointServer(good(0.5))
     broken = EndpointServer(raw("nonsense"))
@@ -103,7 +102,7 @@ async def test_a_delivery_records_what_became_of_each_group(bus: Bus, blobs: Blo
     header = trace_context.new_trace()
     await bus.publish(subjects.generated(run_streams, "train"), fact, msg_id="1", traceparent=header)
     inbox = await bus.inbox(streams.generated_consumer(run_streams), GroupGenerated)
-    [delivery] = await inbox.fetch(1, 5.0)
+    [delivery] = await inbox.fetch(1, 30.0)
     traces, spans = recorded()
     outcomes: dict[str, Outcome] = dict(
         zip(
@@ -126,7 +125,7 @@ async def test_a_delivery_records_what_became_of_each_group(bus: Bus, blobs: Blo
     assert found[names[0]].attributes["scorer"] == "mine"
     assert all(span.parent == group_context(header, name) for name, span in found.items())
     assert "secret" not in repr(spans)
-    [again] = list(itertools.chain(await inbox.fetch(1, 10.0)))
+    [again] = list(itertools.chain(await inbox.fetch(1, 30.0)))
     assert again.num_delivered == 2
     context = ScoringContext(
         blobs, context.reward_registry, context.announcer, RetryPolicy(2, 0.1, 1.0), context.progress, context.metrics,
@@ -141,7 +140,6 @@ async def test_a_delivery_records_what_became_of_each_group(bus: Bus, blobs: Blo
 
 
 async def test_without_traces_nothing_is_gathered() -> None:
-    """A replica that records no traces computes no ids."""
     trace = PackTrace.start(pack_trace.Traces(), TRACEPARENT, ["g"], {})
     trace.scored("g", {})
     assert trace._groups == {}

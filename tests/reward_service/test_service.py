@@ -59,7 +59,6 @@ def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: Callable[.
 
 
 def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """A scored group reaches the reader of its split even when a pack mixes them."""
     start_service()
     wire.announce([make_group("e0.p0.a0", texts=TEXTS, size=4), make_group("eval.v0.p0.s0", split="eval", size=3)])
     wire.wait_scored("e0.p0.a0", "eval.v0.p0.s0")
@@ -158,8 +157,6 @@ def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: 
 
 
 async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
-    """An unexpected exception is an error of its group, with the reward's name."""
-
     def judge(completions: tuple[str, ...], truth: object) -> list[Verdict]:
         if truth == "bad":
             raise ZeroDivisionError("nobody foresaw this")
@@ -243,7 +240,6 @@ def test_packs_wait_while_s3_is_unreachable(
 def test_sigterm_finishes_packs_in_progress(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """After SIGTERM the packs in progress are scored and acknowledged, and the replica deletes its records."""
     asked, answer = threading.Event(), threading.Event()
 
     def slow(request: dict) -> tuple[int, dict[str, str], bytes]:

@@ -62,7 +62,6 @@ class Counters:
 
     @property
     def num_mutations(self) -> int:
-        """All mutations."""
         return sum(self.outcomes.values())
 
 
@@ -112,8 +111,6 @@ def forged(frame: bytes, content_size: int) -> bytes:
 
 
 class Fuzzer:
-    """Draws one mutation after another."""
-
     def __init__(self, seed: int) -> None:
         """Prepare valid material; the same seed gives the same mutations."""
         self.random = random.Random(seed)

@@ -36,18 +36,17 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.digest import weights_digest
+from penstock.rollout_service.embedded_engine.caches import PrefixCache
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
-from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
 from penstock.rollout_service.embedded_engine.http.images import ImageReader
-from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
+from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry, JobRunner
 from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
-from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.model.model_config import read_eos_token_ids, read_model_config
-from penstock.rollout_service.embedded_engine.parent_watch import exit_with_parent
+from penstock.rollout_service.embedded_engine.process import exit_with_parent
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
@@ -80,12 +79,10 @@ class SimulatedOptions(Section):
 
     @property
     def mix(self) -> LengthMix:
-        """The lengths of completions."""
         return LengthMix(self.median_tokens, self.longest_tokens)
 
     @property
     def pace(self) -> EnginePace:
-        """The durations of the engine's work."""
         return EnginePace(self.slots, self.step_s_alone, self.step_s_full, self.prompt_s)
 
 
@@ -103,15 +100,11 @@ SIMULATED = EngineKind("simulated", SglangClient, _launches, options=SimulatedOp
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWeights:
-    """What is left of weights that nothing is computed with."""
-
     checksum: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedAdapter:
-    """What the server knows of an adapter."""
-
     name: str
     path: str
     number: int
@@ -129,7 +122,7 @@ class SimulatedRunner:
         find_stop_string: Callable[[Sequence], str | None],
     ) -> None:
         self.weights = weights
-        self.kept = KeptPrefixes(0)
+        self.kept = PrefixCache(0)
         self.running: list[Sequence] = []
         self.count_tokens: Callable[[int], None] = lambda _: None
         self._mix, self._pace, self._fail_share = options.mix, options.pace, options.fail_share
@@ -147,7 +140,6 @@ class SimulatedRunner:
         return sum(sequence.num_tokens for sequence in list(self.running))
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return a context without an effect: nothing is computed."""
         return nullcontext()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
@@ -208,7 +200,6 @@ class SimulatedRunner:
         return finished
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Append tokens; return True if the sequence has ended."""
         sampling, room = sequence.sampling, self._ends[id(sequence)] - len(sequence.output_ids)
         at = self._random.randrange(_NUM_RANDOM - num_tokens)
         tokens = [
@@ -269,7 +260,6 @@ class _Trace:
 
 
 def serve(folder: Path, version: str, port_file: Path, options: SimulatedOptions) -> None:
-    """Serve until the process is stopped."""
     config, text = read_model_config(folder), Text(folder)
 
     def read_weights(source: Path) -> Any:

@@ -60,8 +60,6 @@ _PATTERNS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment; sizes in bytes."""
-
     at_s: float  # since the first step
     step: int
     memory: dict[str, int] = field(default_factory=dict)  # by process, with its children: resident
@@ -70,7 +68,6 @@ class Sample:
 
 
 def take(started: float, snapshot: Snapshot, processes: Iterable[ProcessView], folder: Path) -> Sample:
-    """Measure now."""
     memory = {view.name: resident(view.pid) for view in processes if view.alive}
     return Sample(time.monotonic() - started, snapshot.step, memory, disk(folder), stream_blocks(folder))
 
@@ -192,7 +189,6 @@ def _rate(samples: Sequence[Sample]) -> float:
 
 
 def show(samples: Sequence[Sample], lines: Sequence[Line]) -> str:
-    """Return the result as a Markdown table."""
     first, last = samples[0], samples[-1]
     rate = (last.step - first.step) / max(last.at_s - first.at_s, 1.0)
     head = f"{last.at_s:.0f} s, {last.step} steps ({rate:.2f}/s)\n\n| what | second third, MB | last third | peak | bytes per step | |\n|---|---|---|---|---|---|"

@@ -55,7 +55,6 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with what the proxy reads."""
     return write_model(tmp_path_factory.mktemp("model"), SMOLLM2)
 
 

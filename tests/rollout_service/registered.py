@@ -121,7 +121,6 @@ class Slow(TurnEnvironment):
 
 
 def where(nats: NatsSettings) -> list[str]:
-    """Return the arguments that say where NATS is."""
     return [f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import TaskIssued
-from penstock.protocol.traces.spans import group_context
+from penstock.protocol.heartbeats import Activity
+from penstock.protocol.traces.traces import group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
@@ -25,14 +25,13 @@ from tests.servers import wait_for
 
 @pytest.fixture
 def received(bus: Bus, run_streams: str) -> ReceivedPack:
-    """A pack as the trainer issues it."""
     fact = make_task_issued(run_streams, "p0", [make_task("e0.p0.a0")])
     bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="p0", traceparent=trace_context.new_trace()).wait()
     inbox, found = (
         bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued).wait(),
         list[Delivery[TaskIssued]](),
     )
-    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "the pack", 15.0)
+    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "the pack")
     return ReceivedPack("train", found[0])
 
 
@@ -85,7 +84,7 @@ async def test_spans_show_how_a_pack_was_generated(
     async with settlement.settling(received):
         raise EngineError("secret")
     inbox = await bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued)
-    [again] = await inbox.fetch(1, 10.0)
+    [again] = await inbox.fetch(1, 30.0)
     await announcer.announce(ReceivedPack("train", again), [make_group("e0.p0.a0")])
     untraced = PackAnnouncer(
         bus=bus, blobs=blobs, activity=Activity(), metrics=WorkerMetrics(), run_id=run_streams, worker_id="w0"

@@ -17,15 +17,15 @@ from penstock.agents.environments.play import Play, Reply, Row, done
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
 from penstock.protocol import blob_keys
-from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import ImageRef, RewardRequest, RouterShape, RowImages, Sampling, Task
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.images.processor import read_processor
 from penstock.protocol.packs import group_pack
+from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
@@ -134,12 +134,10 @@ class Worker:
             await working
 
     async def has_stored(self, num: int) -> None:
-        """Wait until so many episodes are stored."""
         await asyncio.to_thread(wait_for, lambda: self.metrics.episodes_stored >= num or None, f"{num} stored episodes")
 
 
 def stored(blobs: Blobs, run_id: str) -> dict[str, Episode]:
-    """The stored episodes by their keys."""
     keys = [stat.key for stat in blobs.list(blob_keys.all_finished_episodes_prefix(run_id))]
     return {key: group_pack.decode(blobs.get_unverified(key))[0].episodes[0] for key in sorted(keys)}
 
@@ -191,7 +189,6 @@ async def test_a_first_delivery_and_another_attempt_read_nothing(model: Path, bl
 async def test_episodes_that_do_not_fit_are_played_again(
     model: Path, blobs: Blobs, run_id: str, served: int, task: dict, settings: dict
 ) -> None:
-    """They are left out before anything is played with them."""
     await Worker(model, blobs, run_id, 3).is_killed_after(3)
     worker = Worker(model, blobs, run_id, SIZE, served=served, **settings)
     wanted = task_of(**task)
@@ -204,13 +201,11 @@ EXPERTS, OTHERS = (RouterShape(num_layers=1, num_experts=8, top_k=k) for k in (2
 
 
 def experts_of(row: Trajectory, shape: RouterShape = EXPERTS) -> dict[str, Any]:
-    """The first experts for every token."""
     ids = np.zeros((len(row.token_ids) - 1, shape.num_layers, shape.top_k), dtype_of(shape))
     return {"experts": ExpertChoices(shape, ids + np.arange(shape.top_k, dtype=ids.dtype))}
 
 
 def image_of(_: Trajectory, processor: str) -> dict[str, Any]:
-    """An image in the place of the first token."""
     ref = ImageRef(position=0, num_tokens=1, grid_thw=(1, 2, 2), sha256="0" * 64, size_bytes=1)
     return {"images": RowImages(processor=processor, refs=(ref,))}
 
@@ -235,7 +230,6 @@ async def test_only_episodes_with_the_experts_that_are_wanted_are_continued(
 async def test_only_episodes_with_images_of_the_workers_own_processor_are_continued(
     model: Path, blobs: Blobs, run_id: str, tmp_path: Path
 ) -> None:
-    """A worker that was started anew may have another processor: a group with images of both would be refused."""
     images, own = RunImages(blobs, run_id), read_processor(write_vision_folder(tmp_path / "vision"))
     assert own is not None
     of_text = RunImages(blobs, run_id)
@@ -270,7 +264,6 @@ async def is_continued_with(
 
 
 async def test_a_greedy_baseline_is_continued_apart_from_its_group(model: Path, blobs: Blobs, run_id: str) -> None:
-    """The greedy episode of a group has the place of another one; each is continued as what it is."""
     worker = Worker(model, blobs, run_id, SIZE + 1)
     (group,) = await worker.generate(1, task_of(with_baseline=True))
     assert [one.is_baseline for one in group.episodes] == [False] * SIZE + [True]

@@ -16,7 +16,8 @@ from penstock.rollout_service.embedded_engine.engine_thread import EngineThread,
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer
+from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
@@ -58,7 +59,6 @@ class EngineUnderTest:
         self.engine.start()
 
     def update(self, version: int, *, flush: bool) -> None:
-        """Queue an update to a version, without waiting for it."""
         self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush, abort_all=False))
 
     def generate(self, sequences: list[Sequence], moments: dict[int, list[int]], mode: str, sampled: int = 0) -> None:
@@ -81,14 +81,12 @@ class EngineUnderTest:
 
 @pytest.fixture(scope="module")
 def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    """One engine for all examples."""
     created = EngineUnderTest(tmp_path_factory.mktemp("engine"))
     yield created
     created.engine.stop()
 
 
 def runs_of(sequence: Sequence) -> list[tuple[int, int, int]]:
-    """A sequence's spans, as versions."""
     return [(int(span.version), span.start, span.end) for span in sequence.spans]
 
 
@@ -138,7 +136,6 @@ def test_every_token_is_of_the_version_of_its_span(
 def test_a_completion_resumed_after_an_abort_is_exact(
     under_test: EngineUnderTest, moments: dict[int, list[int]], seed: int
 ) -> None:
-    """Cut at any tokens and resumed there, each part is of one version, and so are its logprobs."""
     left = dict(moments)
     under_test.update(0, flush=True)
     parts: list[list[Sequence]] = []

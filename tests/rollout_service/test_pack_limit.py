@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.rollout_service.packs import pack_loops
-from penstock.rollout_service.packs.pack_limit import MOST_PACKS, EngineLoad, PackLimit
-from penstock.rollout_service.packs.pack_loops import PackLoops
+from penstock.rollout_service.packs.pack_loops import MOST_PACKS, EngineLoad, PackLimit, PackLoops
 
 PER_PACK = 8
 
@@ -20,7 +19,6 @@ PER_PACK = 8
 def follow(
     tokens_per_s: Callable[[float], float], *, slots: float, seconds: int = 120, packs: int = 10**6
 ) -> list[int]:
-    """Return the limit after each second of an engine with so many slots; ``packs`` are all there are."""
     limit, generated, values = PackLimit(), 0.0, []
     for second in range(seconds):
         held = min(packs, limit.value)
@@ -43,7 +41,6 @@ def test_an_engine_without_a_queue_gets_what_reaches_nearly_its_best_throughput(
 
 
 def test_an_engine_that_is_faster_with_more_gets_the_most() -> None:
-    """The limit grows for as long as the throughput does."""
     assert follow(lambda running: 10.0 * running, slots=10**6)[-1] == MOST_PACKS
 
 
@@ -60,7 +57,6 @@ def test_a_worker_with_free_places_learns_nothing() -> None:
 
 
 def test_an_engine_that_was_started_again_is_no_reason_to_change() -> None:
-    """Its counter begins at 0."""
     limit = PackLimit(first=4)
     limit.observe(EngineLoad(0.0, 1e6, 32.0, 0.0, 4), PER_PACK)
     assert limit.observe(EngineLoad(1.0, 10.0, 32.0, 0.0, 4), PER_PACK) == 4
@@ -143,7 +139,6 @@ async def test_with_0_the_number_grows_until_the_engine_has_a_queue(monkeypatch:
 
 
 async def test_an_engine_that_reports_nothing_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning says so, once."""
     monkeypatch.setattr(pack_loops, "SAMPLE_S", 0.001)
     monkeypatch.setattr(pack_loops, "_MOST_WITHOUT", 3)
     warnings: list[str] = []

@@ -14,7 +14,7 @@ from penstock.protocol.images.processor import expanded, read_processor
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.vllm.client import VllmClient
 from penstock.rollout_service.environments.single_turn import SingleTurn
@@ -29,12 +29,10 @@ CAT, DOG = picture_bytes(picture(24, 24)), picture_bytes(picture(32, 16, seed=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder that reads images."""
     return write_vision_folder(tmp_path_factory.mktemp("vision"))
 
 
 def task_with(folder: Path, *images: bytes, **changes: Any) -> Task:
-    """A task whose prompt shows images."""
     processor = read_processor(folder)
     assert processor is not None
     ids, found = expanded([5, *[processor.image_token_id] * len(images), 6], [admit(one) for one in images], processor)
@@ -46,7 +44,6 @@ def task_with(folder: Path, *images: bytes, **changes: Any) -> Task:
 
 
 def put(blobs: Blobs, run_id: str, *images: bytes) -> None:
-    """Store images as the trainer does."""
     for one in map(admit, images):
         blobs.put(blob_keys.image(run_id, one.sha256), one.data)
 
@@ -100,13 +97,10 @@ async def test_what_would_be_computed_otherwise_is_refused(
 
 
 class Sampler:
-    """A sampler that notes its prompts."""
-
     def __init__(self) -> None:
         self.prompts: list[Any] = []
 
     async def generate(self, prompts: Any, sampling: Sampling, n: int) -> list[list[Completion]]:
-        """Answer with one token each."""
         self.prompts += prompts
         run = (VersionRun(PolicyVersion(0), 0, 1),)
         return [[Completion([7], [-1.0], run, "length", "") for _ in range(n)] for _ in prompts]

@@ -20,7 +20,6 @@ class _Delivery:
     num_given_back: int = 0
 
     async def give_back(self, delay_s: float) -> None:
-        """Count."""
         self.num_given_back += 1
 
 
@@ -34,7 +33,6 @@ class _Inbox:
     num_held: int = 0
 
     async def fetch(self, max_messages: int, wait_s: float) -> list[_Delivery]:
-        """Wait as the server does, or return the pack."""
         self.num_fetches += 1
         if self.num_fetches == self.pack_at:
             return [self.delivery]
@@ -43,8 +41,6 @@ class _Inbox:
 
 
 class _Engine:
-    """An engine that is ready."""
-
     def __init__(self) -> None:
         self.ready = asyncio.Event()
         self.ready.set()
@@ -103,7 +99,6 @@ async def test_a_pausing_worker_stops_at_once_and_asks_for_nothing_more(monkeypa
 
 @pytest.mark.usefixtures("_quick")
 async def test_a_worker_whose_engine_failed_in_a_pause_asks_for_nothing() -> None:
-    """After the pause it waits for its engine."""
     inboxes = {"eval": _Inbox(), "train": _Inbox()}
     source, engine, stop = _source(inboxes, 0.1)
     taking = asyncio.ensure_future(source.take())
@@ -119,7 +114,6 @@ async def test_a_worker_whose_engine_failed_in_a_pause_asks_for_nothing() -> Non
 
 @pytest.mark.usefixtures("_quick")
 async def test_a_pack_that_arrives_after_the_stop_is_given_back() -> None:
-    """The request that was outstanding is not withdrawn: its pack is requeued at once."""
     inboxes = {"train": _Inbox(pack_at=1)}
     source, _, stop = _source(inboxes, 1.0)
     source._fetches["train"] = asyncio.ensure_future(inboxes["train"].fetch(1, 0.01))  # type: ignore[arg-type]

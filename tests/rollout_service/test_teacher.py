@@ -26,9 +26,8 @@ from penstock.rollout_service.errors import (
     TeacherFailed,
     TeacherUnfit,
 )
-from penstock.rollout_service.teachers.interface import Answer, Question
 from penstock.rollout_service.teachers.sglang import read_answer
-from penstock.rollout_service.teachers.teacher import Teacher, vocabulary_probe
+from penstock.rollout_service.teachers.teacher import Answer, Question, Teacher, vocabulary_probe
 from tests.contracts.engine_under_test import EngineUnderTest, embedded_engine
 from tests.contracts.tiny_model import Dense, build_model, write_tokenizer
 from tests.groups import make_task
@@ -42,7 +41,6 @@ TOP_K = 4
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    """An embedded engine that serves the teacher."""
     scratch = tmp_path_factory.mktemp("teacher")
     build_model(scratch / "model")
     with embedded_engine(scratch / "model", scratch, "--weight-version", "7") as engine:
@@ -124,7 +122,6 @@ def test_a_teacher_of_another_vocabulary_is_refused(engine: EngineUnderTest, tmp
 
 
 def test_a_teacher_that_does_not_start_is_named(tmp_path: Path) -> None:
-    """With its URL and the setting, after the deadline."""
     write_tokenizer(tmp_path)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -192,7 +189,6 @@ def test_what_may_pass_is_asked_again() -> None:
 
 
 def test_a_teacher_that_goes_on_failing_ends_the_attempt_with_group_and_url() -> None:
-    """After as many requests as are allowed."""
     client = _Failing(*(EngineTimeout(f"late {n}") for n in range(9)))
     with pytest.raises(TeacherFailed, match=r"group e0\.p5\.a0: the teacher at http://teacher:1 .* in 3 of 3 .*late 2"):
         ask(client)
@@ -201,7 +197,6 @@ def test_a_teacher_that_goes_on_failing_ends_the_attempt_with_group_and_url() ->
 
 @pytest.mark.parametrize("failure", [EngineRefused("too long", status=400), ReplyRefused("nonsense")])
 def test_what_cannot_pass_is_not_asked_again(failure: Exception) -> None:
-    """A question that is refused, and an answer that contradicts itself."""
     client = _Failing(failure)
     with pytest.raises(TeacherFailed, match=r"group e0\.p5\.a0: .* in 1 of 3 attempts"):
         ask(client)
@@ -209,13 +204,11 @@ def test_what_cannot_pass_is_not_asked_again(failure: Exception) -> None:
 
 
 def test_weights_that_change_within_a_group_are_refused() -> None:
-    """Its identity would name one version for the numbers of two."""
     with pytest.raises(TeacherFailed, match="answered with the versions changing0, changing1"):
         ask(_Failing(version="changing"))
 
 
 def test_an_answer_that_no_model_can_give_ends_the_attempt_with_its_group() -> None:
-    """It is an error of the teacher, for which the pack is requeued, and not of the worker."""
     with pytest.raises(
         TeacherFailed, match=r"group e0\.p5\.a0: the answer of the teacher .* cannot be used: .* above 0"
     ):
@@ -242,7 +235,6 @@ _REPLY: dict[str, Any] = {
     ],
 )
 def test_a_reply_that_contradicts_the_question_is_refused(change: dict[str, Any], words: str) -> None:
-    """No part of it is used; the error names the URL."""
     question = Question([4, 5, 6, 7], 2)
     assert read_answer("u", question, _REPLY, 1, 1).logprobs.tolist() == [-1.0, -2.0]
     with pytest.raises(ReplyRefused, match=f"http://t: .*{words}"):
@@ -280,7 +272,6 @@ def test_a_worker_stores_what_its_teacher_says(
 def test_a_worker_without_a_teacher_refuses_a_task_that_needs_one(
     trainer_side: TrainerSide, start_worker: Callable[..., Child], faulty_engine: FaultyEngine
 ) -> None:
-    """At once, with the setting that is missing; the other tasks of the pack are done."""
     trainer_side.publish(0)
     start_worker("w0", *attached(faulty_engine))
     one, other = (make_task(f"e0.p{n}.a0", prompt_ids=[5, 6], group_size=2) for n in range(2))
@@ -295,7 +286,7 @@ def test_a_kind_of_teacher_of_your_own_is_named_by_its_file(tmp_path: Path) -> N
     """It makes the client of each URL; a name that is none is refused with the known ones."""
     file = tmp_path / "my_teacher.py"
     file.write_text(
-        "from penstock.rollout_service.teachers.interface import TeacherKind\n"
+        "from penstock.rollout_service.teachers.teacher import TeacherKind\n"
         "from penstock.rollout_service.teachers.sglang import SglangTeacher\n"
         "class Mine(SglangTeacher):\n"
         "    pass\n"

@@ -72,8 +72,6 @@ def test_a_request_that_hangs_ends_at_its_deadline(
 
 
 def with_wrong_row(change: Callable[[Row], object]) -> Callable[[list[Row]], list[Row]]:
-    """A reply in which one row of several is wrong."""
-
     def rewrite(rows: list[Row]) -> list[Row]:
         change(rows[1])
         return rows
@@ -136,7 +134,6 @@ def test_a_pack_of_impossible_tasks_only_is_settled(
 def test_a_pack_whose_task_list_is_missing_is_dead_lettered(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A missing object is not retried."""
     trainer_side.publish(0)
     start_worker("w0", *attached(faulty_engine))
     gone = BlobRef(key=f"runs/{trainer_side.run_id}/tasks/gone.msgpack", size_bytes=3, sha256="0" * 64)
@@ -163,7 +160,6 @@ def test_an_attached_server_that_lost_its_weights_is_given_them_again(
 def test_the_api_key_is_sent_to_the_server(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
 ):
-    """The key in ``engine_api_key_file`` is sent as a bearer token."""
     trainer_side.publish(0)
     faulty_engine.api_key = "secret"
     (tmp_path / "key").write_text("secret\n")
@@ -226,7 +222,7 @@ def test_the_worker_survives_a_restart_of_s3(
 
 def log_of_failed(worker: Child) -> str:
     """The log of a worker, which must exit with status 1."""
-    assert worker.wait(40) == 1
+    assert worker.wait(60.0) == 1
     return worker.log_tail()
 
 
@@ -253,6 +249,5 @@ def test_a_run_that_was_not_bootstrapped_is_named(
     ],
 )
 def test_wrong_settings_are_named(start_worker: StartWorker, faulty_engine: FaultyEngine, override: str, words: str):
-    """The worker exits with status 1 and an error that names the setting."""
     override = override.replace("WRONG", str(secret_file("wrong")))
     assert words in log_of_failed(start_worker("w0", *attached(faulty_engine), override))

@@ -17,8 +17,8 @@ import pytest
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import Child
 from penstock.protocol import streams, subjects
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import RunEvent, TaskList, encode_unbounded
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
 from penstock.protocol.streams import StreamLimits
 from penstock.rollout_service import loop
@@ -70,7 +70,6 @@ def test_stored_groups_hold_what_the_engine_returned(
 def test_tasks_that_sample_differently_share_a_pack_but_not_a_request(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """One request for each sampling and group size; the groups keep the order of the tasks."""
     trainer_side.publish(0)
     tasks = [
         make_task("a", group_size=2),
@@ -119,7 +118,6 @@ def test_tasks_too_large_for_a_message_are_read_from_s3(
 def test_packs_in_flight_are_generated_together(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """``packs_in_flight`` packs are in the engine concurrently, and no more."""
     trainer_side.publish(0)
     faulty_engine.flow.clear()
     for i in range(4):
@@ -152,7 +150,6 @@ def test_evaluation_goes_before_training(
 def test_a_worker_takes_only_the_tasks_of_its_roles(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A worker for evaluation takes no training tasks."""
     trainer_side.publish(0)
     trainer_side.issue("train-0", [make_task("e0.p0.a0")])
     trainer_side.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval")])
@@ -280,7 +277,7 @@ async def test_environments_that_take_long_to_prepare_stop_no_heartbeat():
 
     def use_model(folder: Path) -> None:
         states.append(activity.state)
-        assert went_on.wait(20), "the event loop was stopped"
+        assert went_on.wait(60.0), "the event loop was stopped"
 
     async def start() -> Any:
         asyncio.get_running_loop().call_later(0.01, went_on.set)
@@ -299,6 +296,5 @@ async def test_environments_that_take_long_to_prepare_stop_no_heartbeat():
 
 
 def test_a_worker_imports_no_torch():
-    """Torch, transformers and fastapi are not imported, so a worker starts in half a second."""
     code = "import sys, penstock.rollout_service.__main__; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -8,18 +8,18 @@ from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import METRICS
-from penstock.rollout_service import worker_metrics
-from penstock.rollout_service.engines import engine_metrics
+from penstock.rollout_service import heartbeat
+from penstock.rollout_service.engines import engine_client
 from penstock.rollout_service.metrics import WorkerMetrics
 
 
 def documented(text: str) -> list[str]:
-    return [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    return [line.split("`")[1] for line in text.splitlines() if line.startswith("| `engine_")]
 
 
 def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
     """All counters of a worker and of its engine are shown with the heartbeat's values, and nothing else is."""
-    names = [*WorkerMetrics().snapshot(), "packs_held", *documented(engine_metrics.__doc__ or ""), *gpu.NAMES]
+    names = [*WorkerMetrics().snapshot(), "packs_held", *documented(engine_client.__doc__ or ""), *gpu.NAMES]
     figures = {name: float(number) for number, name in enumerate(names, 1)}
     beat = Heartbeat(
         role="rollout", service_id="w", at=5.0, state="", version=3, busy_s=1.0, idle_s=2.0, cpu_s=3.0,
@@ -30,7 +30,7 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
         run_id="r",
         service_id="w",
         heartbeat=lambda: beat,
-        collect=lambda samples: worker_metrics.collect(beat, samples),
+        collect=lambda samples: heartbeat.collect(beat, samples),
         folders={"worker.cache_dir": tmp_path, "not.yet": tmp_path / "none"},
     )
     samples = exporter.samples()
@@ -55,6 +55,5 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_heartbeat_shows_its_name_only() -> None:
-    """Before the first heartbeat there is nothing to show but the service, and what stores answered."""
     exporter = Exporter("rollout", run_id="r", service_id="w", heartbeat=lambda: None, collect=lambda _samples: None)
     assert set(exporter.samples().numbers) == {"penstock_service_info", "penstock_store_errors_total"}

@@ -74,7 +74,6 @@ class TrainerSide:
         self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        """The weights that `publish` gives a version."""
         model = self.folder / f"model-{version}"
         if not model.exists():
             write_model(model, seed=version)
@@ -110,12 +109,10 @@ class TrainerSide:
         return found
 
     def publish_adapter(self, version: int, *, corrupt: str = "") -> WeightsPublished:
-        """Publish an adapter of version 0, which was published before, as the trainer does."""
         ends = (corrupt,) if corrupt else ()
         return self.source.publish(version, self.factors(version), base=self.base(), corrupt=ends)
 
     def root(self, fact: WeightsPublished) -> str:
-        """The root that names a version's weights."""
         return VersionManifest.from_json(self.blobs.get(fact.manifest)).state_root
 
     def merged(self, fact: WeightsPublished, folder: Path) -> Path:
@@ -127,30 +124,24 @@ class TrainerSide:
 
     @property
     def source(self) -> WeightsSource:
-        """The publisher of `publish`."""
         assert self._source is not None
         return self._source
 
     def announce(self, fact: WeightsPublished) -> None:
-        """Announce a version."""
         msg_id = f"w:{fact.version}:{secrets.token_hex(8)}"
         self.bus.publish(subjects.weights_published(self.run_id), fact, msg_id=msg_id).wait()
 
     def issue(self, pack_id: str, tasks: Sequence[Task] = (), *, tasks_blob: BlobRef | None = None) -> None:
-        """Issue one pack of tasks."""
         self.publish_task(self.task_issued(pack_id, tasks, tasks_blob=tasks_blob), msg_id=pack_id)
 
     def task_issued(self, pack_id: str, tasks: Sequence[Task] = (), *, tasks_blob: BlobRef | None = None) -> TaskIssued:
-        """The message that issues a pack."""
         return TaskIssued(run_id=self.run_id, pack_id=pack_id, tasks=tuple(tasks), tasks_blob=tasks_blob)
 
     def publish_task(self, fact: TaskIssued, *, msg_id: str) -> None:
-        """Publish a pack to the queue of its split."""
         split = fact.tasks[0].split if fact.tasks else "train"
         self.bus.publish(subjects.tasks(self.run_id, split), fact, msg_id=msg_id).wait()
 
     def collect(self, count: int, deadline_s: float = 60.0) -> list[Delivery[GroupGenerated]]:
-        """Take ``count`` announcements, acknowledged."""
         taken: list[Delivery[GroupGenerated]] = []
 
         def enough() -> bool:
@@ -172,12 +163,10 @@ class TrainerSide:
         return self.bus.stream_state(f"{self.run_id}-tasks").wait().num_messages
 
     def heartbeat(self, worker_id: str) -> Heartbeat | None:
-        """The worker's last heartbeat."""
         entry = self._live.get(streams.heartbeat_key("rollout", worker_id)).wait()
         return None if entry is None else decode(entry.value, Heartbeat)
 
     def wait_applied(self, worker_id: str, version: int, deadline_s: float = 60.0) -> None:
-        """Wait until a worker has announced that it serves a version."""
         wait_for(
             lambda: (worker_id, version) in [(fact.worker_id, fact.version) for fact in self.applied],
             f"{worker_id} to apply version {version}",
@@ -191,8 +180,6 @@ def attached(engine: FaultyEngine) -> tuple[str, str]:
 
 
 class ForkedWorker(Child):
-    """A worker that is forked from a process that has imported it; it does not end with this one."""
-
     def _popen(self) -> Any:
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         return ForkedProcess(
@@ -207,7 +194,6 @@ class ForkedWorker(Child):
 def worker_process(
     folder: Path, run_id: str, worker_id: str, nats: NatsSettings, s3: S3Settings, *overrides: str
 ) -> Child:
-    """A worker of a run, started; later overrides win."""
     command = [
         *(sys.executable, "-m", "penstock.rollout_service"),
         *(f"run.id={run_id}", f"run.dir={folder}", f"worker.id={worker_id}", "worker.retry_delay_s=0.05"),

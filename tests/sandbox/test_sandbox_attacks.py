@@ -16,9 +16,8 @@ from tests.sandbox import attacks
 from penstock.reward_service.program_tests.grade import Slot, grade
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.sandbox import canary
-from penstock.sandbox.inside import seccomp, syscalls
-from penstock.sandbox.outcome import Reason, failure
-from penstock.sandbox.run_program import run_program
+from penstock.sandbox.inside import seccomp
+from penstock.sandbox.outcome import Reason, failure, run_program
 from penstock.sandbox.zygote_command import Kind, Launch
 from penstock.sandbox.zygote_process import Limits, Zygote
 
@@ -132,8 +131,8 @@ class Place:
         if kind is Kind.BUBBLEWRAP:  # a process there has no number that could be meant; its own parent has
             described["victim"] = 2
         numbers = {name: pair[0 if seccomp.machine() == "x86_64" else 1] for name, pair in OTHER_CALLS.items()}
-        for table in (syscalls.ALLOWED, syscalls.CONDITIONAL, syscalls.FATAL):
-            numbers |= syscalls.numbers(table, seccomp.machine())
+        for table in (seccomp.ALLOWED, seccomp.CONDITIONAL, seccomp.FATAL):
+            numbers |= seccomp.numbers(table, seccomp.machine())
         self.prelude = f"{attacks.PRELUDE}\nN = {numbers!r}\nW = {described!r}\nREVERSED_ANSWER = {ANSWER[::-1]!r}\n"
 
     def run(self, statement: str, limits: Limits = LIMITS) -> Reason:
@@ -147,7 +146,6 @@ class Place:
 
 @pytest.fixture(scope="module", params=list(Kind), ids=lambda kind: kind.value)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """Each sandbox that works on this machine."""
     problem = canary.attack(request.param)
     if problem:
         pytest.skip(f"{request.param} does not hold on this machine: {problem}")
@@ -225,5 +223,4 @@ def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> 
 
 
 def test_there_are_over_sixty_kinds_of_attack() -> None:
-    """There are more than sixty kinds of attack, each run in each sandbox that works here."""
     assert len(attacks.EVERYTHING_THAT_FAILS) + len(attacks.EXCESSES) + len(attacks.FORGERIES) > 150

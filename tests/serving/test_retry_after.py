@@ -36,5 +36,4 @@ def test_seconds_and_dates_are_read(text: str, expected: float) -> None:
 
 
 def test_no_header_is_no_wait() -> None:
-    """Most answers have none."""
     assert retry_after_s({}) == 0.0

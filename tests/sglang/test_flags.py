@@ -12,7 +12,7 @@ import yaml
 
 from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.sglang.command import sglang_command
+from penstock.rollout_service.engines.sglang.kind import sglang_command
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -35,7 +35,6 @@ def flags_in(words: list[str]) -> set[str]:
 
 
 def test_the_workers_flags_are_known(known: set[str]):
-    """With every setting given."""
     settings = SglangSettings(
         device="cuda", mem_fraction_static=0.5, context_length=8, max_running_requests=1, max_total_tokens=8,
         attention_backend="triton", quantization="fp8", engines=2,
@@ -48,7 +47,6 @@ def test_the_workers_flags_are_known(known: set[str]):
 
 
 def test_the_compose_files_flags_are_known_and_those_of_the_contract(known: set[str]):
-    """Its server is started as the worker would start it, where the contract rests on a flag."""
     words = yaml.safe_load(_COMPOSE.read_text())["services"]["sglang"]["command"]
     assert flags_in(words) <= known
     assert set(words) >= {"--load-format=auto", "--tokenizer-worker-num=1", "--sampling-defaults=openai"}

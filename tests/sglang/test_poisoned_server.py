@@ -53,14 +53,12 @@ async def supervised(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(supervised: Supervised) -> ManagedEngine:
-    """The engine, reset to version 0."""
     await asyncio.wait_for(supervised.engine.load(supervised.model, V0), 2 * START_S)
     return supervised.engine
 
 
 @pytest.fixture
 def model(supervised: Supervised) -> Path:
-    """The folder of version 0."""
     return supervised.model
 
 

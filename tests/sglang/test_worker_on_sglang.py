@@ -85,7 +85,6 @@ def server_of(worker: Child) -> int:
 
 
 def names(groups: Sequence[Group]) -> list[str]:
-    """Ids in order."""
     return sorted(group.group_id for group in groups)
 
 
@@ -136,7 +135,6 @@ def test_a_server_killed_in_mid_generation_loses_no_group(trainer_side: TrainerS
 
 
 def scheduler_among(members: Sequence[int]) -> int:
-    """The process that runs the model."""
     for pid in members:
         if "scheduler" in Path(f"/proc/{pid}/cmdline").read_text():
             return pid

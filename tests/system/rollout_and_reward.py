@@ -73,7 +73,6 @@ class Services:
                 print(f"── worker ──\n{worker.log_tail(60)}\n── reward service ──\n{reward.output[-6000:]}")
 
     def issue(self, num_packs: int) -> list[str]:
-        """Issue packs of one group each; returns the groups' ids."""
         first, self._num_issued = self._num_issued, self._num_issued + num_packs
         ids = [f"e0.p{number}.a0" for number in range(first, self._num_issued)]
         for group_id in ids:
@@ -81,7 +80,6 @@ class Services:
         return ids
 
     def holds(self, stage: str) -> int:
-        """How many messages the stream of a stage holds."""
         return self.bus.stream_state(f"{self.run_id}-{stage}").wait().num_messages
 
     def state(self, role: str, service_id: str) -> str:

@@ -40,14 +40,10 @@ NUM_STEPS = 2
 
 
 class Prompts(list[Prompt]):
-    """Prompts without files."""
-
     fingerprint, num_tokens = "prompts", 40
 
 
 class Client:
-    """The engine, as an environment samples from it."""
-
     def __init__(self, url: str) -> None:
         self.engine = SglangClient(url)
 
@@ -66,7 +62,6 @@ def scored(group: Group, number: int) -> ReadyGroup:
 
 
 def write_model(folder: Path, tensors: dict[str, Tensor], like: Path) -> None:
-    """Write a model folder for the engine."""
     folder.mkdir()
     for name, data in small_files(like, "float32").items():
         (folder / name).write_bytes(data)

@@ -31,7 +31,6 @@ SHORT = StreamLimits(ack_wait_s=1.0)
 
 
 def reached(nats: NatsSettings, s3: S3Settings) -> list[str]:
-    """Overrides with the addresses of both servers."""
     return [
         *(f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"),
         *(f"s3.endpoint={s3.endpoint}", f"s3.access_key={s3.access_key}", f"s3.bucket={s3.bucket}"),
@@ -116,7 +115,6 @@ def endpoint(behaviour: Behaviour) -> Iterator[EndpointServer]:
 def test_a_scored_pack_of_two_killed_trainers(
     bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> None:
-    """Two trainers are killed when they begin to decode a pack; the third issues its groups again."""
     run = Run.write(tmp_path, run_streams, nats_settings, s3_settings)
     producer = ScriptedProducer(nats_settings, s3_settings, run_streams)
     letters: list[DeadLetter] = []

@@ -23,7 +23,6 @@ LIMITS = StreamLimits(max_bytes=SMALL, ack_wait_s=3.0)
 def services(
     own_nats: Callable[[], NatsServer], own_s3: Callable[[], S3Server], run_id: str, tmp_path: Path
 ) -> Iterator[Services]:
-    """Services on their own servers, not yet started."""
     nats = own_nats()
     with Bus.connect(nats.settings, name="test") as bus:
         yield Services(nats, own_s3(), run_id, tmp_path, LIMITS, bus)

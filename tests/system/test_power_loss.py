@@ -28,14 +28,12 @@ _LARGE = 6_000_000  # more than one part of an upload
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """A disk whose power can be cut."""
     made = Disk(tmp_path)
     yield made
     made.remove()
 
 
 def test_a_file_that_was_not_synced_is_lost(disk: Disk) -> None:
-    """The tests below are not empty: a file that was only written and renamed has lost its content."""
     written = disk.folder / "written"
     (disk.folder / "partial").write_bytes(b"data" * 1000)
     (disk.folder / "partial").rename(written)
@@ -83,7 +81,6 @@ def test_a_file_system_that_cannot_write_through_is_a_warning(tmp_path: Path) ->
 
 
 def test_acknowledged_messages_and_keys_survive_a_power_loss(disk: Disk) -> None:
-    """Messages, their message ids, and keys; a redelivery is all that a lost acknowledgement costs."""
     server = servers.start_nats(disk.folder, max_store_gb=0.2)
     try:
         with Bus.connect(server.settings, name="test") as bus:

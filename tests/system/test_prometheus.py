@@ -50,13 +50,13 @@ def prometheus(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], str]]:
     yield start
     for process in started:
         process.terminate()
-        process.wait(20)
+        process.wait(60.0)
 
 
 def query(url: str, expression: str) -> dict[str, float]:
     """Return the values of an instant query by the label ``endpoint``; empty while Prometheus is not ready."""
     try:
-        answer = httpx.get(f"{url}/api/v1/query", params={"query": expression}, timeout=10)
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": expression}, timeout=60)
     except httpx.TransportError:
         return {}
     if answer.status_code != 200:

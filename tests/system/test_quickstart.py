@@ -99,7 +99,6 @@ def test_the_report_is_there_to_read_and_to_look_at(quickstart: dict):
 
 @pytest.mark.slow
 def test_the_model_folder_loads_with_transformers(quickstart: dict):
-    """The trained model is a regular Hugging Face folder."""
     folder = quickstart["folder"] / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -38,7 +38,6 @@ def by_length(scale: float) -> Behaviour:
 
 @pytest.fixture
 def versions() -> Iterator[list[EndpointServer]]:
-    """Two versions of an endpoint, each on a separate server."""
     servers = [EndpointServer(by_length(0.1)), EndpointServer(by_length(0.2))]
     yield servers
     for server in servers:
@@ -110,7 +109,7 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
     finally:
         if run.poll() is None:
             run.send_signal(signal.SIGTERM)
-            run.wait(30)
+            run.wait(60.0)
 
     scored_by = [row["scored_by"] for row in steps()]
     assert [sum(one.values()) for one in scored_by] == [4] * STEPS

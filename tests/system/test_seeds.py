@@ -9,8 +9,7 @@ from penstock.agents.environments.episode_environment import Begun, group_seed
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.seeds import MAX_SEED, derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.completion import Completion, Resumption
 from penstock.trainer.recovery.recorded_settings import read_settings
 from tests.contracts.engine_under_test import embedded_engine
 from tests.groups import make_task
@@ -36,7 +35,6 @@ def test_the_same_seed_makes_the_same_versions_and_another_one_others(tmp_path: 
 
 
 def test_seeds_are_of_their_names_alone() -> None:
-    """63 bits, the same in every process; another one for each name and each seed."""
     assert derived_seed(0, "train", "e0.p1.a0") == 9169662777259491591
     names = [("train", "e0.p1.a0"), ("train", "e0.p1.a1"), ("eval", "e0.p1.a0"), ("traine0.p1.a0",)]
     seeds = {derived_seed(seed, *name) for seed in range(3) for name in names}

@@ -59,7 +59,6 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("environment", sorted(DEFINED))
 def test_a_step_is_trained(environment: str, model: Path, tmp_path: Path, run_id: str) -> None:
-    """Every issued group is accounted for, and the step is trained on what the policy sampled."""
     require("nats-server")
     require("rclone")
     rows = [{"prompt": [{"role": "user", "content": "what is sun"}], "ground_truth": "star"}] * 4

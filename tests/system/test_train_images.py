@@ -89,7 +89,6 @@ def rows() -> list[dict[str, Any]]:
 
 
 def train(folder: Path, run_id: str, sections: str) -> None:
-    """Train the steps of a run, audit and replay it."""
     run_file = f"{run_id}.toml"
     (folder / run_file).write_text(
         f"""
@@ -131,7 +130,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(900)
 def test_rows_with_images_are_trained_and_replayed(folder: Path, run_id: str) -> None:
-    """The audit finds every group, and the replay the hash of every version."""
     pq.write_table(pa.Table.from_pylist(rows()), folder / "train.parquet")
     sections = f"""
         data = {{ train = "{folder}/train.parquet", max_prompt_tokens = 256 }}
@@ -143,7 +141,6 @@ def test_rows_with_images_are_trained_and_replayed(folder: Path, run_id: str) ->
 
 @pytest.mark.timeout(900)
 def test_episodes_that_show_images_are_trained_and_replayed(folder: Path, run_id: str) -> None:
-    """An environment shows a picture in each of two turns: an episode is one row with both."""
     (folder / "look.py").write_text(ENVIRONMENT)
     (folder / "train.jsonl").write_text(f"{json.dumps({'prompt': 'look'})}\n" * 8)
     sections = f"""

@@ -72,7 +72,6 @@ class Sampler:
         self._random = torch.Generator().manual_seed(0)
 
     def __call__(self, task: Task, version: PolicyVersion) -> Answer:
-        """Sample the answer to one task at a version."""
         if version != self._loaded:
             self._model.load_state_dict(self._producer.weights(version), strict=False)
             self._loaded = version
@@ -105,7 +104,6 @@ class ScriptedProducer:
         self.failure: BaseException | None = None
 
     def __enter__(self) -> ScriptedProducer:
-        """Start answering."""
         self._state = self._bus.key_value(streams.state_bucket(self._run_id).bucket).wait()
         self.renew_offer()
         self._thread.start()
@@ -114,17 +112,15 @@ class ScriptedProducer:
     def __exit__(self, *_: object) -> None:
         """Stop answering; raise the exception that ended the thread, if one did."""
         self._stop.set()
-        self._thread.join(20.0)
+        self._thread.join(60.0)
         self.close()
         if self.failure is not None:
             raise self.failure
 
     def close(self) -> None:
-        """Close the connection."""
         self._bus.close()
 
     def renew_offer(self) -> None:
-        """Publish the rewards on offer, if it is time to renew them."""
         if time.monotonic() - self._offered_at < rewards_offered.PERIOD_S:
             return
         self._offered_at = time.monotonic()
@@ -136,7 +132,6 @@ class ScriptedProducer:
         registry.put(rewards_offered.key(offer.replica), encode(offer)).wait()
 
     def head(self) -> PolicyVersion:
-        """The newest version of the run."""
         entry = self._state.get(streams.HEAD_KEY).wait()
         assert entry is not None
         head = decode(entry.value, Head)
@@ -145,11 +140,9 @@ class ScriptedProducer:
         return version
 
     def weights(self, version: PolicyVersion) -> dict[str, torch.Tensor]:
-        """All tensors of a version that was once the head."""
         return read_version(self._blobs, self._run_id, version, self._manifests[version])
 
     def store(self, message: TaskIssued, answers: list[Answer], version: PolicyVersion) -> GroupScored:
-        """Store one pack and describe it as scored."""
         groups = [group for group, _ in answers]
         key = blob_keys.group_pack(self._run_id, version, message.pack_id, secrets.token_hex(4))
         pack = self._blobs.put(key, group_pack.encode(groups))
@@ -160,7 +153,6 @@ class ScriptedProducer:
         return GroupScored(run_id=self._run_id, pack_id=message.pack_id, worker_id="producer", pack=pack, groups=scored)
 
     def announce(self, scored: GroupScored, msg_id: str = "") -> None:
-        """Publish a scored pack."""
         subject = subjects.scored(self._run_id, scored.groups[0].generated.split)
         self._bus.publish(subject, scored, msg_id=msg_id or f"s:{scored.pack_id}").wait()
 
@@ -197,7 +189,6 @@ class ScriptedProducer:
 
 
 def write_run_file(path: Path, *, nats: NatsSettings, s3: S3Settings, sections: dict[str, dict]) -> Path:
-    """A run file for real servers, with the given sections."""
     both = {
         "nats": nats.model_dump(mode="json", exclude_none=True),
         "s3": s3.model_dump(mode="json", exclude_none=True),

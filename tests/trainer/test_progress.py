@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.trainer.progress import ProgressLine
+from penstock.fine_tuning.loop import ProgressLine
 
 
 def test_a_log_has_ten_lines_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,6 @@ from penstock.trainer.rank_orders import (
 
 @dataclass(frozen=True)
 class Piece:
-    """An argument of more than one value."""
-
     numbers: tuple[float, ...]
     name: str | None = None
 
@@ -48,8 +46,6 @@ class Ranks:
 
 
 class Counting(RankProgram):
-    """Records the calls on one rank."""
-
     num_steps_done = 3
 
     def __init__(self, ranks: Any) -> None:
@@ -93,7 +89,6 @@ def test_only_marked_methods_are_orders(name: str) -> None:
 
 @pytest.mark.parametrize("value", [b'{"numbers": ["1.0"]}', b'{"numbers": 1.0}', b"[]", b"{"])
 def test_arguments_of_other_types_are_refused(value: bytes) -> None:
-    """No value is converted from another type."""
     data = msgpack.packb(["add", {"piece": value}])
     assert data is not None
     with pytest.raises(ValueError, match="validation error"):
@@ -134,7 +129,6 @@ class Together:
 
 
 def test_rank_0_has_the_results_of_all_ranks() -> None:
-    """In the order of ranks, its own first; alone it has its own."""
     piece = Piece((1.5, 2.0))
     found = RankOrders(Store(), Together(Store(), Store()), "store", OSError).ask(Store.double, piece)  # type: ignore[arg-type]
     assert found == [Piece((3.0, 4.0))] * 3

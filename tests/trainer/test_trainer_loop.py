@@ -73,7 +73,6 @@ def trainers() -> Iterator[list[Command]]:
 
 
 def train(run_file: Path, num_ranks: int = 1) -> Command:
-    """Start a session of the trainer."""
     return Command(run_file.parent, "train", str(run_file), num_ranks=num_ranks)
 
 
@@ -81,7 +80,7 @@ def typed(*words: str, expected: int = 0) -> str:
     """Run a Python module as a command; return stdout, or stderr when it is expected to fail."""
     done = subprocess.run(
         [sys.executable, "-m", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == expected, done.stderr[-4000:]
     return done.stderr if expected else done.stdout

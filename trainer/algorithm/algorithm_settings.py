@@ -18,16 +18,16 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.aggregation import Aggregation
 from penstock.trainer.algorithm.chosen_parts import (
     BY_KEY,
+    ESTIMATORS,
     ChosenParts,
     explain,
     option_fields,
     options_of_user_code,
+    refuse_idle,
 )
 from penstock.trainer.algorithm.corrections.m2po import m2po
-from penstock.trainer.algorithm.idle_settings import refuse_idle
 from penstock.trainer.algorithm.parts import Options, Part
 from penstock.trainer.algorithm.presets import DEFAULT, PRESETS, canonical
-from penstock.trainer.algorithm.registries import ESTIMATORS
 
 DistillForm = Literal["reverse", "forward"]
 RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]

@@ -16,10 +16,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.protocol.teacher_scores import TeacherRow
-from penstock.trainer.algorithm.balanced_bins import balanced, padded_bins, units_of
+from penstock.protocol.token_annotations import TeacherRow
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.packed_rows import Experts, Layout, PackedRows, Prefixes, common_prefixes, pack
+from penstock.trainer.algorithm.packed_rows import (
+    Experts,
+    Layout,
+    PackedRows,
+    Prefixes,
+    balanced,
+    common_prefixes,
+    pack,
+    padded_bins,
+    units_of,
+)
 from penstock.trainer.algorithm.stream_images import (
     PlacedImages,
     StreamImages,

@@ -1,4 +1,4 @@
-"""Which parts a configuration chooses, which keys they add to [algorithm], and the options of user code; no torch."""
+"""The parts of an algorithm: registries, those that a configuration chooses, and settings that would do nothing; imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -17,7 +17,21 @@ from penstock.trainer.algorithm.estimators.interface import Estimator
 from penstock.trainer.algorithm.filters.interface import Filter
 from penstock.trainer.algorithm.losses.interface import Loss
 from penstock.trainer.algorithm.parts import Part
-from penstock.trainer.algorithm.registries import ALL, CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
+
+LOSSES: Final[Registry[Loss[Any]]] = Registry(
+    "loss", Loss, package="penstock.trainer.algorithm.losses", group="penstock.losses"
+)
+ESTIMATORS: Final[Registry[Estimator[Any]]] = Registry(
+    "advantage estimator", Estimator, package="penstock.trainer.algorithm.estimators", group="penstock.estimators"
+)
+FILTERS: Final[Registry[Filter[Any]]] = Registry(
+    "trajectory filter", Filter, package="penstock.trainer.algorithm.filters", group="penstock.filters"
+)
+CORRECTIONS: Final[Registry[Correction[Any]]] = Registry(
+    "correction", Correction, package="penstock.trainer.algorithm.corrections", group="penstock.corrections"
+)
+ALL: Final[tuple[Registry[Any], ...]] = (LOSSES, ESTIMATORS, FILTERS, CORRECTIONS)
+
 
 BY_KEY: dict[str, Registry[Any]] = {
     "loss": LOSSES, "advantage": ESTIMATORS, "filters": FILTERS, "corrections": CORRECTIONS,
@@ -132,3 +146,59 @@ def explain(error: ValidationError, table: str) -> str:
     text = str(first["msg"]).removeprefix("Value error, ").replace("Input should be ", "expected ")
     key = ".".join(map(str, first["loc"]))
     return f"{table}.{key}: {text}" if key else text
+
+
+# What a setting that belongs to no part does nothing without: any one of these must be on.
+_SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("overlong_buffer",): ("overlong_factor",),
+    ("efficiency_spread", "efficiency_failure_spread"): ("efficiency_success",),
+    ("reward_norm",): ("reward_shift", "reward_scale", "asym_clip"),
+    ("ess_level",): ("ess_power", "ess_floor"),
+    ("kl_coefficient",): ("kl_form", "kl_unbiased"),
+    ("reward_kl_coefficient",): ("reward_kl_form",),
+    ("kl_coefficient", "reward_kl_coefficient"): ("kl_target",),
+    ("kl_coefficient", "reward_kl_coefficient", "dpo_coefficient"): ("reference_path", "reference_device"),
+    ("kl_target",): ("kl_horizon",),
+    ("distill_coefficient",): ("distill_form", "distill_clip"),
+}
+_OFF = (None, 0.0, "none", "off")
+
+
+def refuse_idle(changed: frozenset[str], values: Mapping[str, Any], parts: ChosenParts) -> None:
+    """Raise ValueError for a setting that no chosen part reads.
+
+    Args:
+        changed: Keys that were set by hand to something else than their default.
+        values: Every key of [algorithm].
+        parts: The chosen parts.
+    """
+    read = parts.option_names
+    by_choice: set[str] = set()
+    for key, registry, chosen in (("loss", LOSSES, parts.loss), ("advantage", ESTIMATORS, parts.estimator)):
+        known = {name for part in registry.built_in.values() for name in part.option_names}
+        by_choice |= known
+        idle = sorted((changed & known) - read)
+        if idle:
+            raise ValueError(
+                f"algorithm.{idle[0]} does nothing with algorithm.{key} = {values[key]}, "
+                f"which reads {', '.join(chosen.value.option_names) or 'none of these'}"
+            )
+    for registry, key in ((FILTERS, "filters"), (CORRECTIONS, "corrections")):
+        _refuse_parts_off(registry, key, changed - by_choice - read)
+    for switches, settings in _SWITCHES.items():
+        idle = sorted(changed & set(settings))
+        if idle and all(values[switch] in _OFF for switch in switches):
+            needed = " and ".join(f"algorithm.{switch}" for switch in switches)
+            raise ValueError(f"algorithm.{idle[0]} does nothing while {needed} is off; set that too")
+
+
+def _refuse_parts_off(registry: Registry[Any], key: str, unread: frozenset[str]) -> None:
+    """Refuse options of parts that are switched on, or named, by nothing."""
+    for part in registry.built_in.values():
+        idle = sorted(unread & (set(part.option_names) - {part.switch}))
+        if idle and part.switch:
+            raise ValueError(f"algorithm.{idle[0]} does nothing while algorithm.{part.switch} is off; set that too")
+        if idle:
+            raise ValueError(
+                f"algorithm.{idle[0]} does nothing while algorithm.{key} does not name {part.name}; add it there"
+            )

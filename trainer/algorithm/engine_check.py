@@ -5,6 +5,8 @@ by the trainer just before its update. The difference between the two is due to 
 sides: below 1e-5 nats; bfloat16: about 0.02), or to a mistake that ruins a run without any error: another temperature,
 another tokenizer, other weights under the same number. A violation at the first comparison stops the run before an
 update is published; a later one only when several follow one another.
+
+`CollapseCheck` stops a run whose policy samples with too little entropy.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import structlog
 
 from penstock.trainer.algorithm.mismatch import Mismatch
-from penstock.trainer.errors import EngineMismatch
+from penstock.trainer.errors import EngineMismatch, PolicyCollapsed
 
 log = structlog.get_logger("trainer.engine")
 
@@ -70,3 +72,32 @@ class EngineCheck:
             "and attention backend against model.dtype, rope scaling and tokenizer of model.path, in-place weight "
             "updates, routing of a mixture of experts. If you accept the difference, raise trainer.max_mismatch"
         )
+
+
+collapse_log = structlog.get_logger("trainer.collapse")
+
+PATIENCE = 3  # consecutive steps: one batch may be of easy prompts
+
+
+class CollapseCheck:
+    """Watches the entropy of the sampled tokens in one session."""
+
+    def __init__(self, limit: float | None) -> None:
+        """Stop when the entropy is below ``limit`` nats per token in `PATIENCE` steps in a row; None: never."""
+        self._limit = limit
+        self._num_below = 0
+
+    def check(self, entropy: float, step: int) -> None:
+        """Count one step; raises PolicyCollapsed."""
+        if self._limit is None or entropy >= self._limit:
+            self._num_below = 0
+            return
+        self._num_below += 1
+        collapse_log.warning("entropy below trainer.min_entropy", step=step, entropy=entropy, limit=self._limit)
+        if self._num_below >= PATIENCE:
+            raise PolicyCollapsed(
+                f"step {step}: the entropy of the sampled tokens is {entropy:.3g} nats per token, below trainer.min_entropy = "
+                f"{self._limit:g} in {PATIENCE} steps in a row: the completions of a prompt are nearly all the same, and nothing "
+                "new is tried. Lower trainer.lr, set algorithm.entropy_coefficient, keep rollout.temperature at 1, or lower "
+                "trainer.min_entropy if the reward is as high as you want"
+            )

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.corrections.effective_sample_size import learning_rate_factor
 from penstock.trainer.algorithm.corrections.interface import CorrectionFunction, Drift
-from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths
-from penstock.trainer.algorithm.corrections.ratios import Level, divergence, log_weights
-from penstock.trainer.algorithm.corrections.stale_negatives import weigh_negatives
+from penstock.trainer.algorithm.corrections.m2po import m2po, m2po_clip_widths
+from penstock.trainer.algorithm.corrections.ratios import (
+    Level,
+    divergence,
+    learning_rate_factor,
+    log_weights,
+    weigh_negatives,
+)
 from penstock.trainer.algorithm.distillation import DistillTerm, of_teacher
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate, kl_penalty
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
@@ -49,28 +55,21 @@ class Objective(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether entropies come with the log-probabilities."""
+        """Whether ``entropies`` come with the log-probabilities."""
         ...
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the KL to the reference over the whole vocabulary comes with them."""
+        """Whether ``full_kl`` comes with them: the KL to the reference over the whole vocabulary."""
         ...
 
     @property
     def needs_teacher_kl(self) -> bool:
-        """Whether the KL from the teacher over its likeliest tokens comes with them."""
+        """Whether ``teacher_kl`` comes with them: the KL from the teacher over its likeliest tokens."""
         ...
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        batch: MicroBatch,
-        entropies: Tensor | None = None,
-        full_kl: Tensor | None = None,
-        teacher_kl: Tensor | None = None,
-    ) -> Outcome:
-        """Return the loss of a micro-batch from log-probabilities (entropies, KLs) [N] that carry a gradient."""
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
+        """Return the loss of a micro-batch from log-probabilities, and the ``scores`` that it needs, all [N] with gradient."""
         ...
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
@@ -167,15 +166,7 @@ class PolicyGradient:
         """Return advantages [N] with what the teacher adds, of tokens with the log-probabilities ``held`` [N]."""
         return advantages if self.distill is None else advantages + self.distill.advantages(held, batch)
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        batch: MicroBatch,
-        entropies: Tensor | None = None,
-        full_kl: Tensor | None = None,
-        teacher_kl: Tensor | None = None,
-    ) -> Outcome:
-        """Return the loss of a micro-batch, whose log-probabilities [N] (entropies, KLs) carry the gradient."""
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         sequences = batch.sequences
         anchor = (
             batch.behaviour_logprobs if self.anchor == "behaviour" else _required(batch.proximal_logprobs, "proximal")
@@ -200,17 +191,17 @@ class PolicyGradient:
         if batch.proximal_logprobs is not None:
             sums["kl_proximal"] = divergence(held - batch.proximal_logprobs, "k3").sum()
         if self.kl is not None:
-            penalty, measured = _kl_terms(self.kl, logprobs, batch, full_kl)
+            penalty, measured = _kl_terms(self.kl, logprobs, batch, scores.get("full_kl"))
             losses = losses + self.kl.coefficient * penalty
             sums["kl_reference"] = measured.sum()
         if self.distill is not None:
             sums["kl_teacher"] = (held - of_teacher(batch)).sum()
         if self.distill is not None and self.needs_teacher_kl:
-            forward = _required(teacher_kl, "teacher KL")
+            forward = _required(scores.get("teacher_kl"), "teacher KL")
             losses = losses + self.distill.coefficient * forward
             sums["kl_from_teacher"] = forward.detach().sum()
         if self.needs_entropy:
-            bonus = _required(entropies, "entropy")
+            bonus = _required(scores.get("entropies"), "entropy")
             losses = losses - self.entropy_coefficient * bonus
             sums["entropy"] = bonus.detach().sum()
         if self.ess is not None:
@@ -301,26 +292,25 @@ def _effective_sums(to_behaviour: Tensor, sequences: Sequences, level: Level) ->
     }
 
 
-class CrossEntropy:
-    """The objective of supervised fine-tuning: minus the log-probability of the completion's tokens."""
+class PlainObjective:
+    """Base of objectives that read log-probabilities alone, at the schedule's learning rate."""
 
     needs_entropy = False
     needs_full_kl = False
     needs_teacher_kl = False
 
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        return 1.0
+
+
+class CrossEntropy(PlainObjective):
+    """The objective of supervised fine-tuning: minus the log-probability of the completion's tokens."""
+
     def __init__(self, form: Literal["nll", "dft"] = "nll") -> None:
         """Choose cross-entropy, or `dft`: each token weighed by its own probability, detached (arXiv 2508.05629)."""
         self._form = form
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        batch: MicroBatch,
-        entropies: Tensor | None = None,
-        full_kl: Tensor | None = None,
-        teacher_kl: Tensor | None = None,
-    ) -> Outcome:
-        """Return the loss of a micro-batch."""
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         weights = batch.weights if self._form == "nll" else batch.weights * logprobs.detach().exp()
         return Outcome(
             loss=-(logprobs * weights).sum(),
@@ -328,6 +318,36 @@ class CrossEntropy:
             maxima={},
         )
 
-    def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return 1: the schedule alone sets the learning rate."""
-        return 1.0
+
+def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
+    """Return what the trainer minimises; raises ValueError when two corrections have one name."""
+    loss = settings.parts.loss.value
+    drift_rule = settings.options_of(m2po)
+    return PolicyGradient(
+        loss=loss.fn,
+        options=settings.options_of(loss).model_dump(),
+        anchor="proximal" if settings.uses_proximal else "behaviour",
+        many_updates=settings.many_updates,
+        negative_weight=settings.negative_weight,
+        stale_weight=settings.stale_negative_weight,
+        corrections=_corrections(settings),
+        m2po_budget=drift_rule.m2po_budget,
+        m2po_form=drift_rule.m2po_form,
+        kl=KlTerm(settings.kl_form, settings.kl_coefficient, settings.kl_unbiased) if settings.kl_coefficient else None,
+        distill=DistillTerm(settings.distill_form, settings.distill_coefficient, settings.distill_clip)
+        if settings.distill_coefficient
+        else None,
+        entropy_coefficient=settings.entropy_coefficient,
+        ess=EssRule(settings.ess_level, settings.ess_power, settings.ess_floor)
+        if settings.ess_level != "off"
+        else None,
+    )
+
+
+def _corrections(settings: AlgorithmSettings) -> dict[str, CorrectionFunction]:
+    found: dict[str, CorrectionFunction] = {}
+    for one in settings.parts.corrections:
+        if one.value.name in found:
+            raise ValueError(f"two corrections are named {one.value.name!r}; rename the function of {one.name}")
+        found[one.value.name] = partial(one.value.fn, **settings.options_of(one.value).model_dump())
+    return found

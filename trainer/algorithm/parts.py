@@ -1,7 +1,7 @@
 """What every part of an algorithm has: a name, a function, its source, its options, its presets; imports no torch.
 
 A part is a policy loss, an advantage estimator, a trajectory filter or a correction. It is one file of its package
-(`losses/`, `estimators/`, `filters/`, `corrections/`) or user code; `trainer/algorithm/registries.py` finds it.
+(`losses/`, `estimators/`, `filters/`, `corrections/`) or user code; `trainer/algorithm/chosen_parts.py` finds it.
 """
 
 from __future__ import annotations

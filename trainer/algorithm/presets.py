@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.trainer.algorithm.registries import ALL
+from penstock.trainer.algorithm.chosen_parts import ALL
 
 DEFAULT = "async_grpo"
 

@@ -6,11 +6,90 @@ page; with ``--check`` writes nothing and exits with 1 when the page is not up t
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
-from penstock.trainer.commands.algorithm_tables import with_reference
+from pydantic.fields import FieldInfo
+
+from penstock.protocol.extensions import Registry
+from penstock.trainer.algorithm.chosen_parts import ALL, CORRECTIONS, ESTIMATORS, FILTERS, LOSSES, option_fields
+
+START = "<!-- made by python -m penstock.trainer.commands.algorithm_reference; edit the files of the parts instead -->"
+_SHAPE = re.compile(r", \[[A-Z]\](?: bool)?")  # of a result; of no use in a table
+END = "<!-- end of what is made -->"
+
+
+def with_reference(page: str) -> str:
+    """Return a page with the tables between its two markers renewed; raises ValueError when it has no markers."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"the page has no {START!r} with {END!r} after it; put the two lines where the tables go")
+    return f"{before}{START}\n\n{reference()}\n{END}{after}"
+
+
+def reference() -> str:
+    """Return the tables of losses, estimators, filters, corrections and options."""
+    chosen = {LOSSES: "loss", ESTIMATORS: "advantage", FILTERS: "filters", CORRECTIONS: "corrections"}
+    tables = [_parts(registry, key) for registry, key in chosen.items()]
+    return "\n".join([*tables, _options()])
+
+
+def _parts(registry: Registry[Any], key: str) -> str:
+    has_switches = any(hasattr(part, "switch") for part in registry.built_in.values())
+    rows = [
+        (
+            f"`{name}`",
+            _SHAPE.sub("", part.summary),
+            part.source,
+            *([f"`{part.switch}`" if part.switch else f"`{key}`"] if has_switches else []),
+        )
+        for name, part in registry.built_in.items()
+    ]
+    title = (f"`{key}`", "what it does", "source", *(["turned on by"] if has_switches else []))
+    return _table(title, rows)
+
+
+def _options() -> str:
+    readers: dict[str, list[str]] = {}
+    for registry in ALL:
+        for part in registry.built_in.values():
+            for option in part.option_names:
+                readers.setdefault(option, []).append(f"`{part.name}`")
+    rows = [
+        (f"`{name}`", f"{info.description} {_values(info)}", ", ".join(readers[name]))
+        for name, info in sorted(option_fields().items())
+    ]
+    return _table(("setting", "what it is", "read by"), rows)
+
+
+def _values(info: FieldInfo) -> str:
+    default = f"Default {_written(info.default)}"
+    choices = [_written(choice) for choice in _choices(info.annotation)]
+    return f"{default}, of {', '.join(choices)}." if choices else f"{default}."
+
+
+def _choices(annotation: Any) -> Iterable[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _choices(member)
+
+
+def _written(value: Any) -> str:
+    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{text}`"
+
+
+def _table(title: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [title, ["---"] * len(title), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
 
 PAGE = Path("docs/algorithms.md")
 

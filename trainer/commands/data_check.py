@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -10,38 +9,31 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
 from penstock.trainer.commands import row_tests
+from penstock.trainer.commands.data_commands import Reading
 from penstock.trainer.commands.data_rows import as_reward_input
 from penstock.trainer.commands.row_tests import TestReport
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
-from penstock.trainer.data.image_rows import ImageRows
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
 from penstock.trainer.data.messages import text_of
-from penstock.trainer.data.pair_rows import holds_pair, pair_row
-from penstock.trainer.data.row_checks import Problems
+from penstock.trainer.data.pairs import holds_pair, pair_row
+from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
+from penstock.trainer.data.row_checks import Problems, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
-from penstock.trainer.data.row_formats import (
-    KnownFormat,
-    PromptRow,
-    TurnRow,
-    can_imitate,
-    form_of,
-    prompt_row,
-    rename,
-    turn_rows,
-)
-from penstock.trainer.data.suggested_map import suggest
+from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
-from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
+from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 
 @dataclass(slots=True)
@@ -106,90 +98,63 @@ class FileReport:
         }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Check files and print a report; returns 1 if a row is bad."""
-    parser = argparse.ArgumentParser(prog="penstock data check", description="Check what data files can train.")
-    parser.add_argument(
-        "files",
-        nargs="*",
-        type=Path,
-        metavar="FILE",
-        help="JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows "
-        "with this setting",
-    )
-    parser.add_argument(
-        "--model", type=Path, help="model folder, GGUF file or id, to count tokens through its chat template"
-    )
-    parser.add_argument(
-        "--run", type=Path, help="run file whose model, settings and (without FILE) data files are checked"
-    )
-    parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
-    parser.add_argument(
-        "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
-    )
-    parser.add_argument(
-        "--first", type=int, metavar="N", help="check only the first N rows of each file (default: all)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each file")
-    parser.add_argument(
-        "--no-tests", action="store_true", help="do not run the rows' test programs (they run in the sandbox)"
-    )
-    options = parser.parse_intermixed_args(arguments)
-    mapping = dict(pair.partition("=")[::2] for pair in options.map)
+def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_tests: bool) -> int:
+    """Check files and print a report; returns 1 if a row is bad. Raises PenstockError."""
+    mapping = {column: name for column, _, name in (pair.partition("=") for pair in reading.map)}
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):
-        parser.error(f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
-    settings, files = _settings(options, parser)
+        raise UsageError(
+            f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(reading.map)}"
+        )
+    settings, files = _settings(given, reading.run)
     update = {
-        **({} if options.format == "auto" else {"format": options.format}),
+        **({} if reading.format == "auto" else {"format": reading.format}),
         **({"map": mapping} if mapping else {}),
     }
     data = settings.data.model_copy(update=update)
     tokenizer, images = None, None
-    if options.model or options.run:
-        path = model_folder(options.model, "--model") if options.model else settings.model.path
+    if reading.model or reading.run:
+        path = model_folder(reading.model, "--model") if reading.model else settings.model.path
         tokenizer = ChatTokenizer.read(
             gguf_model.model_folder(path),
             arguments=data.template_arguments,
             needs_template=data.text_prompts == "chat",
         )
         images = ImageRows(read_processor(path))
-    max_new_tokens = settings.rollout.max_new_tokens if options.run else 1
+    max_new_tokens = settings.rollout.max_new_tokens if reading.run else 1
     has_pairs = settings.algorithm.dpo_coefficient > 0.0
     reports = [
         check_file(
-            path, data, tokenizer, max_new_tokens=max_new_tokens, most=options.first, has_pairs=has_pairs, images=images
+            path, data, tokenizer, max_new_tokens=max_new_tokens, most=reading.first, has_pairs=has_pairs, images=images
         )
         for path in files
     ]
-    if not options.no_tests:
+    if runs_tests:
         for report in reports:
             _run_tests(report)
     for report in reports:
-        sys.stdout.write(json.dumps(report.to_document()) + "\n" if options.json else describe(report))
+        sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
     return 1 if any(report.problems.count for report in reports) else 0
 
 
-def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[TrainerSettings, list[Path]]:
+def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings, list[Path]]:
     """Return the settings to read rows with, and the files to check."""
-    overrides = [str(one) for one in options.files if str(one).startswith("data.") and "=" in str(one)]
-    given = [one for one in options.files if str(one) not in overrides]
+    overrides = [str(one) for one in files if str(one).startswith("data.") and "=" in str(one)]
+    given = [one for one in files if str(one) not in overrides]
     run_files = [str(one) for one in given if one.suffix == ".toml"]
     if run_files:
-        rest = " ".join(str(one) for one in options.files if str(one) not in run_files)
-        parser.error(
+        rest = " ".join(str(one) for one in files if str(one) not in run_files)
+        raise UsageError(
             f"{run_files[0]} is a run file, no data; type: penstock data check {rest} --run {run_files[0]}".replace(
                 "  ", " "
             )
         )
-    if options.run:
-        settings = resolve_inputs(
-            load(TrainerSettings, files=[options.run], overrides=overrides, environ=os.environ).settings
-        )
+    if run:
+        settings = resolve_inputs(load(TrainerSettings, files=[run], overrides=overrides, environ=os.environ).settings)
         own = [*settings.data.train_files, *settings.data.eval_files, *settings.sft.files]
         return settings, data_files(given, "FILE", "train") or list(dict.fromkeys(own))
     if not given:
-        parser.error("name a data file, or a run file with --run")
+        raise UsageError("name a data file, or a run file with --run")
     settings = load(TrainerSettings, overrides=["model.path=unknown", *overrides]).settings
     return settings, data_files(given, "FILE", "train")
 
@@ -304,7 +269,7 @@ def _check_row(
             if tokenizer is not None:
                 notes.add_text(text, tokenizer)
     report.completion_lengths += lengths
-    report.formats[form] += 1
+    report.formats[form.name] += 1
     report.num_sft += bool(turns)
     shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
     report.num_repeated_prompts += shown in seen
@@ -319,7 +284,7 @@ def _check_row(
 
 
 def _read(
-    row: Row, form: KnownFormat, data: DataSettings, place: str, report: FileReport
+    row: Row, form: RowFormat, data: DataSettings, place: str, report: FileReport
 ) -> tuple[PromptRow | None, list[TurnRow]]:
     """Return a row as a prompt and as what SFT imitates, which reads no images; raises MalformedData if it is neither."""
     problem: MalformedData | None = None

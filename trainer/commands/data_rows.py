@@ -5,55 +5,44 @@ One JSON object each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.data.messages import text_of
-from penstock.trainer.data.pair_rows import holds_pair
+from penstock.trainer.data.pairs import holds_pair
+from penstock.trainer.data.read_rows import PromptRow, prompt_row, rename
 from penstock.trainer.data.row_files import RowFile, open_rows
-from penstock.trainer.data.row_formats import PromptRow, prompt_row, rename
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
+from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print rows spread over the file; raises MalformedData naming file, line and column of a malformed one."""
-    parser = argparse.ArgumentParser(
-        prog="python -m penstock.trainer data-rows", description="Print rows of a data file as the input of a reward."
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", nargs="?", help="JSONL, JSON, CSV or Parquet")
-    parser.add_argument(
-        "--run-file", type=Path, metavar="RUN.TOML", help="rows of its data.train instead, read as it says"
-    )
-    parser.add_argument("--number", type=int, default=20, help="how many rows, spread over the file (default: 20)")
-    parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
-    parser.add_argument(
-        "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
-    )
-    options = parser.parse_args(arguments)
-    if (options.file is None) == (options.run_file is None):
-        parser.error("name a data file, or a run file with --run-file")
-    mapping = dict(pair.partition("=")[::2] for pair in options.map)
+def print_rows(file: Path | None, run_file: Path | None, number: int, row_format: str, pairs: Sequence[str]) -> int:
+    """Print rows spread over the file, or over the files of a run file; ``pairs`` are COLUMN=NAME.
+
+    Raises MalformedData naming file, line and column of a malformed row, and UsageError.
+    """
+    mapping = {column: name for column, _, name in (pair.partition("=") for pair in pairs)}
     if unknown := sorted(set(mapping) - set(COLUMNS)):
-        parser.error(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
-    if options.run_file is None:
-        files, data, has_pairs = [options.file], DataSettings(format=options.format, map=mapping), False
+        raise UsageError(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
+    if run_file is None:
+        assert file is not None
+        files, data, has_pairs = [file], DataSettings(format=row_format, map=mapping), False
     else:
-        settings = resolve_inputs(load(TrainerSettings, files=[options.run_file], environ=os.environ).settings)
+        settings = resolve_inputs(load(TrainerSettings, files=[run_file], environ=os.environ).settings)
         files, data, has_pairs = settings.data.train_files, settings.data, settings.algorithm.dpo_coefficient > 0.0
         if not files:
-            raise ConfigError(f"{options.run_file}: data.train names no file; set it")
-    for file in files:
-        _print_rows(open_rows(file), data, math.ceil(options.number / len(files)), has_pairs=has_pairs)
+            raise ConfigError(f"{run_file}: data.train names no file; set it")
+    for one in files:
+        _print_rows(open_rows(one), data, math.ceil(number / len(files)), has_pairs=has_pairs)
     return 0
 
 

@@ -1,25 +1,61 @@
-"""Runs one command of a package that trains: `python -m penstock.trainer COMMAND`, and those of the packages above it."""
+"""Runs one command of a package that trains: `python -m penstock.trainer COMMAND`, and those of the packages above it.
+
+SIGINT, SIGTERM and the end of torchrun end a training command; the first signal makes a checkpoint.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.protocol import internal_errors
+from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.parent_death import end_with_parent
 from penstock.trainer import process_memory
 
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
+    """Make the first SIGINT or SIGTERM request a checkpoint and a stop, and the second one stop at once.
+
+    The other ranks ignore both: rank 0 ends them with its last order.
+    """
+    received: list[int] = []
+
+    def request_stop(number: int, _: object) -> None:
+        if received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        received.append(number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, request_stop if is_leader else signal.SIG_IGN)
+    return received
+
+
+def end_with_torchrun(environ: Mapping[str, str]) -> None:
+    """Have the kernel kill this rank when the torchrun that started it ends: one that is killed leaves its ranks training."""
+    if _OF_TORCHRUN not in environ:
+        return
+    if not end_with_parent(os.getppid()):
+        signal.raise_signal(signal.SIGKILL)
+
+
 STOPPED = 128 + 2  # exit code after Ctrl-C, as of a shell
-USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
+USAGE_ERROR = 2  # exit code of an error that is explained on stderr
 
 Commands = Mapping[str, tuple[str, str]]  # name -> arguments, description
 
 
 def start_process() -> None:
     """Report internal errors, and set what torch reads when it is imported; to be called before anything else."""
-    internal_errors.install("trainer")
+    process_end.install("trainer")
     process_memory.use_huge_pages(os.environ)
     process_memory.keep_few_compiled_products(os.environ)
 

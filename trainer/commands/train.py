@@ -17,14 +17,13 @@ from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, Penst
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
-from penstock.trainer.commands.stop_signals import stop_on_signals
+from penstock.trainer.commands.run_command import stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.data.run_length import with_steps
 from penstock.trainer.learner.gguf_model import with_model_folders
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
-from penstock.trainer.recovery.same_model import check_same_model
-from penstock.trainer.recovery.same_ranks import check_same_ranks
+from penstock.trainer.recovery.resume_checks import check_same_model, check_same_ranks
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer")
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = loaded.settings
     check_same_model(settings.run.folder, settings.model.path)
     check_same_ranks(settings.run.folder, settings.trainer.num_ranks)
-    if finished := finished_run.notice(settings):
+    if finished := resume_checks.finished_notice(settings):
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{finished}\n")
         return 0

@@ -10,55 +10,48 @@ from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import chat_in_text, texts_of, unread_keys
+from penstock.trainer.data.read_rows import PromptRow, TurnRow
+from penstock.trainer.data.row_checks import as_setting, suggest
 from penstock.trainer.data.row_files import Row
-from penstock.trainer.data.row_formats import PROMPT_COLUMN, KnownFormat, PromptRow, TurnRow, answer_column, reads
+from penstock.trainer.data.row_formats.row_format import RowFormat
 from penstock.trainer.data.row_images import COLUMN, images_of
-from penstock.trainer.data.suggested_map import as_setting, suggest
 from penstock.trainer.settings import DataSettings
 
 Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
 Purpose = Literal["grpo", "sft"]
 
 
-def column_uses(row: Row, form: KnownFormat, data: DataSettings, purpose: Purpose) -> dict[str, Use]:
+def column_uses(row: Row, form: RowFormat, data: DataSettings, purpose: Purpose) -> dict[str, Use]:
     """Return the use of every column of a renamed row."""
     return {name: _use(name, row, form, data, purpose) for name in row}
 
 
-def _use(name: str, row: Row, form: KnownFormat, data: DataSettings, purpose: Purpose) -> Use:
-    if (
-        name == PROMPT_COLUMN.get(form, "prompt")
-        or name == "system"
-        or (form == "alpaca" and name in ("input", "history"))
-        or (name == COLUMN and bool(images_of(row)))
-    ):
+def _use(name: str, row: Row, form: RowFormat, data: DataSettings, purpose: Purpose) -> Use:
+    if name in (form.prompt, "system") or name in form.prompt_parts or (name == COLUMN and bool(images_of(row))):
         return "prompt"
     if name == "tools" and data.use_tools:
         return "prompt"
-    answer = None if form in ("messages", "sharegpt") else answer_column(row, form)
+    answer = None if form.is_whole_chat else form.answer_column(row)
     if purpose == "sft":
         return "answer" if name == answer else "unused"
-    if name in ("data_source", "datasource"):
-        first = "data_source" if "data_source" in row else "datasource"
-        return "data source" if name == first else "unused" if name in reads(form) else "reward only"
+    if name in ("data_source", form.data_source):
+        return "data source" if name == "data_source" or "data_source" not in row else "unused"
     if name == _truth_column(row, form, answer, data):
         return "ground truth"
     if name == "reward_model":
         return "unused"
-    return "unused" if name in reads(form) and name != "extra_info" else "reward only"
+    return "unused" if name in form.reads and name != "extra_info" else "reward only"
 
 
-def _truth_column(row: Row, form: KnownFormat, answer: str | None, data: DataSettings) -> str | None:
+def _truth_column(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     """Return the column that the ground truth is read from."""
     model = row.get("reward_model")
     if isinstance(model, dict) and model.get("ground_truth") is not None:
         return "reward_model"
     if "ground_truth" in row:
         return "ground_truth"
-    if form == "question_answer":
-        return "answer"
-    if form == "openrlhf" and "label" in row:
-        return "label"
+    if form.ground_truth is not None and form.ground_truth in row:
+        return form.ground_truth
     return answer if data.answer_is_ground_truth else None
 
 
@@ -82,14 +75,14 @@ class FileNotes:
     lost: Counter[str] = field(default_factory=Counter)  # characters without a token, by the prompts that have them
     mapped: dict[str, str] = field(default_factory=dict)  # the file's own name of a column, by the one it is read as
 
-    def add(self, row: Row, form: KnownFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
+    def add(self, row: Row, form: RowFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
         """Count a renamed row; ``text`` is its prompt as the model gets it, None: not known."""
         self.num_rows += 1
-        self.formats[form] += 1
+        self.formats[form.name] += 1
         self.mapped.update(data.map)
         for name, use in column_uses(row, form, data, self.purpose).items():
             self.uses.setdefault(use, Counter())[name] += 1
-        value: Any = row[PROMPT_COLUMN.get(form, "prompt")]
+        value: Any = row[form.prompt]
         if isinstance(value, str):
             self.plain_texts += read.is_plain
             self.templated_texts += not read.is_plain

@@ -1,16 +1,50 @@
-"""What every set of rows does when it is opened: read batches of rows, collect malformed ones, leave out rows that are too long."""
+"""What every set of rows does when it is opened: read batches of rows, collect malformed ones, leave out rows that are too long.
+
+`suggest` guesses which columns hold the prompt and the ground truth, by the names that public data sets use. A guess is only shown, or written
+into a run file that people read: rows are read by what `data.map` says.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.row_files import RowFile
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import DataSettings
+from penstock.trainer.settings import DataSettings, TrainerSettings
+
+_NAMES: Mapping[str, Sequence[str]] = {  # the likeliest first
+    "prompt": (
+        "problem", "question", "query", "user_prompt", "prompt_text", "input_text", "task", "user", "source", "text_input", "context",
+    ),
+    "ground_truth": (
+        "final_answer", "expected_answer", "expected_output", "expected", "reference_answer", "gold", "gold_answer", "target", "answer",
+        "label", "solution", "reference", "answers", "output",
+    ),
+}  # fmt: skip
+
+
+def suggest(columns: Collection[str]) -> dict[str, str]:
+    """Return the file's column for each of prompt and ground_truth that is missing and has a likely name."""
+    found: dict[str, str] = {}
+    by_name = {_plain(name): name for name in sorted(columns, reverse=True)}
+    for column, names in _NAMES.items():
+        if column not in columns and (likely := next((by_name[name] for name in names if name in by_name), None)):
+            found[column] = likely
+    return found
+
+
+def as_setting(mapping: Mapping[str, str]) -> str:
+    """Return the settings that read the columns, as a run file has them."""
+    return " and ".join(f'data.map.{column} = "{name}"' for column, name in mapping.items())
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "_").replace("-", "_")
+
 
 MAX_PROBLEMS_SHOWN = 20
 _BATCH_ROWS = 512  # rows that are tokenised together
@@ -97,3 +131,10 @@ def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: C
         tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
         for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
     ]
+
+
+def read_tokenizer(settings: TrainerSettings) -> ChatTokenizer:
+    """Return the tokenizer of ``model.path`` with its chat template, which must exist where the settings render chats with it."""
+    data = settings.data
+    renders_chats = data.text_prompts == "chat" and data.from_run is None
+    return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=renders_chats)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.config.sources import OVERRIDE
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.images.processor import read_processor
 from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -25,16 +25,11 @@ def with_steps(loaded: Loaded[TrainerSettings]) -> Loaded[TrainerSettings]:
     if steps_replace_epochs(loaded):
         chosen = settings.trainer.model_copy(update={"epochs": None})
         return Loaded(_checked(settings.model_copy(update={"trainer": chosen})), loaded.origins)
-    tokenizer = ChatTokenizer.read(
-        settings.model.path,
-        arguments=settings.data.template_arguments,
-        needs_template=settings.data.text_prompts == "chat",
-    )
     prompts = PromptSet.open(
         settings.data.train_files,
         data=settings.data,
         reward=settings.reward,
-        tokenizer=tokenizer,
+        tokenizer=read_tokenizer(settings),
         max_new_tokens=settings.rollout.max_new_tokens,
         skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
         processor=read_processor(settings.model.path),

@@ -1,14 +1,106 @@
-"""The result of an evaluation: accuracy, rewards and pass@k of held-out groups; pure."""
+"""One evaluation: its prompts, the groups that it waits for, and its result (accuracy, rewards, pass@k); pure.
+
+The run file says from which reward, or from which scores of the reward's parts, a completion is correct (``reward.success``); otherwise the
+built-in graders whose rewards are 0 or 1 do. For any other reward (a length, a weighted sum, an endpoint) there is no accuracy: its mean is
+reported under its own name.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from penstock.protocol.facts import ScoredGroup
-from penstock.trainer.evaluation import success
-from penstock.trainer.evaluation.success import SuccessRule
+from penstock.protocol.config.reward_settings import SuccessThreshold
+from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, ScoredGroup
+from penstock.protocol.rewards_offered import RewardsOffered
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.data.dataset import AUTO_REWARD, Prompt, PromptSet
+from penstock.trainer.eval_settings import EvalSettings
+
+_ROUNDING = 1e-6  # a reward this far below its threshold reaches it
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessRule:
+    """What counts as correct for one reward."""
+
+    reward: str
+    threshold: SuccessThreshold  # of the reward, or of each of these parts
+
+    @property
+    def text(self) -> str:
+        """The rule as people read it, such as ``gsm8k ≥ 1``."""
+        if not isinstance(self.threshold, dict):
+            return f"{self.reward} ≥ {self.threshold:g}"
+        return " and ".join(f"{self.reward}.{part} ≥ {least:g}" for part, least in self.threshold.items())
+
+    def missing_part(self, group: ScoredGroup) -> str | None:
+        """Return the first part that the rule needs and the group lacks."""
+        parts = self.threshold if isinstance(self.threshold, dict) else ()
+        return next((part for part in parts if part not in group.parts), None)
+
+    def num_correct(self, group: ScoredGroup) -> int:
+        """Return how many completions of a group are correct; raises KeyError for a missing part."""
+        return sum(self.correct(group.rewards, group.parts))
+
+    def correct(self, rewards: Sequence[float], parts: Mapping[str, Sequence[float]]) -> tuple[bool, ...]:
+        """Return for every completion whether it is correct; raises KeyError for a missing part."""
+        if not isinstance(self.threshold, dict):
+            return tuple(reward >= self.threshold - _ROUNDING for reward in rewards)
+        columns = [[score >= least - _ROUNDING for score in parts[p]] for p, least in self.threshold.items()]
+        return tuple(all(row) for row in zip(*columns, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessRules:
+    """The rules of a run, by reward name."""
+
+    thresholds: Mapping[str, SuccessThreshold] = field(default_factory=dict)
+    by_source: Mapping[str, str] = field(default_factory=dict)  # the reward of a data set, and of an alias
+
+    @classmethod
+    def make(cls, given: Mapping[str, SuccessThreshold], offers: Iterable[RewardsOffered]) -> SuccessRules:
+        """Join what the run file says with what the reward services offer; the run file has precedence."""
+        thresholds: dict[str, SuccessThreshold] = {}
+        by_source: dict[str, str] = {}
+        for offer in offers:
+            thresholds |= offer.success
+            by_source |= offer.by_source
+        return cls({**thresholds, **given}, by_source)
+
+    def rule(self, request: RewardRequest) -> SuccessRule | None:
+        """Return the rule for the completions of a prompt; None if nothing says when they are correct."""
+        name = request.data_source if request.name == AUTO_REWARD else request.name
+        for candidate in (name, self.by_source.get(name, name)):
+            if candidate in self.thresholds:
+                return SuccessRule(candidate, self.thresholds[candidate])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Correct:
+    """The correct completions of an evaluation."""
+
+    by_group: tuple[int, ...] | None  # None: nothing says for every group when it is correct
+    text: str  # the rules, or why they cannot be applied; empty without any
+
+
+def count_correct(groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None]) -> Correct:
+    """Count the correct completions of every group; ``rules`` are by group id."""
+    of_groups = [rules.get(group.generated.group_id) for group in groups]
+    known = [rule for rule in of_groups if rule is not None]
+    if not known or len(known) < len(of_groups):
+        return Correct(None, "")
+    for rule, group in zip(known, groups, strict=True):
+        if (part := rule.missing_part(group)) is not None:
+            parts = ", ".join(sorted(group.parts)) or "none"
+            text = f"unknown: the reward {rule.reward} has no part {part}; its parts are {parts}; correct reward.success.{rule.reward}"
+            return Correct(None, text)
+    text = ", ".join(dict.fromkeys(rule.text for rule in known))
+    return Correct(tuple(rule.num_correct(group) for rule, group in zip(known, groups, strict=True)), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +161,7 @@ def summarise(
     tokens = [count for group in groups for count in group.generated.completion_tokens]
     finishes = [reason for group in groups for reason in group.generated.finish_reasons]
     num_samples = min(len(group.rewards) for group in groups)
-    correct = success.count(groups, rules)
+    correct = count_correct(groups, rules)
     by_group = correct.by_group
     ks = [2**i for i in range(num_samples.bit_length())] if num_samples > 1 else []
     return EvalResult(
@@ -85,3 +177,90 @@ def summarise(
         eval_s=eval_s,
         success=correct.text,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedSource:
+    """Held-out prompts that are evaluated together, and how: one source of the run file."""
+
+    name: str
+    prompts: PromptSet
+    settings: EvalSettings  # of this source
+    sampling: Sampling
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts are evaluated."""
+        return min(self.settings.num_prompts or len(self.prompts), len(self.prompts))
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """An evaluation under way: the groups that it waits for, and those that have arrived."""
+
+    version: PolicyVersion
+    source: EvaluatedSource
+    step: int
+    started: float
+    waiting_for: set[str]
+    is_of_session: bool = True  # False: an earlier session issued its groups, perhaps with other settings
+    is_issued: bool = False
+    groups: dict[str, ScoredGroup] = field(default_factory=dict)
+    packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
+    dead_lettered: dict[str, str] = field(default_factory=dict)  # the reason, by group id; they may arrive all the same
+    changed_at: float = field(default_factory=time.monotonic)  # when a group or a dead letter arrived
+    failure: str = ""
+    is_closed: bool = False  # its result is reported and its groups are closed in the accounting
+
+    def note_dead_letter(self, group_ids: Iterable[str], reason: str) -> None:
+        """Note the reason for those of the groups that it waits for."""
+        self.dead_lettered |= dict.fromkeys(self.waiting_for.intersection(group_ids), reason)
+        self.changed_at = time.monotonic()
+
+    @property
+    def only_dead_lettered_are_missing(self) -> bool:
+        """Whether every group that has not arrived is named by a dead letter."""
+        return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.failure) or not self.waiting_for
+
+
+class NumberedSources:
+    """The sources of an evaluator, their prompts numbered together; group ids follow from version and number."""
+
+    def __init__(self, sources: Sequence[EvaluatedSource]) -> None:
+        self.sources = tuple(sources)
+        ends = list(itertools.accumulate((source.num_prompts for source in sources), initial=0))
+        self.numbers = {s.name: range(*span) for s, span in zip(sources, itertools.pairwise(ends), strict=True)}
+
+    def prompt(self, source: EvaluatedSource, number: int) -> Prompt:
+        return source.prompts[number - self.numbers[source.name].start]
+
+    def ids(self, version: PolicyVersion, name: str) -> set[str]:
+        return {group_id_of(version, number) for number in self.numbers.get(name, ())}
+
+    def all_ids(self, version: PolicyVersion) -> set[str]:
+        return {group_id for name in self.numbers for group_id in self.ids(version, name)}
+
+    def by_source(self, ids: Iterable[str]) -> dict[str, set[str]]:
+        """Return group ids by source; those beyond the present prompts with the last source."""
+        by_name: dict[str, set[str]] = {}
+        for group_id in ids:
+            number = index_of(group_id)
+            name = next((name for name, numbers in self.numbers.items() if number in numbers), self.sources[-1].name)
+            by_name.setdefault(name, set()).add(group_id)
+        return by_name
+
+
+def group_id_of(version: PolicyVersion, index: int) -> str:
+    return f"eval.v{version}.p{index}"
+
+
+def index_of(group_id: str) -> int:
+    return int(group_id.rpartition(".p")[2])
+
+
+def version_of(group_id: str) -> PolicyVersion:
+    return PolicyVersion(int(group_id.split(".")[1].removeprefix("v")))

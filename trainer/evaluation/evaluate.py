@@ -10,28 +10,36 @@ the reason. Messages are acknowledged after a checkpoint that includes the outco
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import structlog
 
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, ReaderKilled
-from penstock.protocol.facts import SINGLE_TURN, BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup, Task
+from penstock.protocol.facts import SINGLE_TURN, BlobRef, DeadLetter, GroupScored, ScoredGroup, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.dataset import Prompt, PromptSet
+from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import EvaluationFailed
-from penstock.trainer.eval_settings import EvalSettings
-from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
-from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.evaluation.eval_result import (
+    EvalResult,
+    EvaluatedSource,
+    Evaluation,
+    LostEvaluation,
+    NumberedSources,
+    SuccessRules,
+    group_id_of,
+    index_of,
+    summarise,
+    version_of,
+)
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
@@ -46,52 +54,6 @@ log = structlog.get_logger("trainer.evaluation.evaluate")
 _SAMPLES_PER_PACK = 64
 _FETCH_WAIT_S = 0.5
 _UNPUBLISHED_WAIT_S = 0.05  # while a version is being uploaded
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedSource:
-    """Held-out prompts that are evaluated together, and how: one source of the run file."""
-
-    name: str
-    prompts: PromptSet
-    settings: EvalSettings  # of this source
-    sampling: Sampling
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts are evaluated."""
-        return min(self.settings.num_prompts or len(self.prompts), len(self.prompts))
-
-
-@dataclass(slots=True)
-class _Evaluation:
-    version: PolicyVersion
-    source: EvaluatedSource
-    step: int
-    started: float
-    waiting_for: set[str]
-    is_of_session: bool = True  # False: an earlier session issued its groups, perhaps with other settings
-    is_issued: bool = False
-    groups: dict[str, ScoredGroup] = field(default_factory=dict)
-    packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
-    dead_lettered: dict[str, str] = field(default_factory=dict)  # the reason, by group id; they may arrive all the same
-    changed_at: float = field(default_factory=time.monotonic)  # when a group or a dead letter arrived
-    failure: str = ""
-    is_closed: bool = False  # its result is reported and its groups are closed in the accounting
-
-    def note_dead_letter(self, group_ids: Iterable[str], reason: str) -> None:
-        """Note the reason for those of the groups that it waits for."""
-        self.dead_lettered |= dict.fromkeys(self.waiting_for.intersection(group_ids), reason)
-        self.changed_at = time.monotonic()
-
-    @property
-    def only_dead_lettered_are_missing(self) -> bool:
-        """Whether every group that has not arrived is named by a dead letter."""
-        return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.failure) or not self.waiting_for
 
 
 class Evaluator:
@@ -117,10 +79,10 @@ class Evaluator:
 
         Args:
             connections: The run, NATS and the object store.
-            sources: Held-out prompts and how they are sampled; their prompts are numbered together, in this order.
+            sources: Held-out prompts, numbered together in this order.
             publisher: Publishes the versions, and keeps their weights while they are evaluated.
             deadline_s: Longest duration of an evaluation.
-            on_end: Called with the result of an evaluation, on the evaluator's thread, or in `resume` when it is lost.
+            on_end: Called with each result on the evaluator's thread, or in `resume` when an evaluation is lost.
             accounting: Of all groups of the run.
             success: Which completions are correct.
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
@@ -132,9 +94,7 @@ class Evaluator:
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._images = ImageUploads(connections.blobs, connections.run_id)
         self._traced = connections.traced
-        self._sources = tuple(sources)
-        ends = list(itertools.accumulate((source.num_prompts for source in sources), initial=0))
-        self._numbers = {s.name: range(*span) for s, span in zip(sources, itertools.pairwise(ends), strict=True)}
+        self._sources = NumberedSources(sources)
         self._publisher = publisher
         self._deadline_s, self._silent_s = deadline_s, silent_s
         self._on_end = on_end
@@ -144,7 +104,7 @@ class Evaluator:
         self._settings_before = settings_before
         self._seed = seed
         self._mixture = mixture
-        self._evaluations: dict[tuple[PolicyVersion, str], _Evaluation] = {}
+        self._evaluations: dict[tuple[PolicyVersion, str], Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -156,7 +116,6 @@ class Evaluator:
         self._thread = threading.Thread(target=self._guard, name="evaluator", daemon=True)
 
     def __enter__(self) -> Evaluator:
-        """Start the thread."""
         stream = f"{self._run_id}-dead"
         self._bus.tail(stream, subjects.dead(self._run_id), DeadLetter, self._on_dead_letter).wait()
         self._thread.start()
@@ -178,14 +137,14 @@ class Evaluator:
         """
         with self._changed:
             in_flight = self._accounting.in_flight("eval")
-            for source in self._sources:
+            for source in self._sources.sources:
                 key = (version, source.name)
                 if key in self._evaluations or (names is not None and source.name not in names):
                     continue
-                ids = self._ids(version, source.name)
+                ids = self._sources.ids(version, source.name)
                 self._accounting.issue("eval", sorted(ids - in_flight))
                 is_new = ids.isdisjoint(in_flight)
-                self._evaluations[key] = _Evaluation(
+                self._evaluations[key] = Evaluation(
                     version, source, step, time.monotonic(), set(ids), is_of_session=is_new
                 )
                 self._changed.notify_all()
@@ -199,22 +158,22 @@ class Evaluator:
         """
         in_flight: dict[PolicyVersion, set[str]] = {}
         for group_id in self._accounting.in_flight("eval"):
-            in_flight.setdefault(_version_of(group_id), set()).add(group_id)
+            in_flight.setdefault(version_of(group_id), set()).add(group_id)
         of_version = in_flight.pop(version, set())
         steps = self._publisher.stored_steps(in_flight)  # without the lock, since the bus's thread needs it
         with self._changed:  # all in one change: a group that arrives finds its evaluation
             if of_version and now == version:
-                self.start(now, step, self._by_source(of_version))
-                self._abandon(of_version - self._all_ids(version))
+                self.start(now, step, self._sources.by_source(of_version))
+                self._abandon(of_version - self._sources.all_ids(version))
             elif of_version:
                 self._abandon(of_version)
             for older, ids in sorted(in_flight.items()):
-                for name, own in self._by_source(ids).items():
+                for name, own in self._sources.by_source(ids).items():
                     self._continue(older, name, own, steps.get(older))
-            return list(self._by_source(of_version))
+            return list(self._sources.by_source(of_version))
 
     def _continue(self, version: PolicyVersion, name: str, ids: set[str], step: int | None) -> None:
-        if step is not None and ids == self._ids(version, name):
+        if step is not None and ids == self._sources.ids(version, name):
             self._publisher.pin(version)
             self.start(version, step, [name])
             return
@@ -224,32 +183,20 @@ class Evaluator:
         else:
             reason = (
                 f"it was under way when the trainer exited, with {len(ids)} groups in flight, and an evaluation has "
-                f"{len(self._ids(version, name))} now: it had failed, or the held-out prompts have changed"
+                f"{len(self._sources.ids(version, name))} now: it had failed, or the held-out prompts have changed"
             )
         self._on_end(LostEvaluation(version, step, reason, name))
-
-    def _ids(self, version: PolicyVersion, name: str) -> set[str]:
-        return {_group_id(version, number) for number in self._numbers.get(name, ())}
-
-    def _all_ids(self, version: PolicyVersion) -> set[str]:
-        return {group_id for name in self._numbers for group_id in self._ids(version, name)}
-
-    def _by_source(self, ids: Iterable[str]) -> dict[str, set[str]]:
-        """Return group ids by source; those beyond the present prompts with the last source."""
-        found: dict[str, set[str]] = {}
-        for group_id in ids:
-            number = _index_of(group_id)
-            name = next((one for one, numbers in self._numbers.items() if number in numbers), self._sources[-1].name)
-            found.setdefault(name, set()).add(group_id)
-        return found
 
     def wait_for_all(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until no evaluation is under way, or ``should_stop`` returns True; failures are reported as they happen."""
         with self._changed:
-            while self._open() and not should_stop():
-                if self._thread_failure is not None:
-                    raise self._thread_failure
-                self._changed.wait(_FETCH_WAIT_S)
+            self._wait_while(lambda: bool(self._open()), should_stop)
+
+    def _wait_while(self, is_open: Callable[[], bool], should_stop: Callable[[], bool]) -> None:
+        while is_open() and not should_stop():
+            if self._thread_failure is not None:
+                raise self._thread_failure
+            self._changed.wait(_FETCH_WAIT_S)
 
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
@@ -274,16 +221,13 @@ class Evaluator:
         Raises EvaluationFailed when it failed or took too long.
         """
         with self._changed:
-            evaluations = [one for one in self._evaluations.values() if one.version == version]
-            while not all(one.is_closed for one in evaluations) and not should_stop():
-                if self._thread_failure is not None:
-                    raise self._thread_failure
-                self._changed.wait(_FETCH_WAIT_S)
-            for one in evaluations:
-                if one.failure:
-                    raise EvaluationFailed(one.failure)
+            evaluations = [e for e in self._evaluations.values() if e.version == version]
+            self._wait_while(lambda: not all(e.is_closed for e in evaluations), should_stop)
+            for evaluation in evaluations:
+                if evaluation.failure:
+                    raise EvaluationFailed(evaluation.failure)
 
-    # ── on the evaluator's own thread ─────────────────────────────────────────────────────────
+    # The methods below run on the evaluator's thread.
 
     def _guard(self) -> None:
         try:
@@ -309,18 +253,18 @@ class Evaluator:
             for evaluation in evaluations:
                 self._finish(evaluation)
 
-    def _open(self) -> list[_Evaluation]:
+    def _open(self) -> list[Evaluation]:
         return [e for e in self._evaluations.values() if not e.is_closed]
 
-    def _issue_when_published(self, evaluation: _Evaluation) -> None:
+    def _issue_when_published(self, evaluation: Evaluation) -> None:
         if evaluation.is_issued or not self._publisher.is_published(evaluation.version):
             return
         per_pack = max(1, _SAMPLES_PER_PACK // evaluation.source.settings.samples)
-        numbers = self._numbers[evaluation.source.name]
+        numbers = self._sources.numbers[evaluation.source.name]
         published = []
         for first in range(numbers.start, numbers.stop, per_pack):
             last = min(first + per_pack, numbers.stop)
-            prompts = [(number, self._prompt(evaluation.source, number)) for number in range(first, last)]
+            prompts = [(number, self._sources.prompt(evaluation.source, number)) for number in range(first, last)]
             tasks = [self._task(evaluation, number, prompt) for number, prompt in prompts]
             pack = pack_tasks(tasks, (image for _, prompt in prompts for image in prompt.image_files))
             self._images.store(pack.images)
@@ -335,11 +279,11 @@ class Evaluator:
             pending.wait()
         evaluation.is_issued = True
 
-    def _task(self, evaluation: _Evaluation, number: int, prompt: Prompt) -> Task:
+    def _task(self, evaluation: Evaluation, number: int, prompt: Prompt) -> Task:
         source = evaluation.source
         task = make_task(
             prompt,
-            _group_id(evaluation.version, number),
+            group_id_of(evaluation.version, number),
             sampling=source.sampling,
             group_size=source.settings.samples,
             split="eval",
@@ -348,13 +292,10 @@ class Evaluator:
         )
         environment = source.settings.environment or SINGLE_TURN
         if self._mixture is not None:
-            position = number - self._numbers[source.name].start
+            position = number - self._sources.numbers[source.name].start
             environment = self._mixture.name(environment, position, prompt.reward.data_source)
         placed = in_environment(task, prompt, environment)
         return placed if self._seed is None else seeded(placed, self._seed)
-
-    def _prompt(self, source: EvaluatedSource, number: int) -> Prompt:
-        return source.prompts[number - self._numbers[source.name].start]
 
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
         with self._changed:
@@ -376,12 +317,12 @@ class Evaluator:
         for group_id in wanted:
             self._traced.ended(group_id, "evaluated")
 
-    def _awaiting(self, group: ScoredGroup) -> _Evaluation | None:
+    def _awaiting(self, group: ScoredGroup) -> Evaluation | None:
         """Return the evaluation that waits for a group; None if none does."""
         group_id = group.generated.group_id
         return next((e for e in self._open() if group_id in e.waiting_for), None)
 
-    def _check(self, message: GroupScored, wanted: Mapping[str, _Evaluation]) -> None:
+    def _check(self, message: GroupScored, wanted: Mapping[str, Evaluation]) -> None:
         """Read the groups that evaluations wait for, and hold them against their tasks."""
         groups = [group for group in message.groups if group.generated.group_id in wanted]
         promises = []
@@ -392,13 +333,13 @@ class Evaluator:
                     f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
                     f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
                 )
-            number = _index_of(summary.group_id)
-            task = self._task(evaluation, number, self._prompt(evaluation.source, number))
+            number = index_of(summary.group_id)
+            task = self._task(evaluation, number, self._sources.prompt(evaluation.source, number))
             promises.append(TaskPromise.of(task, self._settings(task, evaluation)))
         if groups:
             self._reader.read(message.pack, groups, promises)
 
-    def _settings(self, task: Task, evaluation: _Evaluation) -> tuple[TaskSettings, ...]:
+    def _settings(self, task: Task, evaluation: Evaluation) -> tuple[TaskSettings, ...]:
         """Return the settings under which a task may have been issued; empty if those of an earlier session are not known."""
         own = TaskSettings.of(task)
         if evaluation.is_of_session:
@@ -415,7 +356,7 @@ class Evaluator:
             evaluation.groups[summary.group_id] = group
             evaluation.packs[summary.group_id] = pack
 
-    def _finish(self, evaluation: _Evaluation) -> None:
+    def _finish(self, evaluation: Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
         if not evaluation.is_over and elapsed_s > self._deadline_s:
             evaluation.failure = (
@@ -431,33 +372,31 @@ class Evaluator:
             )
         if not evaluation.is_over:
             return
+        version, step, source = evaluation.version, evaluation.step, evaluation.source
         if evaluation.failure:
             self.num_failed += 1
-            log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)
+            log.warning("evaluation failed", policy_version=version, reason=evaluation.failure)
             self._abandon({*evaluation.waiting_for, *evaluation.groups}, evaluation)
-            self._on_end(
-                LostEvaluation(evaluation.version, evaluation.step, evaluation.failure, evaluation.source.name)
-            )
+            self._on_end(LostEvaluation(version, step, evaluation.failure, source.name))
         else:
             groups = list(evaluation.groups.values())
             rules = {
-                group_id: self._success.rule(self._prompt(evaluation.source, _index_of(group_id)).reward)
+                group_id: self._success.rule(self._sources.prompt(source, index_of(group_id)).reward)
                 for group_id in evaluation.groups
             }
-            step, version = evaluation.step, evaluation.version
             result = summarise(groups, rules, step=step, version=version, eval_s=elapsed_s)
-            self._on_end(replace(result, split=evaluation.source.name))
+            self._on_end(replace(result, split=source.name))
             tokens = {group.generated.group_id: claimed_tokens(group) for group in groups}
             self._accounting.use("eval", tokens, evaluation.packs)
-        if not any(one.version == evaluation.version and one is not evaluation for one in self._open()):
-            self._publisher.unpin(evaluation.version)
+        if not any(e.version == version and e is not evaluation for e in self._open()):
+            self._publisher.unpin(version)
         with self._changed:
             evaluation.groups.clear()
             evaluation.packs.clear()
             evaluation.is_closed = True
             self._changed.notify_all()
 
-    def _is_lost(self, evaluation: _Evaluation) -> bool:
+    def _is_lost(self, evaluation: Evaluation) -> bool:
         """Whether the groups that have not arrived were dead-lettered, and none of them is on its way."""
         with self._changed:
             silent_s = time.monotonic() - evaluation.changed_at
@@ -466,31 +405,17 @@ class Evaluator:
         tasks = self._bus.consumer_state(streams.tasks_consumer(self._run_id, "eval")).wait()
         return tasks.num_pending + tasks.num_ack_pending == 0
 
-    def _abandon(self, group_ids: Iterable[str], evaluation: _Evaluation | None = None) -> None:
+    def _abandon(self, group_ids: Iterable[str], evaluation: Evaluation | None = None) -> None:
         for group_id in sorted(group_ids):
             group = evaluation.groups.get(group_id) if evaluation else None
             pack = evaluation.packs.get(group_id) if evaluation else None
             num_tokens = claimed_tokens(group) if group else 0
             self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
 
-    # ── on the bus's thread ───────────────────────────────────────────────────────────────────
-
     def _on_dead_letter(self, letter: DeadLetter) -> None:
+        """Note the dead letters of an evaluation (called on the bus's thread)."""
+        reason = f"at stage {letter.stage}: {letter.reason}: {letter.detail}"
         with self._changed:
             for evaluation in self._evaluations.values():
-                evaluation.note_dead_letter(
-                    letter.group_ids, f"at stage {letter.stage}: {letter.reason}: {letter.detail}"
-                )
+                evaluation.note_dead_letter(letter.group_ids, reason)
             self._changed.notify_all()
-
-
-def _group_id(version: PolicyVersion, index: int) -> str:
-    return f"eval.v{version}.p{index}"
-
-
-def _index_of(group_id: str) -> int:
-    return int(group_id.rpartition(".p")[2])
-
-
-def _version_of(group_id: str) -> PolicyVersion:
-    return PolicyVersion(int(group_id.split(".")[1].removeprefix("v")))

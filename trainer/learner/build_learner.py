@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from penstock.protocol.seeds import derived_seed
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.estimators.gae import gae
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.pairs import PairSet
@@ -18,8 +18,7 @@ from penstock.trainer.learner.image_reader import image_reader
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.micro_batches import PackStore
-from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
-from penstock.trainer.learner.pairs.pair_planner import PairPlanner
+from penstock.trainer.learner.pair_planner import MixedPairs, PairPlanner
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference, WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation, optimisation

@@ -4,6 +4,10 @@ The folder is beside the file and named after it and the first digits of its SHA
 written under another name and renamed when it is complete; a lock makes other processes wait. Weights are dequantised to
 float32: four bytes for each parameter. Nothing in the file is executed: it is read by the package after `gguf_header` has
 checked it, and code in a model's repository is never loaded.
+
+The header is a list of named values and a list of tensors. The package ``gguf`` trusts the lengths in it: a length beyond the end of the file
+makes it loop without end, and sizes of a model that belong to no tensors would be allocated with random numbers.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import mmap
 import os
+import re
 import shutil
+import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +31,164 @@ import structlog
 
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.gguf_header import GgufHeader, is_gguf, read_header
 from penstock.trainer.settings import TrainerSettings
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_VALUES = 10_000
+_MAX_TENSORS = 100_000
+_MAX_DIMS = 4
+_MAX_NUMBER = 2**31
+_MAX_ELEMENTS = 2**40
+_FEWEST_BITS = 1.5  # of a weight, in any quantisation: what a file's bytes can hold at most
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What the header of a GGUF file declares."""
+
+    architecture: str
+    values: dict[str, Any]  # numbers and texts; arrays are checked and left out
+    num_elements: int  # of all tensors together
+
+
+def is_gguf(path: Path) -> bool:
+    """Return True for a file that is a GGUF file by its name or by its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix.lower() == ".gguf" or file.read(len(MAGIC)) == MAGIC
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Return the header of a GGUF file; raises UnsupportedModel where it is not one complete language model."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(_Reader(data), len(data))
+    except (OSError, ValueError, struct.error) as err:  # ValueError: an empty file, or text that is not UTF-8
+        raise UnsupportedModel(f"model.path = {path}: not a readable GGUF file ({err}); restore the file") from None
+    except _RefusedError as err:
+        raise UnsupportedModel(f"model.path = {path}: {err}") from None
+
+
+class _RefusedError(Exception):
+    pass
+
+
+class _Reader:
+    """Reads numbers and texts one after the other; a struct.error or ValueError is a length beyond the end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 0
+
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._data, self.position)
+        self.position += struct.calcsize("<" + code)
+        return value
+
+    def text(self) -> str:
+        length = self.number("Q")
+        self.skip(length)
+        return self._data[self.position - length : self.position].decode()
+
+    def skip(self, num_bytes: int) -> None:
+        if num_bytes > len(self._data) - self.position:
+            raise ValueError(f"a length of {num_bytes} bytes at byte {self.position} is beyond its end")
+        self.position += num_bytes
+
+
+def _read(reader: _Reader, size: int) -> GgufHeader:
+    if reader.number("4s") != MAGIC:
+        raise _RefusedError("it does not start with GGUF; set it to a GGUF file or a Hugging Face model folder")
+    version = reader.number("I")
+    if version not in _VERSIONS:
+        raise _RefusedError(f"GGUF version {version}: expected 2 or 3, little-endian; convert the model again")
+    num_tensors, num_values = reader.number("Q"), reader.number("Q")
+    if num_tensors > _MAX_TENSORS or num_values > _MAX_VALUES:
+        raise _RefusedError(
+            f"{num_tensors} tensors and {num_values} values: expected at most {_MAX_TENSORS} and {_MAX_VALUES}; restore the file"
+        )
+    values = dict(_values(reader, num_values))
+    blocks, num_elements = _tensors(reader, num_tensors)
+    available = int((size - reader.position) * 8 / _FEWEST_BITS)
+    if num_elements > available:
+        raise _RefusedError(
+            f"its tensors have {num_elements} elements, its {size} bytes at most {available}; the file is cut off, restore it"
+        )
+    _check_values(values, blocks)
+    return GgufHeader(str(values["general.architecture"]), values, num_elements)
+
+
+def _values(reader: _Reader, count: int) -> Iterator[tuple[str, Any]]:
+    for _ in range(count):
+        name, kind = reader.text(), reader.number("I")
+        if kind == _ARRAY:
+            _skip_array(reader, name)
+        elif kind == _STRING:
+            yield name, reader.text()
+        else:
+            yield name, reader.number(_code(kind, name))
+
+
+def _skip_array(reader: _Reader, name: str) -> None:
+    kind, length = reader.number("I"), reader.number("Q")
+    if kind == _STRING:
+        for _ in range(length):  # each has at least 8 bytes, so the loop ends with the file
+            reader.skip(reader.number("Q"))
+    else:
+        reader.skip(length * struct.calcsize("<" + _code(kind, name)))
+
+
+def _code(kind: int, name: str) -> str:
+    if kind not in _SCALARS:
+        raise _RefusedError(f"{name[:80]}: unknown type {kind}; restore the file")
+    return _SCALARS[kind]
+
+
+def _tensors(reader: _Reader, count: int) -> tuple[int, int]:
+    """Return the number of layers that the tensors' names have, and the elements of all tensors."""
+    layers, total = 0, 0
+    for _ in range(count):
+        name, num_dims = reader.text(), reader.number("I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise _RefusedError(
+                f"tensor {name[:80]} has {num_dims} dimensions: expected 1 to {_MAX_DIMS}; restore the file"
+            )
+        elements = 1
+        for _ in range(num_dims):
+            elements *= reader.number("Q")
+        if not 0 < elements <= _MAX_ELEMENTS:
+            raise _RefusedError(f"tensor {name[:80]} has {elements} elements; restore the file")
+        reader.skip(4 + 8)  # type and offset
+        total += elements
+        if found := _BLOCK.match(name):
+            layers = max(layers, int(found[1]) + 1)
+    return layers, total
+
+
+def _check_values(values: dict[str, Any], num_layers: int) -> None:
+    architecture = values.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise _RefusedError(
+            "it names no general.architecture, so it is not a model; use a GGUF file of a language model"
+        )
+    if values.get("split.count", 0) > 1:
+        raise _RefusedError(
+            f"it is one of {values['split.count']} parts; join them with `llama-gguf-split --merge` of llama.cpp"
+        )
+    declared = values.get(f"{architecture}.block_count")
+    if declared != num_layers or not num_layers:
+        raise _RefusedError(
+            f"{architecture}.block_count = {declared}, but it has tensors of {num_layers} layers; restore it"
+        )
+    for name, value in values.items():
+        if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
+            raise _RefusedError(f"{name[:80]} = {value}: expected at most {_MAX_NUMBER}; restore the file")
+
 
 log = structlog.get_logger("trainer.gguf_model")
 

@@ -24,15 +24,13 @@ from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.image_reader import ImageReader
-from penstock.trainer.learner.kept_rows import RowRecorder
 from penstock.trainer.learner.micro_batches import PackStore, Place, check_taught, groups_of, micro_batches_of
-from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
-from penstock.trainer.learner.passes import Passes
+from penstock.trainer.learner.pair_planner import MixedPairs
 from penstock.trainer.learner.policy import Observer, Policy
+from penstock.trainer.learner.policy_weights import CopyOrder, WeightCopies
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
-from penstock.trainer.learner.step_figures import StepFigures, batch_figures, pass_figures
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan
-from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies
+from penstock.trainer.learner.step_figures import RowRecorder, StepFigures, batch_figures, pass_figures
+from penstock.trainer.learner.step_plan import Capacity, Passes, ReadyGroup, StepPlan
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import Weights

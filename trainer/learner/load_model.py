@@ -12,19 +12,38 @@ from torch import nn
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.images.processor import read_processor
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner import adapter, expert_tensors, vision
-from penstock.trainer.learner.activation_offload import offload_activations
+from penstock.trainer.learner import adapter, experts, vision
 from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.attention.models import attention_of, why_not_packed
-from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder, check_routers
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.step_watch import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
+
+
+def offload_activations(body: nn.Module) -> None:
+    """Have every forward pass of a module with gradient checkpointing keep its saved tensors in host memory.
+
+    Checkpointed layers save only their inputs, which come back to the device one layer at a time. Without checkpointing
+    the weights would be moved too.
+    """
+    open_passes: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        open_passes.append(torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()))
+        open_passes[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        open_passes.pop().__exit__(None, None, None)
+
+    body.register_forward_pre_hook(begin)
+    body.register_forward_hook(end, always_call=True)
+
 
 log = structlog.get_logger("trainer.model")
 
@@ -90,7 +109,7 @@ def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> 
         kind = "a usable language model that reads images"
         model, report = from_folder("AutoModelForImageTextToText", kind, folder, how.dtype, dims)
     check_loaded(model, report, folder)
-    expert_tensors.check_family(model, str(model.config.get_text_config().model_type))
+    experts.check_family(model, str(model.config.get_text_config().model_type))
     if not how.train_vision_tower:
         vision.freeze_tower(model)
     prepare(model, how)

@@ -22,10 +22,10 @@ from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.algorithm.stream_images import StreamImages
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner import router_replay
+from penstock.trainer.learner import experts
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
-from penstock.trainer.learner.health.flops import pass_cost
-from penstock.trainer.learner.router_replay import Routing
+from penstock.trainer.learner.experts import Routing
+from penstock.trainer.learner.flops import pass_cost
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.vision import ImageEmbeddings, text_body, tower_of
 
@@ -138,7 +138,7 @@ class CompletionScorer(nn.Module):
             raise UnsupportedModel(
                 f"trainer.router_replay: {self.padding_reason}, so that its rows are padded; set it to false"
             )
-        router_replay.install(self.language_model)
+        experts.install(self.language_model)
 
     def routing_figures(self) -> Tensor:
         """Return `Routing.figures` of the last forward pass, of all shares; zeros if it was given no experts. Collective as `forward`."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.expert_choices import FAMILIES, Routers, routers_of
+from penstock.protocol.token_annotations import FAMILIES, Routers, routers_of
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelLayout
 
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")

@@ -12,9 +12,16 @@ from penstock.protocol.packs.step_logprobs import MAX_GROUPS, MAX_ROWS, MAX_TOKE
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.passes import Passes, plan_passes
 from penstock.trainer.learner.step_figures import StepFigures
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, by_trajectory, make_plan
+from penstock.trainer.learner.step_plan import (
+    Passes,
+    ReadyGroup,
+    StepPlan,
+    all_rows,
+    by_trajectory,
+    make_plan,
+    plan_passes,
+)
 from penstock.trainer.settings import TrainerSettings
 
 OUTLIER_STEP = "outlier_step"  # why trajectories were not trained on, beside the reasons of filters

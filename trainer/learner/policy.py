@@ -21,7 +21,7 @@ from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcom
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
-from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of
+from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
@@ -113,7 +113,7 @@ class Policy:
         for number, batch in enumerate(micro_batches, start=1):
             self._trainable.begin(is_last=number == len(micro_batches))
             outcome = self._outcome(batch.to(self.device), objective, reference)
-            sums_of_step.add(self._routed(outcome))
+            sums_of_step.add(outcome)
             self._trainable.backward(outcome.loss)
             self._work = self._work.plus(self._cost.backward(self._load(batch)))
             if observe is not None:
@@ -146,7 +146,7 @@ class Policy:
         with torch.no_grad():
             for batch in micro_batches:
                 outcome = self._outcome(batch.to(self.device), objective, reference)
-                sums_of_step.add(self._routed(outcome))
+                sums_of_step.add(outcome)
                 if observe is not None:
                     observe(outcome.tokens, batch)
         self.steps_done += ends_batch
@@ -235,16 +235,17 @@ class Policy:
             logits = reference.logits(batch)
         top = top_of_teacher(batch) if objective.needs_teacher_kl else None
         read = self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits, kl_from=top)
-        scores = iter(torch.atleast_2d(read))
-        logprobs = next(scores)
-        entropies = next(scores) if objective.needs_entropy else None
-        full_kl = next(scores) if logits is not None else None
-        return objective(logprobs, batch, entropies, full_kl, next(scores, None))
-
-    def _routed(self, outcome: Outcome) -> Outcome:
-        """Add to an outcome how many (token, layer) pairs had given experts, and for how many the routers now choose others."""
+        is_read = {
+            "entropies": objective.needs_entropy,
+            "full_kl": logits is not None,
+            "teacher_kl": top is not None,
+        }
+        logprobs, *scores = torch.atleast_2d(read)
+        names = [name for name, is_on in is_read.items() if is_on]
+        outcome = objective(logprobs, batch, **dict(zip(names, scores, strict=True)))
         if not self._router_replay:
             return outcome
+        # (token, layer) pairs that had given experts, and those for which the routers now choose others
         changed, total = self._scorer.routing_figures()
         return replace(outcome, sums={**outcome.sums, "routed": total, "rerouted": changed})
 

@@ -1,6 +1,6 @@
 """A module under DeepSpeed: the adapter of the library.
 
-`optimizer_state.py` knows where it keeps its state, `deepspeed_checkpoint.py` reads the files that it wrote in earlier releases.
+`optimizer_state.py` knows where it keeps its state, `deepspeed_config.py` reads the files that it wrote in earlier releases.
 
 Every rank has one `Trainable` for each network that learns (policy, critic). The methods that change or gather
 weights are called on all ranks together.
@@ -27,13 +27,16 @@ from penstock.trainer.attention_choice import Attention
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning_settings import FineTuningSettings, Schedule
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.deepspeed_checkpoint import another_model, load_written_by_deepspeed
-from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
-from penstock.trainer.learner.health.outliers import Outliers
-from penstock.trainer.learner.health.step_watch import LayerFigures, StepWatch
-from penstock.trainer.learner.learning_rate import lr_factor
+from penstock.trainer.learner.deepspeed_config import (
+    KEEP_WHOLE_BELOW,
+    another_model,
+    deepspeed_config,
+    load_written_by_deepspeed,
+    lr_factor,
+)
 from penstock.trainer.learner.optimizer_state import OptimizerState
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
+from penstock.trainer.learner.step_watch import LayerFigures, Outliers, StepWatch
 from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.parallel_dims import ParallelDims

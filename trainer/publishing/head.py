@@ -1,14 +1,16 @@
-"""The head of a run in NATS KV: moved by compare-and-swap, by one trainer only."""
+"""The head of a run in NATS KV, moved by compare-and-swap by one trainer only; and which versions workers can have sampled with."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable
 
 from penstock.protocol import streams
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed
 from penstock.protocol.facts import Head, decode, encode
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry, KeyValue
+from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.errors import PublicationFailed
 
 _SWAP_DEADLINE_S = 120.0
@@ -76,3 +78,32 @@ class HeadKey:
                 "publishes to the run; stop one of the two, or give it another run.id"
             )
         return entry.revision
+
+
+MOST_KNOWN = 4096  # groups that are sampled by an older version are stale
+
+
+class PublishedVersions:
+    """Versions of all sessions of a run. Not thread-safe: the owner locks."""
+
+    def __init__(self, announced: Collection[PolicyVersion], head: PolicyVersion | None) -> None:
+        """Know what earlier sessions published.
+
+        Args:
+            announced: The announcements that the stream still has. It loses the oldest first, so nothing is known about
+                versions before these.
+            head: The newest complete version, which may not have been announced.
+        """
+        self._versions = {*announced, *(() if head is None else (head,))}
+        self._unknown_before = min(self._versions, default=PolicyVersion(0))
+
+    def add(self, version: PolicyVersion) -> None:
+        """Add a version before workers can see it."""
+        self._versions.add(version)
+        if len(self._versions) > 2 * MOST_KNOWN:
+            self._versions = set(sorted(self._versions)[-MOST_KNOWN:])
+            self._unknown_before = min(self._versions)
+
+    def never_published(self, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+        """Return those of the versions that no session published, sorted."""
+        return sorted(v for v in {*versions} - self._versions if v >= self._unknown_before)

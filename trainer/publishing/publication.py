@@ -27,10 +27,9 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.publishing.adapter_versions import AdapterVersions
 from penstock.trainer.publishing.head import HeadKey
 from penstock.trainer.publishing.model_versions import ModelVersions
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator
 from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, Snapshot, Weights
-from penstock.trainer.publishing.version_kind import VersionKind
-from penstock.trainer.publishing.version_writer import Label, VersionWriter, Written
+from penstock.trainer.publishing.version_writer import Label, VersionKind, VersionWriter, Written
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 log = structlog.get_logger("trainer.publication")

@@ -10,7 +10,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
@@ -25,7 +25,8 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.model_folder import small_files
-from penstock.trainer.publishing.publish_coordinator import StoredObjects
+from penstock.trainer.publishing.rank_publisher import StoredObjects
+from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
@@ -181,3 +182,48 @@ class VersionWriter:
             folder, _, name = key.rpartition("/")
             return self._blobs.put(f"{folder}/{secrets.token_hex(4)}/{name}", data)
         return reference
+
+
+W = TypeVar("W", ModelWeights, AdapterWeights)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version that is stored but not committed."""
+
+    written: Written
+    density: float  # share of the values whose bits changed since the parent
+    raw_bytes: int  # of the whole model
+    diff_s: float  # compare and encode; wall-clock time
+
+
+class VersionKind(Protocol[W]):
+    """Stores versions of one kind; ``newest`` is always the version that the head names."""
+
+    def hold(self, snapshot: Snapshot[W]) -> None:
+        """Hold on this rank what a later `store` needs. Called on the training thread."""
+        ...
+
+    def resume(self, weights: W, dtype: str, newest: Written) -> bool:
+        """Return True if these weights equal the newest version's bit for bit; the next version then follows on it."""
+        ...
+
+    def missing_base(self, weights: W, newest: Written | None) -> AdapterBase | None:
+        """Return the base that these weights need and that is not stored; None if nothing is missing."""
+        ...
+
+    def store(self, snapshot: Snapshot[W], newest: Written | None) -> StoredVersion:
+        """Store the objects of a version, then its manifest; nothing refers to it yet."""
+        ...
+
+    def committed(self, snapshot: Snapshot[W], written: Written) -> None:
+        """Update state after the head was moved to a snapshot's version."""
+        ...
+
+    def store_again(self, newest: Written) -> Written | None:
+        """Store the newest version again under its own number; None if its weights are not at hand."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """Wait for what is being stored in the background."""
+        ...

@@ -5,16 +5,21 @@ A checkpoint is a folder ``step00000050`` with one shard of each rank (`engine/`
 leaves the old checkpoint or the new one, never a partial one. When something changed since but no step was made (groups
 were dropped, an evaluation ended), only ``state.json`` is replaced, also by a rename.
 
-``state.json`` has the sha256 of every other file (`checkpoint_files.py`), and NATS has that of ``state.json``: a file that
+``state.json`` has the sha256 of every other file (`hash_files`), and NATS has that of ``state.json``: a file that
 was altered since is refused before it is loaded.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
+import structlog
 from pydantic import ValidationError
 
 from penstock.protocol import files
@@ -30,8 +35,106 @@ from penstock.protocol.record.checkpoint_state import (
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
-from penstock.trainer.recovery import durable_folders
-from penstock.trainer.recovery.checkpoint_files import hash_files, missing_files
+
+
+def commit_folder(partial: Path, final: Path) -> None:
+    """Give a folder, which `sync_tree` wrote to disk, its final name; a folder of that name is removed."""
+    if final.exists():
+        remove_folder(final)
+    files.replace(partial, final, sync_folder=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Rename a folder, then remove it, so that a crash leaves no incomplete one under its name."""
+    removed = folder.with_name(folder.name + ".removed" + PARTIAL)
+    files.replace(folder, removed)
+    shutil.rmtree(removed)
+
+
+def sync_tree(folder: Path) -> None:
+    """Write every file and folder below ``folder`` to disk."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            files.fsync(Path(parent) / name)
+        files.fsync(Path(parent))
+
+
+def raise_not_written(partial: Path, err: Exception) -> NoReturn:
+    """Remove a checkpoint that could not be written, and raise CheckpointError with the free space."""
+    shutil.rmtree(partial, ignore_errors=True)
+    free = shutil.disk_usage(partial.parent).free
+    raise CheckpointError(
+        f"{partial.name.split('.')[0]} could not be written below {partial.parent} ({type(err).__name__}: {err}); "
+        f"{free / 1e6:.0f} MB are free there. The checkpoint before it is unchanged, nothing is lost: free disk space "
+        "(trainer.keep_checkpoints, run.dir) and start the trainer again"
+    ) from err
+
+
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+log = structlog.get_logger("trainer.recovery.checkpoint_files")
+
+_THREADS = 8  # hashed at the same time; hashlib releases the interpreter lock
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every file below a checkpoint's folder but its state, by relative path."""
+    paths = sorted(path for path in _files(folder) if path != STATE_FILE)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip(paths, pool.map(lambda path: _sha256(folder / path), paths), strict=True))
+
+
+def verify_files(folder: Path, state: CheckpointState) -> None:
+    """Compare a checkpoint's files with its state; raises CheckpointError that names each file that differs.
+
+    A checkpoint of a release that recorded no hashes is accepted, with a warning.
+    """
+    if not state.files:
+        log.warning("checkpoint has no hashes of its files; they are not verified", checkpoint=str(folder))
+        return
+    found = hash_files(folder)
+    problems = [f"{path}: missing" for path in sorted(state.files.keys() - found.keys())]
+    problems += [f"{path}: not part of the checkpoint" for path in sorted(found.keys() - state.files.keys())]
+    problems += [
+        f"{path}: expected sha256 {state.files[path]}, got {found[path]}"
+        for path in sorted(state.files.keys() & found.keys())
+        if state.files[path] != found[path]
+    ]
+    if problems:
+        raise CheckpointError(
+            f"checkpoint {folder} is not as it was committed:\n" + "\n".join(f"  {line}" for line in problems) + "\n"
+            "Restore the folder from a copy, or remove it and set trainer.resume_older_step to the step of the checkpoint "
+            "before it, and make the later steps again"
+        )
+
+
+def path_of(folder: Path, path: str) -> Path:
+    """Return where a file of a checkpoint is; raises CheckpointError for one that its state names outside of the folder."""
+    inside = folder.resolve()
+    if not (found := (inside / path).resolve()).is_relative_to(inside):
+        raise CheckpointError(
+            f"{folder / STATE_FILE} names the file {path[:200]!r}, which is not in that folder: it was altered, or a folder in it "
+            "is a link; restore the folder from a copy"
+        )
+    return found
+
+
+def missing_files(folder: Path, state: CheckpointState) -> list[str]:
+    """Return the files of a checkpoint that are not in its folder, by relative path."""
+    return sorted(path for path in state.files if not (folder / path).is_file())
+
+
+def _files(folder: Path) -> list[str]:
+    return [
+        str((Path(parent) / name).relative_to(folder))
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if not name.endswith(PARTIAL)  # a state.json whose replacement was interrupted
+    ]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def commit(
@@ -70,19 +173,17 @@ def commit(
         write(partial)
         data = _to_json(state, hash_files(partial))
         (partial / STATE_FILE).write_bytes(data)
-        durable_folders.sync_tree(partial)
+        sync_tree(partial)
     except Exception as err:
         confirm()  # raises LeaseLost if a new holder of the lease has removed the folder
         if isinstance(err, (OSError, RuntimeError)):  # torch raises RuntimeError when the disk is full
-            durable_folders.raise_not_written(partial, err)
+            raise_not_written(partial, err)
         raise
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
-    durable_folders.commit(
-        partial, final
-    )  # one of its name is of a trainer that had lost its lease: never acknowledged
+    commit_folder(partial, final)  # one of its name is of a trainer that had lost its lease: never acknowledged
     for old, _ in committed(root)[:-keep]:
-        durable_folders.remove(old)
+        remove_folder(old)
     return data
 
 

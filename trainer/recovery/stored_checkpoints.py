@@ -45,8 +45,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.recovery import durable_folders
-from penstock.trainer.recovery.checkpoint_files import missing_files, path_of
+from penstock.trainer.recovery.checkpoint import commit_folder, missing_files, path_of, sync_tree
 
 log = structlog.get_logger("trainer.recovery.stored_checkpoints")
 
@@ -180,8 +179,8 @@ class StoredCheckpoints:
         state = read_state(partial)
         self._read_keys |= _receive(self._blobs, partial, state, state.files, sizes)
         self._fetch_metrics(state, last.removesuffix(STATE_FILE) + "metrics.", sizes)
-        durable_folders.sync_tree(partial)
-        durable_folders.commit(partial, final)
+        sync_tree(partial)
+        commit_folder(partial, final)
         return True
 
     def complete(self, folder: Path, state: CheckpointState) -> None:

@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending
+from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 
 log = structlog.get_logger("trainer.telemetry.event_writer")
 
@@ -113,3 +114,26 @@ class EventWriter:
             pending.wait()
         except PenstockError as err:
             log.warning("event not published (metrics are in metrics.jsonl)", error=str(err))
+
+
+class StepReporter:
+    """Writes the events of steps; for the training thread only."""
+
+    def __init__(self, events: EventWriter, heartbeat: HeartbeatWriter, dropped: Mapping[str, int]) -> None:
+        """``dropped`` are the groups that earlier sessions dropped, by reason."""
+        self._events = events
+        self._heartbeat = heartbeat
+        self._dropped = Counter(dropped)  # as last reported
+
+    def report(self, step: int, fields: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
+        """Write the events of a step; ``groups`` are the run's groups by outcome."""
+        dropped = Counter(groups["dropped"])
+        if dropped != self._dropped:
+            self._events.write("drop", {"step": step, "groups": dict(dropped - self._dropped)})
+            self._dropped = dropped
+        self._events.write("step", {**fields, "groups": groups})
+        self._heartbeat.figures = {
+            "step": float(step),
+            "groups_trained": float(groups["trained"]),
+            "groups_outstanding": float(groups["outstanding"]),
+        }

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import structlog
 
 from penstock.protocol import heartbeats, streams
-from penstock.protocol.activity import Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.heartbeats import Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion

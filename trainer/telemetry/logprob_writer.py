@@ -20,8 +20,8 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import KeptGroup, LogprobsHeader, StepLogprobs
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.planning import Learned
+from penstock.trainer.learner.step_figures import KeptRows
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 log = structlog.get_logger("trainer.telemetry.logprob_writer")

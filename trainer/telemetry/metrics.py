@@ -11,7 +11,7 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
 | `grad_norm`, `lr`          |          | norm before clipping; learning rate that this step used            |
 | `lr_set`                   |          | that of the schedule; lr is less where the ESS rule scaled it      |
-| `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `layer_groups.py`    |
+| `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `step_watch.py`      |
 | `update_ratio`             | share    | norm of the change of the weights over theirs; of what is trained  |
 | `update_ratio_by_layers`   | share    | the same of each group of layers                                   |
 | `updates_left_out`         |          | optimizer steps that were outliers; where there are any            |
@@ -50,7 +50,7 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
 | `scored_by`                | groups   | by scorer of their rewards, endpoints with their version           |
 | `reward_parts`             |          | mean of every reward part over the trajectories that have it       |
-| `environments`             |          | of each environment: `telemetry/environment_figures.py`            |
+| `environments`             |          | of each environment, see below                                     |
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
@@ -66,6 +66,18 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `publish_s`                | s        | of the newest publication, which runs in parallel                  |
 | `record_s`, `submit_s`     | s        | enter the step in the run record; copy the new weights             |
 | `checkpoint_s`             | s        | that training stood still for a checkpoint before this step, if any|
+
+Of each environment whose episodes a step trains on:
+
+| name            | unit     | means                                                                             |
+|-----------------|----------|-----------------------------------------------------------------------------------|
+| `episodes`      |          | of this step                                                                      |
+| `reward_mean`   |          | over its episodes                                                                 |
+| `turns_mean`    |          | answers of the policy that are trained, of one episode                            |
+| `tokens_mean`   | tokens   | sampled tokens of one episode                                                     |
+| `cut_share`     | share    | ended by a limit instead of by the environment                                    |
+| `failures`      |          | failed attempts at these episodes before; each was started again with its seed    |
+| `versions`      | episodes | by version of the environment's rules, where it has versions                      |
 """
 
 from __future__ import annotations
@@ -76,13 +88,13 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from penstock.protocol.episode import Episode
 from penstock.trainer.algorithm.mismatch import mismatch_figures
-from penstock.trainer.learner.health.layer_groups import ALL
-from penstock.trainer.learner.health.step_watch import LayerFigures
-from penstock.trainer.learner.pairs.mixed_pairs import pair_figures
+from penstock.trainer.learner.flops import Work
+from penstock.trainer.learner.pair_planner import pair_figures
 from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.telemetry.environment_figures import environment_figures
+from penstock.trainer.learner.step_watch import ALL, LayerFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +219,47 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
     if sums.get("routed"):
         found["rerouted_fraction"] = sums["rerouted"] / sums["routed"]
     return found
+
+
+def environment_figures(batch: Sequence[ReadyGroup]) -> dict[str, dict[str, Any]]:
+    """Return the figures by environment; of trajectories that are no episodes there are none."""
+    found: dict[str, list[tuple[Episode, float, int]]] = {}
+    for group in batch:
+        trained = group.trained
+        episodes = group.group.episodes[: len(trained.rewards)]
+        for one in zip(episodes, trained.rewards, trained.lengths, strict=False):
+            found.setdefault(one[0].environment, []).append(one)
+    return {name: _figures(episodes) for name, episodes in sorted(found.items())}
+
+
+def _figures(played: Sequence[tuple[Episode, float, int]]) -> dict[str, Any]:
+    episodes = [episode for episode, _, _ in played]
+    versions = Counter(one.environment_version for one in episodes if one.environment_version)
+    return {
+        "episodes": len(episodes),
+        "reward_mean": fmean(reward for _, reward, _ in played),
+        "turns_mean": fmean(len(one.turns) for one in episodes),
+        "tokens_mean": fmean(length for _, _, length in played),
+        "cut_share": fmean(one.status != "done" for one in episodes),
+        "failures": sum(one.attempt for one in episodes),
+        **({"versions": dict(sorted(versions.items()))} if versions else {}),
+    }
+
+
+def speed_fields(work: Work, *, num_tokens: int, step_s: float, peak: float | None) -> dict[str, Any]:
+    """Return the fields of a step's event about its speed.
+
+    Args:
+        work: What the policy computed, over all ranks.
+        num_tokens: Sampled tokens that were trained.
+        step_s: Seconds of the step, without the wait for its batch.
+        peak: Operations per second of all ranks' devices together; None: not known, and no share is given.
+    """
+    seconds = max(step_s, 1e-9)
+    flops_per_s = work.flops / seconds
+    return {
+        "computed_tokens": int(work.tokens),
+        "train_tokens_per_s": num_tokens / seconds,
+        "flops_per_s": flops_per_s,
+        **({"mfu": flops_per_s / peak} if peak else {}),
+    }

@@ -1,4 +1,4 @@
-"""The trainer's Prometheus metrics, made of the events and the heartbeat that it writes anyway."""
+"""The trainer's Prometheus metrics, made of the events and the heartbeat that it writes anyway, and of the queues' state in JetStream."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import structlog
+
+from penstock.protocol import streams
 from penstock.protocol.config.shared_sections import MetricsSettings
+from penstock.protocol.errors import BusError
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
 from penstock.protocol.metrics.samples import Histogram, Samples
 from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.stream_admin import StoreState
-from penstock.trainer.learner.health.layer_groups import ALL
+from penstock.trainer.learner.step_watch import ALL
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID
 
 _STEP_SECONDS, _STALENESS = "penstock_trainer_step_seconds", "penstock_trained_staleness_versions"
@@ -215,3 +220,54 @@ def serving(
     with MetricsServer(settings.host, settings.trainer_port, exporter.page, key="trainer_port") as server:
         metrics.url = server.url
         yield metrics
+
+
+log = structlog.get_logger("trainer.telemetry.queue_reader")
+
+PERIOD_S = 5.0
+
+
+class QueueReader:
+    """Asks JetStream for the state of the run's consumers and of the account every few seconds; use as a context manager."""
+
+    def __init__(self, bus: Bus, run_id: str, metrics: TrainerMetrics) -> None:
+        """Prepare to write into ``metrics``."""
+        self._bus = bus
+        self._specs = streams.consumers(run_id)
+        self._metrics = metrics
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="queues", daemon=True)
+
+    def __enter__(self) -> QueueReader:
+        """Start reading."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self._stop.set()
+        self._thread.join(10.0)
+
+    def read(self) -> None:
+        """Read all queues, and the account, once."""
+        store = self._bus.store_state()
+        states = {spec: self._bus.consumer_state(spec) for spec in self._specs}
+        found = {(spec.stream, spec.durable): pending.wait() for spec, pending in states.items()}
+        self._metrics.queues = {
+            names: {
+                "pending": state.num_pending,
+                "ack_pending": state.num_ack_pending,
+                "redelivered": state.num_redelivered,
+            }
+            for names, state in found.items()
+        }
+        self._metrics.nats_store = store.wait()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.read()
+            except BusError as err:
+                self._metrics.queues, self._metrics.nats_store = {}, None  # no figures rather than old ones
+                log.debug("queues not read", error=str(err))
+            self._stop.wait(PERIOD_S)

@@ -45,7 +45,6 @@ class _GemWorld(World):
 
     @property
     def version(self) -> str:
-        """The environment and the library's version."""
         return f"{self._id}, gem-llm {metadata.version('gem-llm')}"
 
     def reset(self, seed: int) -> str:

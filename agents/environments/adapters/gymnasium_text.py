@@ -62,7 +62,6 @@ class _GymnasiumWorld(World):
 
     @property
     def version(self) -> str:
-        """The environment and the library's version."""
         spec = self._env.spec
         return f"{spec.id if spec is not None else self._options.id}, gymnasium {_gymnasium().__version__}"
 

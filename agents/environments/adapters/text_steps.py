@@ -64,7 +64,6 @@ class StepPlay(Play):
     """One episode of a `World`."""
 
     def __init__(self, seed: int, row: Row, options: StepOptions, make: Callable[[Any], World]) -> None:
-        """Note the seed; the world is made of the options on the thread of `start`."""
         self._seed, self._row, self._options, self._make = seed, row, options, make
         self._world: World | None = None
         self._observation = ""
@@ -94,7 +93,6 @@ class StepPlay(Play):
         return Reply((Message("user", observation),), reward)
 
     def close(self) -> None:
-        """Close the world."""
         if self._world is not None:
             self._world.close()
 
@@ -119,7 +117,6 @@ class StepEnvironment(TurnEnvironment):
             raise ConfigError(f"environment {self.name}: {type(self).name}.make: {type(err).__name__}: {err}") from err
 
     def play(self, seed: int, row: Row, options: Any) -> StepPlay:
-        """Return the play of one episode."""
         return StepPlay(seed, row, options, self.make)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 
 async def play(config: dict[str, Any], task: dict[str, Any]) -> Any:
-    """Return the episode of verifiers that was played on the row's task."""
     library = importlib.import_module("verifiers.v1")
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     sampling = importlib.import_module("verifiers.v1.types").SamplingConfig()

@@ -53,17 +53,13 @@ def draw_expression(seed: int, numbers: int, largest: int) -> str:
 
 
 class CalculatorPlay(Play):
-    """One expression."""
-
     tools = (_TOOL,)
 
     def __init__(self, seed: int, row: Row, options: CalculatorOptions) -> None:
-        """Draw the expression from the seed."""
         self._row, self._options = row, options
         self._expression = draw_expression(seed, options.numbers, options.largest)
 
     def start(self) -> tuple[Message, ...]:
-        """Return the question."""
         rules = "What is the value of the expression? Use the calculator, then answer with the number alone."
         return opening(self._row, self._options, rules, self._expression)
 
@@ -113,7 +109,6 @@ class Calculator(TurnEnvironment):
     options = CalculatorOptions
 
     def play(self, seed: int, row: Row, options: CalculatorOptions) -> CalculatorPlay:
-        """Return the play of the seed's expression."""
         return CalculatorPlay(seed, row, options)
 
 

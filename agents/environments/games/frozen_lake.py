@@ -77,8 +77,6 @@ def shortest_path(holes: frozenset[Place], size: int) -> list[str] | None:
 
 
 class FrozenLakePlay(Play):
-    """One walk."""
-
     def __init__(self, seed: int, row: Row, options: FrozenLakeOptions) -> None:
         """Draw the lake; raises ValueError for options that allow none."""
         self._row, self._options = row, options
@@ -88,7 +86,6 @@ class FrozenLakePlay(Play):
         self._at = Place(0, 0)
 
     def start(self) -> tuple[Message, ...]:
-        """Return the rules and the lake."""
         return opening(self._row, self._options, _RULES, self.lake())
 
     def step(self, answer: Message) -> Reply:
@@ -105,7 +102,6 @@ class FrozenLakePlay(Play):
         return Reply((Message("user", self.lake()),), parts={"success": 0.0}, state=self.lake())
 
     def lake(self) -> str:
-        """Return the lake as lines of text."""
         marks = {**dict.fromkeys(self._holes, "O"), self._goal: "G", self._at: "P"}
         numbers = range(self._options.size)
         return "\n".join("".join(marks.get(Place(row, column), "_") for column in numbers) for row in numbers)
@@ -131,7 +127,6 @@ class FrozenLake(TurnEnvironment):
     options = FrozenLakeOptions
 
     def play(self, seed: int, row: Row, options: FrozenLakeOptions) -> FrozenLakePlay:
-        """Return the walk over the seed's lake."""
         return FrozenLakePlay(seed, row, options)
 
 

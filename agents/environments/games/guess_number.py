@@ -22,16 +22,12 @@ class GuessNumberOptions(ActionOptions):
 
 
 class GuessNumberPlay(Play):
-    """One number."""
-
     def __init__(self, seed: int, row: Row, options: GuessNumberOptions) -> None:
-        """Draw the number from the seed."""
         self._row, self._options = row, options
         self._number = random.Random(seed).randint(1, options.highest)  # noqa: S311  a game, no secret
         self._low, self._high = 1, options.highest  # what the replies so far leave
 
     def start(self) -> tuple[Message, ...]:
-        """Return the rules."""
         rules = f"Guess my number, from 1 to {self._options.highest}. Answer with a number; I say higher or lower."
         return opening(self._row, self._options, rules, "")
 
@@ -63,7 +59,6 @@ class GuessNumber(TurnEnvironment):
     options = GuessNumberOptions
 
     def play(self, seed: int, row: Row, options: GuessNumberOptions) -> GuessNumberPlay:
-        """Return the play of the seed's number."""
         return GuessNumberPlay(seed, row, options)
 
 

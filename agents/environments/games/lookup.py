@@ -25,8 +25,6 @@ def value_of(seed: int, key: str) -> str:
 
 
 class LookupPlay(Play):
-    """One question."""
-
     def __init__(self, seed: int, prompt: tuple[Message, ...], key: str) -> None:
         """``key`` is what the prompt asks for."""
         self._seed = seed
@@ -35,7 +33,6 @@ class LookupPlay(Play):
         self._asked = False
 
     def start(self) -> tuple[Message, ...]:
-        """Return the row's prompt."""
         return self._prompt
 
     def step(self, answer: Message) -> Reply:

@@ -1,14 +1,96 @@
-"""`sokoban`: push every box onto a target; boxes cannot be pulled. The rewards are those of gym-sokoban, each an option."""
+"""`sokoban`: push every box onto a target; boxes cannot be pulled. The rewards are those of gym-sokoban, each an option.
+
+Levels can be solved: they are made backwards, by pulling boxes away from their targets.
+"""
 
 from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic import Field
 
 from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
-from penstock.agents.environments.games.sokoban_levels import DIRECTIONS, Level, Place, draw_level
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
+
+_DRAWS = 1_000  # rooms that are drawn before the options are refused
+_WALK = 60  # moves backwards from the solved room, for each box
+
+DIRECTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+
+
+class Place(NamedTuple):
+    """Row and column of a field, counted from the upper left corner."""
+
+    row: int
+    column: int
+
+    def moved(self, direction: str, fields: int = 1) -> Place:
+        """Return the place some fields further on."""
+        down, right = DIRECTIONS[direction]
+        return Place(self.row + fields * down, self.column + fields * right)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A room at its start, and moves that solve it."""
+
+    size: int
+    floor: frozenset[Place]  # every other field is a wall
+    targets: frozenset[Place]
+    boxes: frozenset[Place]
+    player: Place
+    solution: tuple[str, ...]  # one of many, not the shortest
+
+
+def draw_level(seed: int, size: int, boxes: int, wall_chance: float) -> Level:
+    """Return a level by the seed alone, none of its boxes on a target; raises ValueError if none is found."""
+    draw = random.Random(seed)  # noqa: S311  a game, no secret
+    for _ in range(_DRAWS):
+        floor = _draw_floor(draw, size, wall_chance)
+        if len(floor) > 2 * boxes:
+            level = _walk_back(draw, size, floor, boxes)
+            if level is not None:
+                return level
+    raise ValueError(f"no level of size {size} with {boxes} boxes and wall_chance {wall_chance:g} in {_DRAWS} draws")
+
+
+def _draw_floor(draw: random.Random, size: int, wall_chance: float) -> frozenset[Place]:
+    """Return the fields inside the outer wall that are no walls and can be reached from the first of them."""
+    inside = [Place(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
+    free = {place for place in inside if draw.random() >= wall_chance}
+    waiting = [place for place in inside if place in free][:1]
+    found = set(waiting)
+    while waiting:
+        place = waiting.pop()
+        near = {place.moved(direction) for direction in DIRECTIONS} & free - found
+        found |= near
+        waiting.extend(near)
+    return frozenset(found)
+
+
+def _walk_back(draw: random.Random, size: int, floor: frozenset[Place], boxes: int) -> Level | None:
+    """Return the first room on a random walk backwards in which no box is on a target; None: the walk finds none."""
+    fields = draw.sample(sorted(floor), boxes + 1)
+    targets, now, player = frozenset(fields[1:]), set(fields[1:]), fields[0]
+    moves: list[str] = []
+    for _ in range(_WALK * boxes):
+        ways = [way for way in DIRECTIONS if player.moved(way, -1) in floor - now]
+        if not ways:
+            return None
+        way = draw.choice(ways)  # the move forwards that the step backwards undoes
+        if player.moved(way) in now and draw.random() < 0.8:
+            now.remove(player.moved(way))
+            now.add(player)
+        player = player.moved(way, -1)
+        moves.append(way)
+        if not now & targets:
+            return Level(size, floor, targets, frozenset(now), player, tuple(reversed(moves)))
+    return None
+
 
 _MOVES = {name[:end]: name for name in DIRECTIONS for end in (1, len(name))}
 _RULES = (
@@ -31,15 +113,11 @@ class SokobanOptions(ActionOptions):
 
 
 class SokobanPlay(Play):
-    """One room."""
-
     def __init__(self, level: Level, row: Row, options: SokobanOptions) -> None:
-        """Start with the boxes and the player where the level has them."""
         self._level, self._row, self._options = level, row, options
         self._boxes, self._player = set(level.boxes), level.player
 
     def start(self) -> tuple[Message, ...]:
-        """Return the rules and the room."""
         return opening(self._row, self._options, _RULES, self.room())
 
     def step(self, answer: Message) -> Reply:
@@ -57,7 +135,6 @@ class SokobanPlay(Play):
         return Reply((Message("user", self.room()),), reward, parts={"success": 0.0}, state=self.room())
 
     def room(self) -> str:
-        """Return the room as lines of text."""
         numbers = range(self._level.size)
         return "\n".join("".join(self._mark(Place(row, column)) for column in numbers) for row in numbers)
 

@@ -31,8 +31,7 @@ from penstock.agents.environments.over_http.wire import (
     written,
 )
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.proxy.messages import Message
-from penstock.agents.proxy.request_errors import RequestRefused
+from penstock.agents.proxy.messages import Message, RequestRefused
 from penstock.protocol.errors import PenstockError
 
 Answer = TypeVar("Answer", Stepped, Scored)

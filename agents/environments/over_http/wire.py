@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from penstock.agents.environments.play import Reply, Row
-from penstock.agents.proxy.agent_request import AgentRequest
 from penstock.agents.proxy.api.chat_completions import read_request
-from penstock.agents.proxy.messages import Message, Part
+from penstock.agents.proxy.messages import AgentRequest, Message, Part
 
 PROTOCOL = 1
 _MOST = 1e9  # a sum over the turns of an episode stays finite

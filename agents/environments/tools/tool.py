@@ -10,7 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -18,6 +18,22 @@ from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.play import Row
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.extensions import Registry
+
+Cut = Literal["end", "middle", "start"]
+
+
+def shortened(text: str, limit: int, cut: Cut) -> str:
+    """Return a text of at most ``limit`` characters and one mark, which says how many were left out at its ``cut``."""
+    over = len(text) - limit
+    if over <= 0:
+        return text
+    mark = f"[{over} characters left out]"
+    if cut == "end":
+        return f"{text[:limit]}\n{mark}"
+    if cut == "start":
+        return f"{mark}\n{text[over:]}"
+    head = (limit + 1) // 2
+    return f"{text[:head]}\n{mark}\n{text[len(text) - (limit - head) :]}"
 
 
 class ToolError(PenstockError):
@@ -56,7 +72,6 @@ class Tool(ABC):
     )
 
     def __init__(self) -> None:
-        """Start with the default options."""
         self.chosen: Any = None  # an instance of ``options``; None: they were not given yet
 
     def with_options(self, given: Mapping[str, Any], place: str) -> Self:

@@ -25,8 +25,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.agents.environments.tools.output_limit import Cut, shortened
-from penstock.agents.environments.tools.tool import Tool, ToolEpisode, ToolError, ToolUnavailable
+from penstock.agents.environments.tools.tool import Cut, Tool, ToolEpisode, ToolError, ToolUnavailable, shortened
 from penstock.agents.proxy.messages import Message, ToolCall
 
 _SHOWN = 100  # characters of what the policy wrote that an error repeats
@@ -70,7 +69,6 @@ class Toolbox:
                 self._is_prepared = True
 
     async def close(self) -> None:
-        """Close every tool."""
         for tool in self.tools.values():
             await tool.close()
         for threads in self._threads.values():

@@ -25,20 +25,16 @@ from penstock.agents.environments.adapters.mcp_servers.sessions import (
 from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.tools.final_answer import is_right
-from penstock.agents.environments.tools.options import ToolsOptions
+from penstock.agents.environments.tools.options import ToolsOptions, is_right
 from penstock.agents.environments.tools.tool import TOOLS, Tool, ToolEpisode
 from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall, canonical_arguments
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.serving.target_policy import OwnServer
 
 
 class ToolsPlay(Play):
-    """One conversation."""
-
     def __init__(
         self,
         toolbox: Toolbox,
@@ -71,7 +67,6 @@ class ToolsPlay(Play):
         return (Message("system", own), *messages)
 
     async def close(self) -> None:
-        """End the sessions with servers."""
         if self._servers is not None:
             await self._servers.close()
 
@@ -157,15 +152,9 @@ class Tools(TurnEnvironment):
     options = ToolsOptions
 
     def __init__(self) -> None:
-        """Start without tools."""
         super().__init__()
         self._toolbox: Toolbox | None = None
-        self._run_servers: tuple[OwnServer, ...] = ()
         self._reached: Reached | None = None
-
-    def never_call(self, servers: Sequence[OwnServer]) -> None:
-        """Note the run's own servers, which no URL of an MCP server may lead to."""
-        self._run_servers = tuple(servers)
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
         """Return this environment with the tools of a definition; raises ConfigError for wrong options, and unknown tools."""
@@ -216,7 +205,7 @@ class Tools(TurnEnvironment):
     def _reach(self) -> Reached | None:
         """Return what reaches the MCP servers, if there are any; raises ConfigError."""
         if self._reached is None and self.chosen.servers:
-            self._reached = Reached.of(self.chosen, self._run_servers)
+            self._reached = Reached.of(self.chosen, self.own_servers)
         return self._reached
 
     def _prepare(self) -> Site:
@@ -225,7 +214,6 @@ class Tools(TurnEnvironment):
         return super()._prepare()
 
     async def close(self) -> None:
-        """Close the tools."""
         if self._toolbox is not None:
             await self._toolbox.close()
 

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import re
 
-from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Call, ParsedAnswer
-from penstock.agents.proxy.answer_formats.marked_calls import Marks, call_of, marked_calls
+from penstock.agents.proxy.answer_formats.answer_format import (
+    AnswerFormat,
+    Call,
+    Marks,
+    ParsedAnswer,
+    call_of,
+    marked_calls,
+)
 
 _MARKS = Marks("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>")
 _SEPARATOR = "<|tool_call_argument_begin|>"

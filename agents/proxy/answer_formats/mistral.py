@@ -6,10 +6,10 @@ from penstock.agents.proxy.answer_formats.answer_format import (
     AnswerFormat,
     Call,
     ParsedAnswer,
+    call_of,
     read_call,
     read_json,
 )
-from penstock.agents.proxy.answer_formats.marked_calls import call_of
 
 _BEGIN, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 

@@ -11,7 +11,6 @@ class Plain(AnswerFormat):
     name = "plain"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Return the text as content."""
         return ParsedAnswer(text)
 
 

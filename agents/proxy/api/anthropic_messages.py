@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.agents.proxy.agent_request import AgentRequest
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.agents.proxy.request_errors import RequestRefused, invalid, unsupported
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, ToolCall, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _SIGNATURE = "penstock"
@@ -109,7 +107,6 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
-    """Return the body of a whole answer."""
     del created
     return {
         "id": request_id,
@@ -141,7 +138,6 @@ def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int,
 
 
 def _block_events(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block as it begins, and what is added to it."""
     match block["type"]:
         case "thinking":
             return {**block, "thinking": "", "signature": ""}, [
@@ -156,7 +152,6 @@ def _block_events(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[s
 
 
 def error(refused: RequestRefused) -> dict[str, Any]:
-    """Return the body of an error."""
     kinds = {
         401: "authentication_error",
         404: "not_found_error",

@@ -14,11 +14,9 @@ from typing import Any
 
 import structlog
 
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.proxy import AgentProxy
-from penstock.agents.proxy.request_errors import RequestRefused, invalid
-from penstock.agents.proxy.session import EpisodeSession
+from penstock.agents.proxy.messages import AgentRequest, RequestRefused, RetryMark, invalid
+from penstock.agents.proxy.session import AgentProxy, EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 
 log = structlog.get_logger("rollout.proxy")
@@ -67,11 +65,9 @@ class ProxyApp:
     """The ASGI application of a worker's proxy."""
 
     def __init__(self, proxy: AgentProxy) -> None:
-        """Serve the open episodes of a proxy."""
         self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
         _, first, secret, rest = ([*scope["path"].split("/", 3), "", "", "", ""])[:4]
@@ -121,8 +117,6 @@ class ProxyApp:
 
 
 class _Exchange:
-    """One request that is being answered."""
-
     def __init__(self, api: Api, body: Mapping[str, Any], send: Send, receive: Receive) -> None:
         self._api = api
         self._body = body

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.agents.proxy.agent_request import AgentRequest
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import Message
-from penstock.agents.proxy.request_errors import RequestRefused, constrained, invalid, unsupported
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, constrained, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -87,13 +85,11 @@ def finish_reason(turn: SampledTurn) -> str:
 
 
 def usage(turn: SampledTurn) -> dict[str, int]:
-    """Return the tokens of a turn."""
     prompt, completion = turn.prompt_tokens, len(turn.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
-    """Return the body of a whole answer."""
     answer = turn.answer
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or None, "refusal": None}
     if not answer.tool_calls:
@@ -139,7 +135,6 @@ def _event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def error(refused: RequestRefused) -> dict[str, Any]:
-    """Return the body of an error."""
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
     kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.agents.proxy.messages import ToolCall
-from penstock.agents.proxy.request_errors import constrained, invalid, unsupported
+from penstock.agents.proxy.messages import ToolCall, constrained, invalid, unsupported
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.images import admission
 
@@ -198,7 +197,6 @@ def check_tools(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def call(identifier: Any, name: Any, arguments: Any, where: str) -> ToolCall:
-    """Return one call of an earlier answer."""
     if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(identifier, str | None):
         raise invalid(f"{where} needs id, name and arguments as texts", where)
     return ToolCall(identifier or "", name, arguments)

@@ -9,10 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.agents.proxy.agent_request import AgentRequest
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.agents.proxy.request_errors import constrained, invalid, unsupported
+from penstock.agents.proxy.messages import AgentRequest, Message, ToolCall, constrained, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -91,7 +89,6 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
 
 
 def _result(item: Mapping[str, Any], where: str) -> Message:
-    """Return the result of a call."""
     call_id = fields.text(item, "call_id", f"{where}.")
     if shown := fields.parts(item.get("output"), f"{where}.output", kinds=_TEXTS):
         return Message.of_parts("tool", *shown, tool_call_id=call_id)
@@ -119,7 +116,6 @@ def _add_message(
 
 
 def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
-    """Return the body of a whole answer."""
     is_cut = turn.finish_reason == "length"
     return {
         **_head(model, created, request_id),

@@ -21,8 +21,6 @@ _UNNAMEABLE = re.compile(r"[^\w\-. /]")
 
 
 class MlflowWriter(TrackerWriter):
-    """Writes one MLflow run."""
-
     def __init__(self, destination: Destination) -> None:
         """Find the run or make it, in the experiment named as the project."""
         options = dict(destination.options or {})
@@ -62,7 +60,6 @@ class MlflowWriter(TrackerWriter):
 
     @property
     def last_event(self) -> int | None:
-        """The number of the newest row of the run."""
         return self._last_event
 
     def write(self, row: Row) -> None:
@@ -81,7 +78,6 @@ class MlflowWriter(TrackerWriter):
         self._client.log_dict(self._id, {"columns": list(columns), "data": [list(row) for row in rows]}, f"{name}.json")
 
     def file(self, path: Path) -> None:
-        """Store a file as an artifact."""
         self._client.log_artifact(self._id, str(path))
 
     def close(self, *, finished: bool) -> None:

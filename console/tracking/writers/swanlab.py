@@ -14,10 +14,7 @@ from penstock.console.tracking.interface import Destination, Row, TrackerKind, T
 
 
 class SwanlabWriter(TrackerWriter):
-    """Writes one SwanLab run."""
-
     def __init__(self, destination: Destination) -> None:
-        """Begin or resume the run."""
         self._swanlab = library("swanlab")
         destination.folder.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {
@@ -34,7 +31,6 @@ class SwanlabWriter(TrackerWriter):
         self._step = 0
 
     def write(self, row: Row) -> None:
-        """Write one row."""
         self._step = max(self._step, row.step)
         self._run.log(dict(row.values), step=row.step)
 
@@ -42,7 +38,6 @@ class SwanlabWriter(TrackerWriter):
         """Do nothing: the library offers no flush."""
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
-        """Write a table as Markdown."""
         self._run.log({name: self._swanlab.Text(as_markdown(columns, rows))}, step=step)
 
     def file(self, path: Path) -> None:
@@ -52,7 +47,6 @@ class SwanlabWriter(TrackerWriter):
             self._run.log({path.stem: self._swanlab.Text(text)}, step=self._step)
 
     def close(self, *, finished: bool) -> None:
-        """Send what is left."""
         self._run.finish()
 
 

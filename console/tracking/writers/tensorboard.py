@@ -32,7 +32,6 @@ class TensorBoardWriter(TrackerWriter):
     """Writes a new event file beside those of earlier sessions."""
 
     def __init__(self, destination: Destination) -> None:
-        """Read what the folder holds, and begin a file."""
         self._proto = library("tensorboardX.proto.event_pb2")
         self._summary = library("tensorboardX.proto.summary_pb2")
         self._text = library("tensorboardX.summary").text
@@ -48,7 +47,6 @@ class TensorBoardWriter(TrackerWriter):
 
     @property
     def last_event(self) -> int | None:
-        """The number of the newest row in the folder's files."""
         return self._last_event
 
     def write(self, row: Row) -> None:
@@ -64,7 +62,6 @@ class TensorBoardWriter(TrackerWriter):
         self._add(self._summary.Summary(value=[*values, number]), row.step, row.at)
 
     def flush(self) -> None:
-        """Write the file to the disk."""
         self._file.flush()
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
@@ -84,7 +81,6 @@ class TensorBoardWriter(TrackerWriter):
             )
 
     def close(self, *, finished: bool) -> None:
-        """Close the file."""
         self._file.close()
 
     def _add(self, summary: object, step: int, at: float | None = None) -> None:

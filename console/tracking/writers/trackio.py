@@ -22,7 +22,6 @@ class TrackioWriter(TrackerWriter):
     """Writes one trackio run, named by the run and its key: trackio finds a run again by its name."""
 
     def __init__(self, destination: Destination) -> None:
-        """Begin or resume the run."""
         if destination.is_folder_chosen:
             os.environ["TRACKIO_DIR"] = str(destination.folder.absolute())  # read at the import
         self._trackio = library("trackio")
@@ -51,7 +50,6 @@ class TrackioWriter(TrackerWriter):
         return self._last_event
 
     def write(self, row: Row) -> None:
-        """Write one row."""
         self._run.log(dict(row.values), step=row.step)
         self._num_rows += 1
 
@@ -64,7 +62,6 @@ class TrackioWriter(TrackerWriter):
             time.sleep(_POLL_S)
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
-        """Write a table."""
         data = [dict(zip(columns, row, strict=True)) for row in rows]
         self._run.log({name: self._trackio.Table(data=data)}, step=step)
         self._num_rows += 1
@@ -77,7 +74,6 @@ class TrackioWriter(TrackerWriter):
             self._num_rows += 1
 
     def close(self, *, finished: bool) -> None:
-        """Send what is left."""
         self._run.finish()
 
 

@@ -47,7 +47,6 @@ class WandbWriter(TrackerWriter):
         return None if self._run.offline else max(0, self._run.starting_step - 1)
 
     def write(self, row: Row) -> None:
-        """Write one row of history."""
         self._run.log({"step": row.step, **row.values}, step=row.event, commit=True)
 
     def flush(self) -> None:
@@ -60,7 +59,6 @@ class WandbWriter(TrackerWriter):
         self._run.log_artifact(artifact)
 
     def file(self, path: Path) -> None:
-        """Store a file as an artifact."""
         artifact = self._wandb.Artifact(f"{self._run_id}-{path.stem}", type="report")
         artifact.add_file(str(path))
         self._run.log_artifact(artifact)

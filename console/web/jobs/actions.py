@@ -1,33 +1,86 @@
-"""What the API does to a run: create, start, pause, resume, stop, remove. Each may be repeated; each ends with the run's state."""
+"""Create, start, pause, resume, stop and remove a run. Each action may be repeated, and returns the run's state.
+
+Run files are checked by the settings code of every service in a process of its own: the console imports no service.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
+import subprocess
+import threading
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.console import connections
+from penstock.console import connections, launch
 from penstock.console.tools import removal
 from penstock.console.web.context import WebContext
-from penstock.console.web.jobs import check_settings, job_file, job_state, queue
+from penstock.console.web.jobs import job_file, job_state, queue
 from penstock.console.web.jobs.job_file import Job
 from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
 from penstock.console.web.jobs.job_state import RunState
-from penstock.console.web.launchers.launcher import scheduler_options
-from penstock.console.web.launchers.registry import LAUNCHERS
+from penstock.console.web.launchers.launcher import LAUNCHERS, scheduler_options
 from penstock.console.web.problems import Problem
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import pause_request
 
+_CHECK_S = 60.0
+_at_a_time = threading.BoundedSemaphore(2)  # each takes a second of one core
 _MAX_RUNS = 10_000
+
+
+def check(
+    arguments: Sequence[str], environ: Mapping[str, str], directory: Path, hide: Path, *, command: str
+) -> dict[str, Any]:
+    """Return settings and origins; a problem 422 that lists every error. Errors name files without the folder ``hide``.
+
+    ``command`` is the command of penstock that is to read them: train, sft, dpo or rm; ``unread`` lists the keys of files in
+    ``hide`` that it does not read.
+    """
+    if not _at_a_time.acquire(timeout=_CHECK_S / 2):
+        raise Problem(429, "many requests check settings now", fix="try again in a few seconds")
+    try:
+        answer = subprocess.run(
+            launch.module("penstock.deploy.config_show", *arguments, "--command", command, "--json"),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_CHECK_S,
+            check=False,
+            env=dict(environ),
+            cwd=directory,
+        )
+    except subprocess.TimeoutExpired:
+        raise Problem(503, f"the settings were not checked within {_CHECK_S:.0f} s", fix="try again") from None
+    finally:
+        _at_a_time.release()
+    if answer.returncode == 0:
+        return hidden(json.loads(answer.stdout), hide)
+    errors = [line.replace(f"{hide}/", "") for line in answer.stderr.splitlines() if line.strip()]
+    if answer.returncode != 2:
+        raise Problem(500, "the settings could not be checked", got="\n".join(errors[-5:]), fix="report it, please")
+    raise Problem(
+        422,
+        errors[0] if errors else "the settings are refused",
+        expected=f"settings that penstock {command} accepts",
+        errors=errors,
+        fix="correct each key; every error names its key and what to write",
+    )
+
+
+def hidden(document: dict[str, Any], hide: Path) -> dict[str, Any]:
+    """Return the document that `penstock config show --json` prints without the folder ``hide``."""
+    own = [key for key in document.get("unread", []) if document["origins"][key].startswith(f"{hide}/")]
+    return json.loads(json.dumps({**document, "unread": own}).replace(f"{hide}/", ""))
 
 
 def create(web: WebContext, request: RunRequest) -> Path:
@@ -39,20 +92,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
     if request.serve and not request.workers:
         fix = "serve them where the reward service runs (penstock reward serve), or set workers to 1 or more"
         raise Problem(422, "serve comes with workers = 0", expected="workers of at least 1", got="workers = 0", fix=fix)
-    directory = Path.cwd()
-    try:
-        text = run_file_text(request)
-        content = text.encode()
-    except (RecursionError, UnicodeEncodeError) as err:
-        raise Problem(
-            422, "the settings are nested too deeply, or no UTF-8", got=type(err).__name__, fix="correct them"
-        ) from None
-    try:
-        settings = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as err:
-        raise Problem(
-            422, f"run_file is not valid TOML: {err}", expected="TOML", fix="correct the place named"
-        ) from None
+    content, settings = _parsed_run_file(request)
     run = run_name(request, settings)
     folder = web.runs_dir / run
     _refuse_existing(folder)
@@ -61,25 +101,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
         raise Problem(429, f"{web.runs_dir.name}/ has more than {_MAX_RUNS} entries", fix="remove runs that ended")
     new = Path(mkdtemp(prefix=f".new-{run}-", dir=web.runs_dir))
     try:
-        (new / job_file.RUN_FILE).write_bytes(content)
-        arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
-        document = check_settings.check(arguments, web.environ, directory, new, command=command)
-        if (unread := document.pop("unread", [])) and request.run_file is None:
-            _refuse_unread(command, unread)
-        job_file.write_document(new / job_file.PLANNED, document)
-        job = Job(
-            run=run,
-            created_at=time.time(),
-            launcher=request.launcher,
-            options=options.model_dump(exclude_none=True),
-            command=command,
-            workers=request.workers,
-            serve=tuple(str(directory / file) for file in request.serve),
-            num_gpus=request.num_gpus or 0,
-            description=" ".join(part for part in (request.model_size, request.description) if part),
-            directory=str(directory),
-        )
-        job_file.write(new, job)
+        _write_job(web, request, new, run, content, options)
         new.chmod(0o755)
         try:
             files.replace(new, folder)
@@ -90,6 +112,45 @@ def create(web: WebContext, request: RunRequest) -> Path:
         if new.exists():
             shutil.rmtree(new, ignore_errors=True)
     return folder
+
+
+def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
+    """Return the run file of a request as bytes and as sections. Raises Problem."""
+    try:
+        text = run_file_text(request)
+        content = text.encode()
+    except (RecursionError, UnicodeEncodeError) as err:
+        got = type(err).__name__
+        raise Problem(422, "the settings are nested too deeply, or no UTF-8", got=got, fix="correct them") from None
+    try:
+        return content, tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as err:
+        detail = f"run_file is not valid TOML: {err}"
+        raise Problem(422, detail, expected="TOML", fix="correct the place named") from None
+
+
+def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, content: bytes, options: BaseModel) -> None:
+    """Write run file, checked settings and job into the folder ``new``. Raises Problem."""
+    directory, command = Path.cwd(), request.command_name
+    (new / job_file.RUN_FILE).write_bytes(content)
+    arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
+    document = check(arguments, web.environ, directory, new, command=command)
+    if (unread := document.pop("unread", [])) and request.run_file is None:
+        _refuse_unread(command, unread)
+    job_file.write_document(new / job_file.PLANNED, document)
+    job = Job(
+        run=run,
+        created_at=time.time(),
+        launcher=request.launcher,
+        options=options.model_dump(exclude_none=True),
+        command=command,
+        workers=request.workers,
+        serve=tuple(str(directory / file) for file in request.serve),
+        num_gpus=request.num_gpus or 0,
+        description=" ".join(part for part in (request.model_size, request.description) if part),
+        directory=str(directory),
+    )
+    job_file.write(new, job)
 
 
 def start(web: WebContext, folder: Path) -> RunState:
@@ -132,7 +193,7 @@ def stop(web: WebContext, folder: Path, *, force: bool) -> RunState:
         if state.state == "queued":
             job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
         elif state.is_alive:
-            launcher = LAUNCHERS[job.launcher]
+            launcher = LAUNCHERS.find(job.launcher).value
             if state.state != "stopping" or force:
                 job_file.write(folder, job.model_copy(update={"intent": "stop"}))
                 options = scheduler_options(job.options, launcher.options)
@@ -172,7 +233,6 @@ def read_state(folder: Path, *, ask: bool = True) -> RunState:
 
 
 def machine(web: WebContext) -> queue.Machine:
-    """Return what starting a run needs of the console."""
     return queue.Machine(web.runs_dir, web.arguments, web.environ, web.at_a_time)
 
 
@@ -220,10 +280,10 @@ def _refuse_unread(command: str, unread: Sequence[str]) -> None:
 
 def _options(request: RunRequest) -> BaseModel:
     try:
-        return LAUNCHERS[request.launcher].options.model_validate(request.launcher_options)
+        return LAUNCHERS.find(request.launcher).value.options.model_validate(request.launcher_options)
     except ValidationError as err:
-        errors = [f"launcher_options.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
-        known = ", ".join(LAUNCHERS[request.launcher].options.model_fields) or "none"
+        errors = [f"launcher_options.{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors()]
+        known = ", ".join(LAUNCHERS.find(request.launcher).value.options.model_fields) or "none"
         raise Problem(
             422,
             errors[0],

@@ -121,7 +121,6 @@ def read_launch(folder: Path) -> Launch | None:
 
 
 def write(folder: Path, job: Job) -> None:
-    """Store a job."""
     atomic_write(folder / JOB, job.model_dump_json(indent=1) + "\n", sync=True)
 
 
@@ -180,5 +179,4 @@ def _read(path: Path) -> bytes | None:
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Store a JSON object."""
     atomic_write(path, json.dumps(document, indent=1) + "\n", sync=True)

@@ -23,9 +23,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from penstock.console.web.launchers.registry import LauncherName
+from penstock.console.web.launchers import launcher as launchers
 from penstock.console.web.problems import Problem
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
@@ -60,7 +60,9 @@ class RunRequest(BaseModel):
         description="What trains: train (rollouts and rewards), or sft, dpo or rm (given answers, without services). "
         "Default: the job field algorithm where it names one of them, else train.",
     )
-    launcher: LauncherName = Field("local", description="Where it runs.")
+    launcher: Annotated[str, AfterValidator(launchers.named)] = Field(
+        "local", description="Where it runs.", json_schema_extra={"enum": [*launchers.LAUNCHERS.names()]}
+    )
     launcher_options: dict[str, Any] = Field({}, description="Options of the launcher.")
     workers: int = Field(
         2,

@@ -10,8 +10,7 @@ from penstock.console.report import fine_tuned
 from penstock.console.tools import runs
 from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job, Launch
-from penstock.console.web.launchers.launcher import Found, scheduler_options
-from penstock.console.web.launchers.registry import LAUNCHERS
+from penstock.console.web.launchers.launcher import Found, launcher_of, scheduler_options
 from penstock.protocol.record import run_lock
 
 State = Literal[
@@ -42,7 +41,7 @@ def of_folder(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
         return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped")
     launch = job_file.read_launch(folder)
     found = Found("absent")
-    launcher = LAUNCHERS.get(job.launcher)
+    launcher = launcher_of(job.launcher)
     if launcher is not None and (ask or launcher.uses_this_machine):
         found = launcher.find(folder, scheduler_options(job.options, launcher.options), job.handle)
     elif launch is not None and launch.start == job.starts and launch.ended_at is None:

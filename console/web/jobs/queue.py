@@ -19,8 +19,7 @@ from penstock.console import launch as command_line
 from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job
 from penstock.console.web.jobs.job_state import is_launched
-from penstock.console.web.launchers.launcher import Start, scheduler_options
-from penstock.console.web.launchers.registry import LAUNCHERS
+from penstock.console.web.launchers.launcher import LAUNCHERS, Start, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
 from penstock.protocol.config.sources import split_arguments
@@ -36,8 +35,6 @@ QUEUE_LOCK = ".console-queue.lock"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run needs of the console that starts it."""
-
     runs_dir: Path
     arguments: Sequence[str]
     environ: Mapping[str, str]
@@ -76,7 +73,7 @@ def advance(machine: Machine) -> int:
     with job_file.locked(machine.runs_dir / QUEUE_LOCK, "the queue"):
         free = machine.at_a_time - _num_running(machine.runs_dir)
         for folder, job in queued(machine.runs_dir):
-            is_local = LAUNCHERS[job.launcher].uses_this_machine
+            is_local = LAUNCHERS.find(job.launcher).value.uses_this_machine
             if is_local and free <= 0:
                 continue
             try:
@@ -111,10 +108,10 @@ def command(machine: Machine, folder: Path, job: Job) -> list[str]:
     if job.command != job_file.TRAIN:
         return command_line.trainer_command(words, machine.environ, job.command)
     if job.workers:
-        words += [command_line.LOCAL, "--workers", str(job.workers)]
+        words += ["--local", "--workers", str(job.workers)]
     for file in job.serve:
         words += ["--serve", file]
-    return command_line.train_command(words, machine.environ)
+    return command_line.module("penstock", "train", *words)
 
 
 def run_arguments(arguments: Sequence[str], run_file: Path, run: str, runs_dir: Path, command: str) -> list[str]:
@@ -132,7 +129,7 @@ def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
         if job_file.intent_of(folder) != "run":
             continue  # also one whose file is damaged: its state says so
         job = job_file.read(folder)
-        if job is None or job.intent != "run" or job.error or job.launcher not in LAUNCHERS:
+        if job is None or job.intent != "run" or job.error or launcher_of(job.launcher) is None:
             continue
         if not is_launched(job, job_file.read_launch(folder)):
             yield folder, job
@@ -151,7 +148,7 @@ def _start(machine: Machine, folder: Path) -> bool:
     with job_file.changing(folder) as job:
         if job.intent != "run" or is_launched(job, job_file.read_launch(folder)):
             return False  # stopped meanwhile
-        launcher = LAUNCHERS[job.launcher]
+        launcher = LAUNCHERS.find(job.launcher).value
         try:
             pause_request.clear(folder)
             start = Start(

@@ -1,1 +1,1 @@
-"""How a run is started where: one file for each launcher, listed in `registry.py`."""
+"""How a run is started where: one file for each launcher, found by `launcher.LAUNCHERS`."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.console.web.launchers.launcher import Found, Start, ask
+from penstock.console.web.launchers.launcher import Found, Launcher, Start, ask
 from penstock.console.web.problems import Problem
 
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
@@ -32,9 +32,7 @@ class KubernetesOptions(BaseModel):
     memory: str | None = Field(None, pattern=r"^[0-9.]{1,12}(Ki|Mi|Gi|Ti)?$")
 
 
-class Kubernetes:
-    """Start runs as Jobs."""
-
+class Kubernetes(Launcher):
     name = "kubernetes"
     uses_this_machine = False
     options = KubernetesOptions
@@ -48,7 +46,6 @@ class Kubernetes:
         return document["metadata"]["name"]
 
     def find(self, folder: Path, options: BaseModel, handle: str) -> Found:
-        """Ask for the Job's status."""
         assert isinstance(options, KubernetesOptions)
         if not handle:
             return Found("absent")
@@ -73,6 +70,9 @@ class Kubernetes:
         how = ["--grace-period=0", "--force"] if force else []
         command = ["kubectl", f"--namespace={options.namespace}", "delete", "job", handle]
         ask([*command, "--wait=false", "--cascade=foreground", *how], absent=_ABSENT)
+
+
+KUBERNETES = Kubernetes()
 
 
 def manifest(start: Start, options: KubernetesOptions) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
 from penstock.console import launch
 from penstock.console.web.problems import Problem
+from penstock.protocol.extensions import Registry
 
 _COMMAND_S = 30.0
 _MAX_ANSWER = 500
@@ -32,7 +34,6 @@ class Start:
 
     @property
     def run(self) -> str:
-        """The run's name."""
         return self.folder.name
 
     @property
@@ -60,35 +61,44 @@ class Found:
         return self.state != "absent"
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """One way to start runs; those that share this machine wait for one another in its queue."""
 
-    @property
-    def name(self) -> str:
-        """Its name in requests."""
-        ...
+    name: str  # in requests
+    uses_this_machine: bool
+    options: type[BaseModel]  # what ``launcher_options`` may hold
 
-    @property
-    def uses_this_machine(self) -> bool:
-        """True if its runs share this machine."""
-        ...
-
-    @property
-    def options(self) -> type[BaseModel]:
-        """What ``launcher_options`` may hold."""
-        ...
-
+    @abstractmethod
     def start(self, start: Start) -> str:
         """Start a process, detached from this one; return the scheduler's id. Raises Problem."""
-        ...
 
+    @abstractmethod
     def find(self, folder: Path, options: BaseModel, handle: str) -> Found:
         """Look up the run's process; raises Problem when the scheduler does not answer."""
-        ...
 
+    @abstractmethod
     def stop(self, folder: Path, options: BaseModel, handle: str, *, force: bool) -> None:
         """Ask the process to write a checkpoint and end, or with ``force`` end it; return at once. Raises Problem."""
-        ...
+
+
+LAUNCHERS: Final[Registry[Launcher]] = Registry(
+    "launcher", Launcher, package="penstock.console.web.launchers", group="penstock.launchers"
+)
+
+
+def named(name: str) -> str:
+    """Return the name of a launcher in a request, checked: a file's name would run it. Raises ValueError."""
+    if name not in LAUNCHERS.names():
+        raise ValueError(f"unknown launcher {name!r}; use one of {', '.join(LAUNCHERS.names())}")
+    return name
+
+
+def launcher_of(name: str) -> Launcher | None:
+    """Return the launcher that a stored job names; None if another installation has it, and this one has not."""
+    try:
+        return LAUNCHERS.find(named(name)).value if name not in LAUNCHERS.built_in else LAUNCHERS.built_in[name]
+    except ValueError:
+        return None
 
 
 def ask(

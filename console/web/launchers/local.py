@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from penstock.console.web.jobs import job_file
-from penstock.console.web.launchers.launcher import Found, Start
+from penstock.console.web.launchers.launcher import Found, Launcher, Start
 from penstock.console.web.launchers.run_process import LOCK, started_ticks
 from penstock.console.web.problems import Problem
 from penstock.protocol.record.run_lock import is_locked
@@ -26,9 +26,7 @@ class LocalOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Local:
-    """Start runs on this machine."""
-
+class Local(Launcher):
     name = "local"
     uses_this_machine = True
     options = LocalOptions
@@ -69,6 +67,9 @@ class Local:
             send(launch.child, launch.child_started, signal.SIGKILL)
         elif not send(launch.pid, launch.pid_started, signal.SIGINT):
             send(launch.child, launch.child_started, signal.SIGINT)  # run_process was killed
+
+
+LOCAL = Local()
 
 
 def send(pid: int, started: int, number: int) -> bool:

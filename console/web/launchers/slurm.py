@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.console.web.launchers.launcher import Found, Start, ask
+from penstock.console.web.launchers.launcher import Found, Launcher, Start, ask
 
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:=+@/-]{0,127}$")]
 _NO_JOB = ("Invalid job id",)
@@ -29,9 +29,7 @@ class SlurmOptions(BaseModel):
     constraint: _Word | None = None
 
 
-class Slurm:
-    """Start runs as batch jobs."""
-
+class Slurm(Launcher):
     name = "slurm"
     uses_this_machine = False
     options = SlurmOptions
@@ -98,6 +96,9 @@ class Slurm:
             return
         gently = found.state == "running" and not force
         ask(["scancel", *(["--signal=INT", "--batch"] if gently else []), handle], absent=_NO_JOB)
+
+
+SLURM = Slurm()
 
 
 def _queue(name: str) -> str | None:

@@ -1,14 +1,14 @@
-"""The JSON documents of the panels of a run, from what was watched of it; pure."""
+"""Build the JSON documents of a run's panels, and the settings in which runs differ; pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from penstock.console.live.run_snapshot import Snapshot
-from penstock.console.report.learning import LABELS
-from penstock.console.report.measures import Evaluation, held_out, mean
+from penstock.console.report.learning import LABELS, Evaluation, held_out, mean
 from penstock.console.web.reading.page_view import PageView, VersionNotes
 from penstock.console.web.reading.step_series import histogram
 
@@ -31,6 +31,8 @@ _OUTSIDE = {
     "entropy": "The completions of a prompt have become nearly identical; lower trainer.lr or set algorithm.entropy_coefficient.",
     "zero_signal_groups": "In most groups all rewards are equal: they teach nothing; raise rollout.group_size or set algorithm.dynamic_sampling = true.",
 }
+MAX_VALUE = 500  # characters of one value
+_MISSING = "(not set)"
 
 
 def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) -> dict[str, Any]:
@@ -65,9 +67,10 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
         "learning": snapshot.learning,
         "attention": snapshot.attention[:MAX_TEXT],
         "bands": bands(view, snapshot),
-        "diagnoses": [one.model_dump(mode="json") for one in snapshot.diagnoses],
+        "diagnoses": [diagnose.model_dump(mode="json") for diagnose in snapshot.diagnoses],
         "incidents": [
-            {"at": one.at, "text": one.text[:MAX_TEXT], "kind": one.kind} for one in list(snapshot.incidents)[-50:]
+            {"at": incident.at, "text": incident.text[:MAX_TEXT], "kind": incident.kind}
+            for incident in list(snapshot.incidents)[-50:]
         ],
         "num_incidents": snapshot.num_incidents,
         "figures": view.series.names,
@@ -78,7 +81,7 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
 
 def bands(view: PageView, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the newest value of each figure that has a healthy band, and a sentence for those outside."""
-    diagnosed = {one.key: f"{one.what} {one.cure}" for one in snapshot.diagnoses}
+    diagnosed = {diagnose.key: f"{diagnose.what} {diagnose.cure}" for diagnose in snapshot.diagnoses}
     found = []
     for name, (low, high, key) in BANDS.items():
         value = view.series.latest(name)
@@ -182,7 +185,7 @@ def versions(view: PageView, *, before: int | None, limit: int) -> dict[str, Any
 
 
 def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]:
-    publication = view.weights.publications.get(number)
+    publication = view.publications.get(number)
     adopted = sorted(notes.adopted.values(), key=lambda fact: fact.worker_id)
 
     def spread(read: Callable[[Any], float], facts: Sequence[Any]) -> dict[str, float] | None:
@@ -234,3 +237,22 @@ def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], 
 def distribution(values: Sequence[float]) -> dict[str, Any]:
     """Return how values are distributed, with their number, mean, least and greatest."""
     return {**histogram(values), "num": len(values), "mean": mean(values), "min": min(values), "max": max(values)}
+
+
+def flat(settings: Any, prefix: str = "") -> dict[str, str]:
+    """Return every setting as ``section.key`` and its value as JSON; a list is one value."""
+    if isinstance(settings, Mapping) and settings:
+        found: dict[str, str] = {}
+        for key, value in settings.items():
+            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return {prefix: json.dumps(settings, ensure_ascii=False)[:MAX_VALUE]} if prefix else {}
+
+
+def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings in which runs differ, with the value of each run; ``configs`` are the documents by run."""
+    values = {run: flat(config.get("settings", config)) for run, config in configs.items()}
+    keys = sorted({key for one in values.values() for key in one})
+    rows = [{"key": key, "values": [one.get(key, _MISSING) for one in values.values()]} for key in keys]
+    differing = [row for row in rows if len(set(row["values"])) > 1]
+    return {"runs": list(values), "differing": differing, "num_equal": len(rows) - len(differing)}

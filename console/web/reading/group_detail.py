@@ -1,26 +1,106 @@
-"""One group as the page shows it: its texts, rewards, turns and tokens, each cut to a bound; pure."""
+"""Describe one group as the page shows it: its texts, rewards, turns and tokens, each cut to a bound; without numpy."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.console.report.measures import mean
-from penstock.console.web.reading.logprob_reasons import NOT_THIS_ONE
+from penstock.console.report.learning import mean
 from penstock.console.web.reading.recorded_groups import Entry, QueryRefused, group_row
+from penstock.protocol.errors import PenstockError
 
-if TYPE_CHECKING:  # the console starts without numpy
-    from penstock.console.web.reading.current_logprobs import Current
+if TYPE_CHECKING:
+    from penstock.console.web.reading.stored_logprobs import Current
     from penstock.protocol.trajectory import Group, Trajectory
 
+
+NOT_TRAINED = {
+    "dropped": "A dropped group is not trained on: the trainer computes no log-probabilities of its tokens.",
+    "evaluated": "An evaluated group is not trained on: the trainer computes no log-probabilities of its tokens.",
+    "in_flight": "The group is not trained yet.",
+}
+NOT_THIS_ONE = "This trajectory was not trained on: it is a baseline, or a filter left it out."
+_TOKENIZER = "tokenizer.json"
 MAX_TEXT = 20_000  # characters of one text
 MAX_TRAJECTORIES = 128  # of one group
 MAX_TOKENS = 4096  # of one answer
 MAX_MESSAGES = 200  # of one episode's conversation
 _MAX_MESSAGES_CHARS = 200_000
-
 TokenTexts = Callable[[Sequence[int]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """What is known of how the run stores its log-probabilities."""
+
+    setting: object = None  # ``trainer.store_logprobs``; None: the settings do not have it
+    num_lost: int = 0  # steps of the newest session that could not be stored
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], num_lost: float | None) -> Storing:
+        """Read the settings of a run, as `RunReading.known_config` returns them."""
+        settings = config.get("settings")
+        trainer = settings.get("trainer") if isinstance(settings, dict) else None
+        setting = trainer.get("store_logprobs") if isinstance(trainer, dict) else None
+        return cls(setting, int(num_lost or 0))
+
+
+def why_absent(step: int, storing: Storing) -> str:
+    """Return why the object store has nothing of a step."""
+    if storing.setting == 0:
+        return "trainer.store_logprobs is 0: the trainer stored no log-probabilities of its own."
+    if storing.setting is None:
+        return (
+            "The run's settings have no trainer.store_logprobs: its release stored no log-probabilities of the trainer."
+        )
+    lost = f"the trainer could not store {storing.num_lost} steps of its newest session" if storing.num_lost else ""
+    return (
+        f"The object store has no log-probabilities of step {step}: "
+        f"{lost or 'they were deleted with their packs, or the trainer was killed before it wrote them'}."
+    )
+
+
+def why_not_this_group(step: int, num_groups: int, storing: Storing) -> str:
+    """Return why a step stored ``num_groups`` groups, and not this one."""
+    why = (
+        f"trainer.store_logprobs is {storing.setting}"
+        if storing.setting not in (None, "all")
+        else "filters left out all of its trajectories, or the step had too many tokens"
+    )
+    return f"Step {step} stored those of {num_groups} groups, and this one is not among them: {why}."
+
+
+def reader(folder: Path, config: dict[str, Any]) -> Callable[[Sequence[int]], list[str]] | None:
+    """Return what decodes tokens one by one; None without the library `tokenizers`, or a tokenizer on this machine.
+
+    Looks into the run's folder first, then where ``model.path`` of the run's settings is.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        return None
+    settings = config.get("settings")
+    model = settings.get("model") if isinstance(settings, dict) else None
+    path = model.get("path") if isinstance(model, dict) else None
+    for place in (folder / "model", *([Path(path)] if isinstance(path, str) and path else [])):
+        if (place / _TOKENIZER).is_file():
+            return _decoder(place)
+    return None
+
+
+@functools.lru_cache(maxsize=4)
+def _decoder(folder: Path) -> Callable[[Sequence[int]], list[str]] | None:
+    # Costs 20 ms to import, and is an extra of the rollout worker.
+    from penstock.protocol.chat_tokenizer import ChatTokenizer  # noqa: PLC0415
+
+    try:
+        tokenizer = ChatTokenizer.read(folder)
+    except (PenstockError, OSError):
+        return None
+    return lambda ids: tokenizer.decode_many([[token] for token in ids], skip_special_tokens=False)
 
 
 def group_document(entry: Entry, group: Group | None, current: Current | None, problem: str = "") -> dict[str, Any]:
@@ -100,13 +180,7 @@ def _messages(text: str) -> list[dict[str, str]]:
 
 
 def token_document(
-    group: Group,
-    current: Current,
-    trajectory: int,
-    row: int,
-    first: int,
-    count: int,
-    texts: TokenTexts | None = None,
+    group: Group, current: Current, trajectory: int, row: int, first: int, count: int, texts: TokenTexts | None = None
 ) -> dict[str, Any]:
     """Return a part of the tokens of one row, as columns. Raises QueryRefused for what the group does not have."""
     rows_of = group.rows_of

@@ -50,7 +50,6 @@ class OpenRuns:
 
     @property
     def folder(self) -> Path:
-        """The folder of runs."""
         return connections.find(self._arguments, self._environ).settings.run.dir
 
     def get(self, run_id: str) -> RunReading:
@@ -77,12 +76,10 @@ class OpenRuns:
 
     @property
     def names(self) -> list[str]:
-        """The runs that are watched now."""
         with self._lock:
             return list(self._open)
 
     def close(self) -> None:
-        """Close all runs and end the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=10.0)

@@ -9,7 +9,6 @@ from typing import Any
 from penstock.console.live.run_view import RunView
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
-from penstock.console.report.run_summary import GroupCounts, ScorerShare
 from penstock.console.web.reading.step_series import StepSeries, step_figures
 from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
@@ -43,7 +42,6 @@ class PageView(RunView):
     """A `RunView` that also keeps what the page draws; one thread folds and reads."""
 
     def __init__(self, run_id: str) -> None:
-        """Start empty."""
         super().__init__(run_id)
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
@@ -61,18 +59,6 @@ class PageView(RunView):
                 _add_step(recorded, at, row)
         self.series.fill(recorded)
 
-    def group_counts(self) -> GroupCounts:
-        """Return the counts of the run's groups, without the rest of `summary`, whose cost grows with the steps."""
-        return GroupCounts(
-            issued=self._groups.issued,
-            generated=self._generated(),
-            scored=self._groups.scored,
-            trained=self._groups.trained,
-            in_flight=self._groups.outstanding,
-            dropped=self._dropped(),
-            dead_lettered=dict(self._dead),
-        )
-
     @property
     def unreadable_messages(self) -> dict[str, int]:
         """The messages that could not be read, by kind."""
@@ -83,17 +69,7 @@ class PageView(RunView):
         """When the newest message was sent, in wall-clock seconds."""
         return self._last_at
 
-    def scorers(self) -> dict[str, ScorerShare]:
-        """Return how many groups each scorer scored, and from which step to which."""
-        found: dict[str, tuple[int, int, int]] = {}  # groups, first and last step
-        for number, point in self.steps.items():
-            for name, groups in point.scored_by.items():
-                before = found.get(name, (0, number, number))
-                found[name] = before[0] + groups, before[1], number
-        return {name: ScorerShare(groups=g, first_step=a, last_step=b) for name, (g, a, b) in found.items()}
-
     def fold_event(self, event: RunEvent) -> None:
-        """Take one event of a service."""
         super().fold_event(event)
         if event.kind == "step":
             _add_step(self.series, event.at, event.data)
@@ -105,23 +81,19 @@ class PageView(RunView):
             self._note_error(event)
 
     def fold_published(self, fact: WeightsPublished) -> None:
-        """Take the announcement of a version."""
         super().fold_published(fact)
         notes = self._version(fact.version)
         notes.step, notes.num_bytes = fact.step, fact.num_bytes
 
     def fold_applied(self, fact: WeightsApplied) -> None:
-        """Take a worker's report that its engine serves a version."""
         super().fold_applied(fact)
         self._version(fact.version).adopted[fact.worker_id] = fact
 
     def fold_refused(self, fact: WeightsRefused, now: float) -> None:
-        """Take a worker's report that it cannot use a version."""
         super().fold_refused(fact, now)
         self._version(fact.version).refused[fact.worker_id] = fact.reason
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
-        """Take a dead letter."""
         super().fold_dead_letter(letter, now)
         if letter.stage == "generated":
             notes = self._errors(letter.reason)
@@ -129,7 +101,6 @@ class PageView(RunView):
             notes.newest = letter.detail
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
-        """Take all heartbeats of the live bucket."""
         super().fold_heartbeats(beats, now)
         for beat in beats[:_MAX_SERVICES]:
             self.beats[beat.role, beat.service_id] = beat

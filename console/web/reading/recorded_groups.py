@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.console.report.measures import mean
+from penstock.console.report.learning import mean
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import LineageChapter
@@ -28,8 +28,6 @@ class QueryRefused(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One group of the record."""
-
     group_id: str
     status: Status
     chapter: int
@@ -64,7 +62,6 @@ class GroupFilter:
 
     @property
     def has_reward(self) -> bool:
-        """Whether the rewards are limited."""
         return self.reward_min is not None or self.reward_max is not None
 
     def accepts(self, entry: Entry) -> bool:

@@ -16,7 +16,7 @@ from penstock.console.live.watcher import Watcher
 from penstock.console.report import fine_tuned
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
-from penstock.console.web.reading.logprob_reasons import Storing
+from penstock.console.web.reading.group_detail import Storing
 from penstock.console.web.reading.page_view import PageView
 from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.protocol import streams
@@ -93,7 +93,6 @@ class RunReading:
                 self._read_folder()
 
     def close(self) -> None:
-        """Close the connection."""
         catching_up = self._catching_up
         if catching_up is not None:
             catching_up.join(_CATCH_UP_S + 1.0)
@@ -104,7 +103,6 @@ class RunReading:
     # ── documents ─────────────────────────────────────────────────────────────────────────────
 
     def summary(self) -> dict[str, Any]:
-        """Return the overview."""
         with self._lock:
             found = documents.summary(
                 self._view, self._snapshot(), state=self._state(), is_live=self._watcher is not None
@@ -112,18 +110,15 @@ class RunReading:
             return found | {"problem": self.problem, "evaluations": documents.evaluations(self._view)}
 
     def metrics(self, names: Sequence[str] | None, *, first: int, last: int | None, points: int) -> dict[str, Any]:
-        """Return the figures of the steps in at most ``points`` buckets."""
         with self._lock:
             found = self._view.series.sampled(names, first=first, last=last, points=points)
             return {"run_id": self.run_id, **found, "names": self._view.series.names}
 
     def fleet(self) -> dict[str, Any]:
-        """Return the services."""
         with self._lock:
             return documents.fleet(self._view, self._snapshot())
 
     def versions(self, *, before: int | None, limit: int) -> dict[str, Any]:
-        """Return the newest versions."""
         with self._lock:
             return documents.versions(self._view, before=before, limit=limit)
 
@@ -212,7 +207,9 @@ class RunReading:
         if now - self._described[0] > _STATE_S:
             line = runs.describe(self.folder) if self.folder.is_dir() else None
             state = line.state if line else "idle"
-            if state != "finished" and any(one.role == "trainer" and one.alive for one in self._snapshot().services):
+            if state != "finished" and any(
+                service.role == "trainer" and service.alive for service in self._snapshot().services
+            ):
                 state = "running"
             self._described = (now, state)
         return self._described[1]

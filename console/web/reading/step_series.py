@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.console.report import learning
 from penstock.console.report.event_fields import number
-from penstock.console.report.measures import mean
+from penstock.console.report.learning import mean
 
 MAX_POINTS = 2000
 MAX_NAMES = 300  # figures of one run; a foreign trainer may log any
@@ -40,7 +40,6 @@ class StepSeries:
     """One row a step, one column a figure. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._steps = array("q")
         self._at = array("d")
         self._columns: dict[str, array[float]] = {}  # NaN where a step does not have the figure
@@ -57,7 +56,6 @@ class StepSeries:
 
     @property
     def last_step(self) -> int | None:
-        """The newest step."""
         return self._steps[-1] if self._steps else None
 
     def add(self, step: int, at: float, figures: Mapping[str, float]) -> None:
@@ -131,7 +129,6 @@ class StepSeries:
         return {kind: values[:num_full] + last[kind] for kind, values in full.values.items()}
 
     def latest(self, name: str) -> float | None:
-        """Return the newest value of a figure."""
         column = self._columns.get(name)
         if column is None:
             return None
@@ -175,7 +172,7 @@ def _bucket(values: array[float]) -> tuple[float | None, float | None, float | N
 
 
 def _transposed(buckets: list[tuple[float | None, float | None, float | None]]) -> dict[str, list[float | None]]:
-    return {kind: [one[place] for one in buckets] for place, kind in enumerate(("mean", "min", "max"))}
+    return {kind: [bucket[place] for bucket in buckets] for place, kind in enumerate(("mean", "min", "max"))}
 
 
 def _shown(value: float) -> float | None:

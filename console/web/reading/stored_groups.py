@@ -1,17 +1,19 @@
-"""The groups of one run from its record and its packs in S3, a page at a time and with a bound on what is read."""
+"""Read the groups of one run from its record and its packs in S3, a page at a time and with a bound on what is read.
+
+Chapters of the record are read from the newest to the oldest, as few as a request needs.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.console.record.ancestry import version_lineage
-from penstock.console.web.reading.chapter_reader import ChapterReader, ReadBudget
-from penstock.console.web.reading.current_logprobs import Current
-from penstock.console.web.reading.logprob_reasons import Storing
+from penstock.console.record.lineage import version_lineage
+from penstock.console.web.reading.group_detail import Storing
 from penstock.console.web.reading.recorded_groups import (
     Entry,
     GroupFilter,
@@ -21,15 +23,17 @@ from penstock.console.web.reading.recorded_groups import (
     parse_cursor,
     trajectory_rows,
 )
-from penstock.console.web.reading.stored_logprobs import StoredLogprobs
-from penstock.protocol.errors import BlobError, PackError
-from penstock.protocol.facts import BlobRef
+from penstock.console.web.reading.stored_logprobs import Current, StoredLogprobs
+from penstock.protocol.errors import BlobError, PackError, RecordBroken
+from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.group_pack import GroupTexts
+from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 
+_CHAPTER_CACHE_BYTES = 16 * 1024**2  # of chapters as stored; decoded they are about ten times as large
 _PACK_BYTES = 64 * 1024**2  # a larger pack is not opened for a page
 _CLOSED_PACK_BYTES = 16 * 1024**2  # of a dropped or evaluated group, whose size no message bounds
 _CACHE_BYTES = 48 * 1024**2  # of packs
@@ -37,6 +41,108 @@ _EXCERPT = 300  # characters of a text in a list
 _LINEAGE_BYTES = 64 * 1024**2  # of a whole record
 _RECENT_CHAPTERS = 4  # whose rewards are the distribution
 _RECENT_REWARDS = 20_000
+
+
+class ReadBudget:
+    """What one request may still read of a run's objects."""
+
+    def __init__(self, *, num_bytes: int = 32 * 1024**2, num_objects: int = 400, seconds: float = 3.0) -> None:
+        self._num_bytes = num_bytes
+        self._num_objects = num_objects
+        self._until = time.monotonic() + seconds
+        self.read_bytes = 0
+        self.read_objects = 0
+
+    def take(self, num_bytes: int) -> None:
+        self.read_bytes += num_bytes
+        self.read_objects += 1
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no further object should be read."""
+        return (
+            self.read_bytes >= self._num_bytes
+            or self.read_objects >= self._num_objects
+            or time.monotonic() >= self._until
+        )
+
+
+class ChapterReader:
+    """The chapters of one run, by number. Not thread-safe.
+
+    A chapter is reached from the one after it only, so the numbers that are known are those from some chapter to the last.
+    """
+
+    def __init__(self, run_id: str, fetch: Callable[[BlobRef], bytes]) -> None:
+        """``fetch`` returns a verified object (`Blobs.get`)."""
+        self._run_id = run_id
+        self._fetch = fetch
+        self._refs: dict[int, BlobRef] = {}
+        self._spans: dict[int, tuple[int | None, int | None]] = {}  # first and last step of chapters that were read
+        self._cache: OrderedDict[str, tuple[LineageChapter, int]] = OrderedDict()
+        self.last: int = 0
+
+    def set_end(self, end: BlobRef, budget: ReadBudget) -> None:
+        """Make ``end`` the last chapter; what a resumed trainer wrote anew replaces what is known from there on.
+
+        Raises BlobMissing, BlobCorrupt, WireError or RecordBroken.
+        """
+        if self.last and self._refs.get(self.last) == end:
+            return
+        fresh: dict[int, BlobRef] = {}
+        older: dict[int, BlobRef] = {}
+        ref: BlobRef | None = end
+        while ref is not None:
+            chapter = self._read(ref, budget)
+            fresh[chapter.number] = ref
+            ref = chapter.parent
+            if ref is not None and self._refs.get(chapter.number - 1) == ref:
+                older = {n: known for n, known in self._refs.items() if n < chapter.number}
+                break
+            if ref is not None and (not self._refs or budget.is_spent):  # what was known is read again when asked for
+                older = {chapter.number - 1: ref}
+                break
+        self._spans = {n: span for n, span in self._spans.items() if n in older or n in fresh}
+        self._refs = older | fresh
+        self.last = max(fresh)
+
+    def chapter(self, number: int, budget: ReadBudget) -> LineageChapter | None:
+        """Return a chapter, reading those after it if need be; None when the budget does not suffice or there is none."""
+        while number not in self._refs:
+            lowest = min(self._refs, default=0)
+            if not 0 < number < lowest or budget.is_spent:
+                return None
+            self._read(self._refs[lowest], budget)
+            if lowest - 1 not in self._refs:
+                return None
+        ref = self._refs[number]
+        if budget.is_spent and ref.key not in self._cache:
+            return None
+        return self._read(ref, budget)
+
+    def span(self, number: int) -> tuple[int | None, int | None] | None:
+        """Return the first and last step of a chapter that was read before, (None, None) for one without steps."""
+        return self._spans.get(number) if number in self._refs else None
+
+    def _read(self, ref: BlobRef, budget: ReadBudget) -> LineageChapter:
+        cached = self._cache.get(ref.key)
+        if cached is not None and cached[1] == ref.size_bytes:
+            self._cache.move_to_end(ref.key)
+            return cached[0]
+        chapter = decode(self._fetch(ref), LineageChapter)
+        budget.take(ref.size_bytes)
+        if chapter.run_id != self._run_id:
+            raise RecordBroken(
+                f"the record of run {self._run_id} has a chapter of run {chapter.run_id}; run penstock audit"
+            )
+        self._cache[ref.key] = (chapter, ref.size_bytes)
+        while len(self._cache) > 1 and sum(size for _, size in self._cache.values()) > _CHAPTER_CACHE_BYTES:
+            self._cache.popitem(last=False)
+        steps = chapter.steps
+        self._spans[chapter.number] = (steps[0].step, steps[-1].step) if steps else (None, None)
+        if chapter.parent is not None and self._refs:
+            self._refs.setdefault(chapter.number - 1, chapter.parent)
+        return chapter
 
 
 class StoredGroups:
@@ -110,7 +216,6 @@ class StoredGroups:
         return (found[0], "") if found else (None, f"its pack {entry.pack.key} does not hold it")
 
     def current(self, entry: Entry, group: Group, storing: Storing) -> Current:
-        """Return the trainer's log-probabilities of a group, or why there are none."""
         return self._logprobs.of_group(entry, group, storing)
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:

@@ -1,29 +1,81 @@
-"""The log-probabilities that the steps of one run stored, read from S3 for one group at a time."""
+"""Read the trainer's log-probabilities of a group from S3, and compare them with those of the sampler."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from penstock.console.web.reading.current_logprobs import Current
-from penstock.console.web.reading.logprob_reasons import NOT_TRAINED, Storing, why_absent, why_not_this_group
+import numpy as np
+import numpy.typing as npt
+
+from penstock.console.web.reading.group_detail import NOT_TRAINED, Storing, why_absent, why_not_this_group
 from penstock.console.web.reading.recorded_groups import Entry
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobError, PackError
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import step_logprobs
-from penstock.protocol.packs.step_logprobs import KeptRow, StepLogprobs
-from penstock.protocol.trajectory import Group
+from penstock.protocol.packs.step_logprobs import CLIPPED, DUAL_CLIPPED, OUTCOMES, REJECTED, KeptRow, StepLogprobs
+from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 
 _CACHE_BYTES = 32 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """The rows of one group that have log-probabilities of the trainer, by their number; ``problem`` says why there are none."""
+
+    rows: Mapping[int, KeptRow] = field(default_factory=dict)
+    problem: str = ""
+
+    def columns(self, group: Group, number: int) -> dict[str, list[Any]] | None:
+        """Return log-probability, ratio and outcome of every token of a row, None where none was sampled; None: no such row."""
+        kept = self.rows.get(number)
+        return None if kept is None else _columns(group.trajectories[number], kept)
+
+    def summary(self, group: Group, numbers: range) -> dict[str, Any] | None:
+        """Return mean, least and greatest ratio of a trajectory's tokens, and how many the loss clipped or rejected; None: none kept."""
+        own = [(group.trajectories[number], self.rows[number]) for number in numbers if number in self.rows]
+        if not own:
+            return None
+        found = np.concatenate([_ratios(row, kept) for row, kept in own])
+        if not len(found):
+            return None
+        outcomes = np.concatenate([kept.outcomes for _, kept in own])
+        return {
+            "mean": float(f"{found.mean():.5g}"),
+            "min": float(f"{found.min():.5g}"),
+            "max": float(f"{found.max():.5g}"),
+            "num_clipped": int((outcomes & (CLIPPED | DUAL_CLIPPED) > 0).sum()),
+            "num_rejected": int((outcomes & REJECTED > 0).sum()),
+        }
+
+
+def _ratios(row: Trajectory, kept: KeptRow) -> npt.NDArray[np.float64]:
+    """Return exp(current - behaviour) of each sampled token of a row, [n]."""
+    return np.exp(kept.logprobs.astype(np.float64) - row.behaviour_logprobs[row.loss_mask])
+
+
+def _columns(row: Trajectory, kept: KeptRow) -> dict[str, list[Any]]:
+    """Return log-probability, ratio and outcome of every token of a row, None where none was sampled."""
+    places = np.flatnonzero(row.loss_mask).tolist()
+    found: dict[str, list[Any]] = {
+        name: [None] * len(row.token_ids) for name in ("current_logprobs", "ratios", "outcomes")
+    }
+    values = zip(places, kept.logprobs.tolist(), _ratios(row, kept).tolist(), kept.outcomes.tolist(), strict=True)
+    for place, logprob, ratio, outcome in values:
+        found["current_logprobs"][place] = round(logprob, 5)
+        found["ratios"][place] = float(f"{ratio:.5g}")
+        found["outcomes"][place] = ", ".join(text for bit, text in OUTCOMES.items() if outcome & bit)
+    return found
 
 
 class StoredLogprobs:
     """The objects of one run, the last ones kept in memory. Not thread-safe: its user holds a lock."""
 
     def __init__(self, run_id: str, blobs: Blobs) -> None:
-        """Read nothing yet."""
         self._run_id = run_id
         self._blobs = blobs
         self._cache: OrderedDict[str, tuple[StepLogprobs, int]] = OrderedDict()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.deploy.plan.memory.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, network
-from penstock.deploy.plan.memory.method import FLOAT32, Method, Needs, Sizes
-from penstock.deploy.plan.memory.model_shape import ModelShape
+from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape, Needs, Sizes
 from penstock.deploy.plan.memory.plan_inputs import PlanInputs
 from penstock.protocol.weights.layout import BUCKET_BYTES
 
@@ -74,7 +73,6 @@ class MemoryPlan:
 
     @cached_property
     def held(self) -> Needs:
-        """What is held all the time."""
         device, host = dict(self._policy.held.device), dict(self._policy.held.host)
         if self._critic:
             for held, sizes in ((device, self._critic.held.device), (host, self._critic.held.host)):
@@ -89,7 +87,6 @@ class MemoryPlan:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """The phases in their order."""
         return list(self._phases())
 
     @property

@@ -7,10 +7,8 @@ from functools import cached_property
 from typing import Literal
 
 from penstock.deploy.plan.memory.estimate import Pass
-from penstock.deploy.plan.memory.method import BFLOAT16, FLOAT32, Method
-from penstock.deploy.plan.memory.model_shape import ModelShape
-from penstock.trainer.algorithm.balanced_bins import balanced, units_of
-from penstock.trainer.algorithm.packed_rows import Prefixes
+from penstock.deploy.plan.memory.model_shape import BFLOAT16, FLOAT32, Method, ModelShape
+from penstock.trainer.algorithm.packed_rows import Prefixes, balanced, units_of
 from penstock.trainer.attention_choice import Attention, expected_backend
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.settings import TrainerSettings
@@ -60,7 +58,6 @@ class PlanInputs:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the longest row."""
         return self.batch.prompt_tokens + self.batch.completion_tokens
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock.deploy.plan.memory.memory_plan import MemoryPlan
 from penstock.deploy.plan.memory.plan_inputs import PlanInputs
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelLayout
 
 _LORA_RANK = 16
 _MOST_RANKS = 64

@@ -18,6 +18,7 @@ _PHRASE = re.compile(
     r"(?:\banswer(?:\s{1,4}is)?\s{0,4}[:：]|\banswer\s{1,4}is\b|答案(?:是|为)?\s{0,4}[:：]?)[ \t*]{0,8}", re.IGNORECASE
 )
 _MARKDOWN = "*_` \t"
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 
 
 def find(text: str, where: Where) -> str | None:
@@ -69,3 +70,8 @@ def last_line(text: str) -> str | None:
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0].strip()
+
+
+def words(text: str) -> list[str]:
+    """Split a text, in order, at white space and around every character that is a word by itself."""
+    return _WORD.findall(text)

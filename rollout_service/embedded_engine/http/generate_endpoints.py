@@ -1,27 +1,251 @@
-"""The endpoints that sample: ``/generate`` and ``/v1/chat/completions``, whole or streamed."""
+"""The endpoints that sample, whole or streamed, and their replies: SGLang's ``/generate`` and OpenAI's ``/v1/chat/completions``.
+
+Of the chat API only what is needed to chat with a policy is served: text, no tools.
+"""
 
 from __future__ import annotations
 
+import base64
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from collections.abc import Sequence as Items
+from typing import Annotated, Any, Literal
 
+import numpy as np
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.rollout_service.embedded_engine.errors import EngineAtFault, EngineStopped
-from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody
-from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob, build_job
-from penstock.rollout_service.embedded_engine.http.chat_completions import (
-    ChatBody,
-    build_chat_job,
-    chat_chunks,
-    chat_reply,
+from penstock.rollout_service.embedded_engine.http.bodies import Body, GenerateBody, SamplingParams
+from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob, ServedModel, build_job
+from penstock.rollout_service.embedded_engine.http.server_state import (
+    ServerState,
+    event,
+    json_response,
+    model_name,
+    read_body,
+    server_of,
 )
-from penstock.rollout_service.embedded_engine.http.replies import build_chunk, build_replies
-from penstock.rollout_service.embedded_engine.http.request_errors import read_body
-from penstock.rollout_service.embedded_engine.http.responses import event, json_response
-from penstock.rollout_service.embedded_engine.http.server_state import ServerState, model_name, server_of
+from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.sequence import Sequence
+
+
+def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list[dict[str, Any]]:
+    """Return one reply per sequence, in the order of the request; all sequences are finished."""
+    texts = completion_texts(requested.sequences, requested.params, text)
+    return [
+        _reply(requested, sequence, completion, latency_s)
+        for sequence, completion in zip(requested.sequences, texts, strict=True)
+    ]
+
+
+def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: str, text: Text) -> dict[str, Any]:
+    """Return the cumulative reply of an unfinished sequence, for streaming; spans come with the last chunk."""
+    sequence, params = requested.sequences[index], requested.params[index]
+    tokens = sequence.output_ids[:num_tokens]
+    completion = text.decode([tokens], skip_special_tokens=params.skip_special_tokens)[0]
+    meta: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": None,
+        "prompt_tokens": len(sequence.prompt),
+        "completion_tokens": num_tokens,
+        "cached_tokens": sequence.cached_tokens,
+        "weight_version": version,
+    }
+    if requested.return_logprob:
+        meta |= _output_logprobs(tokens, sequence.output_logprobs[:num_tokens])
+    return {"text": completion, "output_ids": tokens, "meta_info": meta}
+
+
+def completion_texts(sequences: Items[Sequence], params: Items[SamplingParams], text: Text) -> list[str]:
+    """Return the text of finished completions without the stop token or string (unless no_stop_trim)."""
+    if not text.has_tokenizer:
+        return [""] * len(sequences)
+    rows = [_visible_tokens(sequence, requested) for sequence, requested in zip(sequences, params, strict=True)]
+    same = len({requested.skip_special_tokens for requested in params}) == 1
+    if same:
+        texts = text.decode(rows, skip_special_tokens=params[0].skip_special_tokens)
+    else:
+        pairs = zip(rows, params, strict=True)
+        texts = [text.decode([row], skip_special_tokens=requested.skip_special_tokens)[0] for row, requested in pairs]
+    return [_cut(*item) for item in zip(texts, sequences, params, strict=True)]
+
+
+def _visible_tokens(sequence: Sequence, params: SamplingParams) -> list[int]:
+    stopped_by_token = sequence.finish is not None and isinstance(sequence.finish.matched, int)
+    return sequence.output_ids[:-1] if stopped_by_token and not params.no_stop_trim else sequence.output_ids
+
+
+def _cut(completion: str, sequence: Sequence, params: SamplingParams) -> str:
+    matched = sequence.finish.matched if sequence.finish is not None else None
+    if not isinstance(matched, str):
+        return completion
+    return completion if params.no_stop_trim else completion.partition(matched)[0]
+
+
+def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency_s: float) -> dict[str, Any]:
+    finish = sequence.finish
+    assert finish is not None
+    num_tokens = len(sequence.output_ids)
+    meta: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": finish.to_json(num_tokens),
+        "prompt_tokens": len(sequence.prompt),
+        "completion_tokens": num_tokens,
+        "cached_tokens": sequence.cached_tokens,
+        "weight_version": sequence.final_version,
+        "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in sequence.spans],
+        "num_retractions": sequence.num_retractions,
+        "e2e_latency": latency_s,
+    }
+    if requested.return_logprob:
+        meta |= _output_logprobs(sequence.output_ids, sequence.output_logprobs)
+    if sequence.experts is not None:
+        meta["routed_experts"] = _routed_experts(sequence, requested)
+    if sequence.input_logprobs_from is not None and sequence.input_logprobs is not None:
+        tokens = sequence.prompt[sequence.input_logprobs_from :]
+        meta["input_token_logprobs"] = _triples((None, *sequence.input_logprobs), tokens)
+    if sequence.input_top_logprobs is not None:
+        tops = [[(logprob, token, None) for logprob, token in place] for place in sequence.input_top_logprobs]
+        meta["input_top_logprobs"] = [None, *tops]
+    reply: dict[str, Any] = {"text": completion, "output_ids": sequence.output_ids, "meta_info": meta}
+    if requested.return_prompt_token_ids:
+        reply["prompt_token_ids"] = sequence.prompt
+    return reply
+
+
+def _routed_experts(sequence: Sequence, requested: RequestedJob) -> str:
+    """Return SGLang's ``routed_experts``: base64 of int32 [tokens - 1, layers, k], zero in layers without experts."""
+    assert sequence.experts is not None
+    chosen = sequence.experts[: sequence.num_tokens - 1]
+    table = np.zeros((len(chosen), requested.num_layers, chosen.shape[2]), dtype="<i4")
+    table[:, list(requested.expert_layers)] = chosen
+    return base64.b64encode(table.tobytes()).decode("ascii")
+
+
+def _output_logprobs(tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
+    return {
+        "output_token_logprobs": _triples(logprobs, tokens),
+        "output_token_logprobs_length": len(tokens),
+    }
+
+
+def _triples(logprobs: Iterable[float | None], tokens: Iterable[int]) -> list[tuple[float | None, int, None]]:
+    return [(logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)]
+
+
+_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+
+
+class Message(Body):
+    """One turn of the conversation."""
+
+    role: str
+    content: str
+
+
+class ChatBody(Body):
+    """Body of ``/v1/chat/completions``; the defaults are OpenAI's."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    model: str = ""  # one model is served; the reply repeats this name
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    logprobs: Literal[False] = False
+    tools: None = None
+
+
+def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
+    """Render the conversation and return the sequences that answer it.
+
+    Raises:
+        RequestRefused: no chat template, or the rendered conversation cannot be served.
+    """
+    rendered = model.text.render_chat([message.model_dump() for message in body.messages])
+    params = SamplingParams(
+        n=body.n,
+        max_new_tokens=body.max_completion_tokens or body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stop=body.stop,
+        sampling_seed=body.seed,
+    )
+    input_ids = model.text.encode(rendered, special=False)  # the template writes its own special tokens
+    return build_job(GenerateBody(input_ids=input_ids, sampling_params=params), model)
+
+
+def chat_reply(requested: RequestedJob, text: Text, model_name: str) -> dict[str, Any]:
+    """Return OpenAI's ``chat.completion`` object for finished sequences."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": content},
+            "finish_reason": _reason(requested, index),
+        }
+        for index, content in enumerate(completion_texts(requested.sequences, requested.params, text))
+    ]
+    num_prompt = len(requested.sequences[0].prompt)
+    num_completion = sum(len(sequence.output_ids) for sequence in requested.sequences)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+    }
+    metadata = {"weight_version": requested.sequences[0].final_version}
+    return _envelope(requested, model_name, "chat.completion") | {
+        "choices": choices,
+        "usage": usage,
+        "metadata": metadata,
+    }
+
+
+async def chat_chunks(
+    requested: RequestedJob, steps: AsyncIterator[list[int]], text: Text, model_name: str
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield OpenAI's ``chat.completion.chunk`` objects: the new part of each text, then the finish reasons.
+
+    ``steps`` yields the token count of each sequence after every step, and ends when all have finished.
+    """
+    envelope = _envelope(requested, model_name, "chat.completion.chunk")
+    sent = [""] * len(requested.sequences)
+
+    def new_chunks(index: int, whole: str) -> list[dict[str, Any]]:
+        new = whole[len(sent[index]) :]
+        if not new:
+            return []
+        delta = {"content": new} if sent[index] else {"role": "assistant", "content": new}
+        sent[index] = whole
+        return [envelope | {"choices": [{"index": index, "delta": delta, "finish_reason": None}]}]
+
+    async for counts in steps:
+        for index, count in enumerate(counts):
+            tokens = requested.sequences[index].output_ids[:count]
+            whole = text.decode([tokens], skip_special_tokens=True)[0]
+            # A partial stop string may have to be removed: requests with stop strings get their text at the end.
+            if not requested.sequences[index].sampling.stop_strings and not whole.endswith(_UNFINISHED_CHARACTER):
+                for chunk in new_chunks(index, whole):
+                    yield chunk
+    for index, whole in enumerate(completion_texts(requested.sequences, requested.params, text)):
+        for chunk in new_chunks(index, whole):
+            yield chunk
+        yield envelope | {"choices": [{"index": index, "delta": {}, "finish_reason": _reason(requested, index)}]}
+
+
+def _reason(requested: RequestedJob, index: int) -> str | None:
+    finish = requested.sequences[index].finish
+    return None if finish is None else finish.type
+
+
+def _envelope(requested: RequestedJob, model_name: str, kind: str) -> dict[str, Any]:
+    rid = requested.sequences[0].rid
+    return {"id": f"chatcmpl-{rid}", "object": kind, "created": int(time.time()), "model": model_name}
 
 
 async def generate(request: Request) -> Response:

@@ -30,8 +30,6 @@ _HIDDEN = -1  # stands for a token of the text that has the image token's id
 
 @dataclass(frozen=True, slots=True)
 class ReadImage:
-    """An image of a request."""
-
     admitted: AdmittedImage
     image: Image
 

@@ -37,7 +37,6 @@ class Text:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the folder has a tokenizer."""
         return self._tokenizer is not None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -27,7 +27,6 @@ class Computed:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens."""
         return self.values.shape[3]
 
     def first(self, count: int) -> Computed:
@@ -44,7 +43,6 @@ class KVCache:
     """Keys and values [layer, row, kv head, 2, column, head_dim]; index 0 of the fourth axis is the key."""
 
     def __init__(self, config: ModelConfig, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Start empty; memory is allocated when sequences start."""
         self._config = config
         self._max_tokens = max_tokens
         self.data = self._zeros(0, 0, device, dtype)
@@ -52,7 +50,6 @@ class KVCache:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the tensor."""
         return self.data.shape[1]
 
     @property

@@ -1,4 +1,4 @@
-"""Low-rank adapters in the forward pass: one batch may hold rows of different adapters, and of none.
+"""Low-rank adapters: reading a folder, and computing a batch whose rows have different adapters, or none.
 
 A mix concatenates the factors of several adapters: ``x @ down`` computes the low-rank activations of every row for all of
 them, a mask zeroes those of other adapters, and ``@ up`` adds the sum. This costs two small products for each matrix,
@@ -8,13 +8,21 @@ however many adapters there are.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from penstock.rollout_service.checks.check_adapter import pair_tensors, read_config
+from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
+from penstock.rollout_service.embedded_engine.model.model_folder import check_values, expected_shapes, read_safetensors
+from penstock.rollout_service.embedded_engine.model.vision_tower import PREFIX
+from penstock.rollout_service.errors import AdapterUnfit
 
 Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the fused matrices of a layer
 _SITES: tuple[Site, ...] = ("qkv", "output", "gate_up", "down")
@@ -101,7 +109,6 @@ class AdapterMix:
     """The concatenated factors of several adapters."""
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
-        """Concatenate the factors of at least one adapter into one pair of matrices for each site of each layer."""
         self.numbers = frozenset(adapter.number for adapter in adapters)
         self._owners: dict[Site, torch.Tensor] = {}  # [columns] int64: adapter number of each column
         by_layer = zip(*(adapter.layers for adapter in adapters), strict=True)
@@ -152,3 +159,35 @@ class RowAdapters:
         if others is not None:
             activations.masked_fill_(others, 0.0)
         product.addmm_(activations, pair.up)
+
+
+def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str, LowRank]:
+    """Return the factors of every adapted layer by its name in the model, multiplied by the scale.
+
+    Each ``down`` is [rank, in] in the file's own dtype, each ``up`` [out, rank] in float32.
+
+    Raises:
+        CheckpointRefused: names the folder and what in it does not fit.
+    """
+    try:
+        raw = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = read_config(raw)
+        if config.rank > max_rank:
+            raise AdapterUnfit(f"its rank is {config.rank}, the engine was started with --max-lora-rank {max_rank}")
+        tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        pairs = pair_tensors(config, shapes, expected_shapes(model))
+        if of_experts := [layer for layer in pairs if ".mlp.experts." in layer or layer.endswith(".mlp.gate")]:
+            raise AdapterUnfit(
+                f"it adapts {of_experts[0]}: adapters of experts and routers are not computed by this engine"
+            )
+        if of_tower := [layer for layer in pairs if layer.startswith(PREFIX)]:
+            raise AdapterUnfit(f"it adapts {of_tower[0]}: adapters of a vision tower are not computed by this engine")
+    except (OSError, ValueError, AdapterUnfit) as error:
+        raise CheckpointRefused(f"{folder}: {error}") from error
+    for name, tensor in tensors.items():
+        check_values(folder, name, tensor)
+    return {
+        layer: LowRank(tensors[pair.down], tensors[pair.up].to(torch.float32) * config.scale)
+        for layer, pair in pairs.items()
+    }

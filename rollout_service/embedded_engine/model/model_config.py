@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.expert_choices import routers_of
+from penstock.protocol.token_annotations import routers_of
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
 
 _MIXTURE = "Qwen3MoeForCausalLM"
@@ -82,7 +82,6 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The layers with experts."""
         return self.mixture.layers if self.mixture is not None else ()
 
     @property

@@ -14,56 +14,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from penstock.protocol.weights.digest import tensor_digest, weights_digest
-from penstock.rollout_service.embedded_engine.model.experts import Experts, Linear
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
-from penstock.rollout_service.embedded_engine.model.low_rank import RowAdapters, Site, interleaved_halves
+from penstock.rollout_service.embedded_engine.model.low_rank import RowAdapters, Site
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, Rope
-from penstock.rollout_service.embedded_engine.model.vision_tower import VisionTower, hub_name, tower_tensors
+from penstock.rollout_service.embedded_engine.model.vision_tower import VisionTower
+from penstock.rollout_service.embedded_engine.model.weights import Experts, Layer, Linear, Weights
 
 _QUERIES_AT_ONCE = 512  # a mask has so many rows, and a column for each known token
 
 Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's update to a product, in place
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """The dense MLP of a layer."""
-
-    gate_up: Linear  # [*, hidden] -> [*, 2 * intermediate]: all gate, then all up
-    down: Linear  # [*, intermediate] -> [*, hidden]
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer, ready to compute."""
-
-    attention_norm: torch.Tensor  # [hidden]
-    qkv: Linear  # [*, hidden] -> [*, (heads + 2 * kv heads) * head_dim]: all q, then all k, then all v
-    qk_norm: torch.Tensor | None  # [heads + kv heads, head_dim], reordered like q and k
-    output: Linear  # [*, heads * head_dim] -> [*, hidden]
-    mlp_norm: torch.Tensor  # [hidden]
-    mlp: Mlp | Experts
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A complete model, ready to compute; immutable, so that a swap exchanges one reference."""
-
-    embedding: torch.Tensor  # [vocab, hidden]
-    layers: tuple[Layer, ...]
-    final_norm: torch.Tensor  # [hidden]
-    head: Linear  # [*, hidden] -> [*, vocab]
-    tower: Mapping[str, torch.Tensor]  # of the vision tower, which `VisionTower` computes with; empty: text alone
-    num_parameters: int
-    checksum: str  # `weights_digest` of the tensors they were made from, as they were stored
 
 
 class PromptSpan(NamedTuple):
@@ -97,97 +63,10 @@ class PromptBatch:
     images: ImageTokens | None = None
 
 
-def prepare_weights(
-    config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, device: torch.device, dtype: torch.dtype
-) -> Weights:
-    """Fuse, reorder, cast and pack a checked checkpoint; ``tensors`` is not modified."""
-    order = interleaved_halves(config.head_dim)
-    stored = tensors if config.vision is None else {hub_name(name): tensor for name, tensor in tensors.items()}
-
-    def get(name: str) -> torch.Tensor:
-        return stored[name].to(device=device, dtype=dtype)
-
-    def by_head(name: str) -> torch.Tensor:
-        value = get(name)
-        return value.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
-
-    def layer(index: int) -> Layer:
-        prefix = f"model.layers.{index}."
-        attention = f"{prefix}self_attn."
-        qkv = torch.cat(
-            [
-                by_head(f"{attention}q_proj.weight"),
-                by_head(f"{attention}k_proj.weight"),
-                get(f"{attention}v_proj.weight"),
-            ]
-        )
-        qkv_bias = None
-        if config.qkv_bias:
-            biases = [by_head(f"{attention}q_proj.bias"), by_head(f"{attention}k_proj.bias")]
-            qkv_bias = torch.cat([*biases, get(f"{attention}v_proj.bias")])
-        qk_norm = None
-        if config.qk_norm:
-            query, key = get(f"{attention}q_norm.weight")[order], get(f"{attention}k_norm.weight")[order]
-            qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-        return Layer(
-            attention_norm=get(f"{prefix}input_layernorm.weight"),
-            qkv=_linear(qkv, qkv_bias),
-            qk_norm=qk_norm,
-            output=_linear(
-                get(f"{attention}o_proj.weight"), get(f"{attention}o_proj.bias") if config.output_bias else None
-            ),
-            mlp_norm=get(f"{prefix}post_attention_layernorm.weight"),
-            mlp=experts(f"{prefix}mlp.") if index in config.expert_layers else mlp(f"{prefix}mlp."),
-        )
-
-    def mlp(prefix: str) -> Mlp:
-        gate_up = torch.cat([get(f"{prefix}gate_proj.weight"), get(f"{prefix}up_proj.weight")])
-        biases = (None, None)
-        if config.mlp_bias:
-            joined = torch.cat([get(f"{prefix}gate_proj.bias"), get(f"{prefix}up_proj.bias")])
-            biases = (joined, get(f"{prefix}down_proj.bias"))
-        return Mlp(_linear(gate_up, biases[0]), _linear(get(f"{prefix}down_proj.weight"), biases[1]))
-
-    def experts(prefix: str) -> Experts:
-        assert config.mixture is not None
-        each = [mlp(f"{prefix}experts.{number}.") for number in range(config.mixture.num_experts)]
-        return Experts(
-            router=get(f"{prefix}gate.weight"),
-            gate_up=tuple(one.gate_up for one in each),
-            down=tuple(one.down for one in each),
-            top_k=config.mixture.top_k,
-            normalised=config.mixture.normalised,
-        )
-
-    embedding = get("model.embed_tokens.weight")
-    return Weights(
-        embedding=embedding,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=get("model.norm.weight"),
-        head=_linear(embedding if config.tied_head else get("lm_head.weight"), None),
-        tower=tower_tensors(stored, device=device, dtype=dtype),
-        num_parameters=sum(tensor.numel() for tensor in tensors.values()),
-        checksum=_checksum(tensors),
-    )
-
-
-def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    return weights_digest(
-        tensor_digest(
-            name,
-            str(tensor.dtype).removeprefix("torch."),
-            tensor.shape,
-            tensor.reshape(-1).view(torch.uint8).numpy().data,
-        )
-        for name, tensor in tensors.items()
-    )
-
-
 class Transformer:
     """The forward pass, with the weights of each call; owns only tables that no checkpoint holds."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Build the rotary table for the model's whole context."""
         self.config = config
         self.dtype = dtype
         self._rotations = rotary_table(config.rope, config.head_dim, config.context_tokens).to(device)
@@ -201,7 +80,6 @@ class Transformer:
         self._by_products = device.type == "cpu" and dtype == torch.float32
 
     def features(self, weights: Weights, pixel_values: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-        """Compute an image; see `VisionTower.features`."""
         assert self._tower is not None  # requests with images are refused for other models
         return self._tower.features(weights.tower, pixel_values, grid)
 
@@ -420,13 +298,3 @@ def _product(linear: Linear, rows: torch.Tensor, site: Site, change: Change | No
     if change is not None:
         change(site, rows, product)
     return product
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Return x -> x W^T + b, packed for oneDNN where that is faster."""
-    packable = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if packable and weight.dtype == torch.float32:
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
-        return lambda x: multiply(x, packed, bias, "none", [], "")
-    return lambda x: functional.linear(x, weight, bias)

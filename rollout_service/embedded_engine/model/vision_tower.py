@@ -32,7 +32,6 @@ class VisionTower:
     """The tower without its weights, which each call is given."""
 
     def __init__(self, vision: Vision, *, device: torch.device) -> None:
-        """Build the modules and the tables that no checkpoint holds."""
         self._module = _build(vision.tower).to(device)
         for parent, name, parameter in _parameters(self._module):
             setattr(parent, name, torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))

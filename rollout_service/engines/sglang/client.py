@@ -20,18 +20,13 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.adapter_loader import AdapterLoader
-from penstock.rollout_service.engines.completion import Completion, EngineChecksum, read_version, shorten
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
-from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport
+from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
 from penstock.rollout_service.engines.engine_http import EngineHttp
-from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.engines.redundant_sampler import generate_redundantly
-from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
 from penstock.rollout_service.engines.sglang.image_request import check_expanded, image_fields, sees, sight_requests
-from penstock.rollout_service.engines.sglang.metrics import read_metrics
-from penstock.rollout_service.engines.sglang.read_reply import read_checksum, read_completion
-from penstock.rollout_service.engines.sglang.server_check import report_of
-from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.engines.sglang.read_reply import read_checksum, read_completion, read_metrics, report_of
 from penstock.rollout_service.errors import EngineMisconfigured, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _PROBE_S = 10.0  # a request that generates nothing, such as model_info
@@ -54,7 +49,6 @@ class SglangClient:
     takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
 
     def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
-        """Prepare a client; nothing is sent before the first call."""
         self.url = url
         self.limits = ModelLimits(None, None)
         self._http = EngineHttp(url, api_key=api_key)
@@ -75,7 +69,6 @@ class SglangClient:
         self._cache_key: str | None = None  # separates cached prefixes of different versions where none are flushed
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.close()
 
     async def generate(
@@ -165,11 +158,9 @@ class SglangClient:
             self._sees = True
 
     def mark_unverified(self, reason: str) -> None:
-        """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""
         self._sampler.mark_unverified(reason)
 
     def mark_verified(self) -> None:
-        """Accept requests again: the server confirmed what it serves."""
         self._sampler.mark_verified()
 
     async def health(self) -> None:
@@ -185,7 +176,6 @@ class SglangClient:
         return ServerReport()
 
     async def metrics(self) -> dict[str, float]:
-        """Return the server's metrics by the names of `engine_metrics.py`."""
         return read_metrics(await self._http.call("GET", "/metrics", None, _PROBE_S, parse=False))
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
@@ -211,19 +201,15 @@ class SglangClient:
                 await self._continue()
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        """Load a version's adapter; see `EngineClient.load_adapter`."""
         await self._adapters.load(folder, version)
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Unload a version's adapter once no request of this worker uses it."""
         await self._adapters.unload(version)
 
     async def drop_adapters(self) -> None:
-        """Unload every adapter of a policy version, those of a previous worker included."""
         await self._adapters.drop_all()
 
     async def forget_lost_adapters(self) -> None:
-        """Forget the adapters that the server no longer has."""
         await self._adapters.forget_lost()
 
     async def _update(self, folder: Path, version: PolicyVersion, *, flush: bool) -> None:
@@ -289,8 +275,6 @@ class SglangClient:
 
 
 class _AdapterCalls:
-    """SGLang's calls for `AdapterLoader`."""
-
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
 

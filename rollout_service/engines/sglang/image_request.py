@@ -16,7 +16,7 @@ from penstock.protocol.facts import RowImages
 from penstock.protocol.images.processor import collapsed
 from penstock.rollout_service.checks.check_task import ImageTokens
 from penstock.rollout_service.engines.completion import shorten
-from penstock.rollout_service.engines.image_prompt import ImagePrompt, refuse_images
+from penstock.rollout_service.engines.engine_client import ImagePrompt, refuse_images
 from penstock.rollout_service.errors import ReplyRefused, TaskRefused
 
 _SIDE = 64  # pixels of the pictures that `sight_requests` shows
@@ -127,7 +127,6 @@ def _positions(images: RowImages | None) -> list[int]:
 
 
 def _png(colour: tuple[int, int, int]) -> bytes:
-    """Return a picture of one colour."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

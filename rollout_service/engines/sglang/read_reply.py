@@ -1,7 +1,4 @@
-"""SGLang's replies → completions and checksums; pure. A reply that contradicts itself is refused as a whole.
-
-The requests are in `client.py`.
-"""
+"""SGLang's replies → completions, checksums, server reports and metrics; pure. A reply that contradicts itself is refused as a whole."""
 
 from __future__ import annotations
 
@@ -9,12 +6,13 @@ import base64
 import binascii
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.expert_choices import ExpertChoices, Routers, dtype_of
+from penstock.protocol.token_annotations import ExpertChoices, Routers, dtype_of
 from penstock.rollout_service.engines.completion import (
     Completion,
     EngineChecksum,
@@ -22,7 +20,58 @@ from penstock.rollout_service.engines.completion import (
     read_version_runs,
     shorten,
 )
+from penstock.rollout_service.engines.engine_client import ServerReport, read_samples
 from penstock.rollout_service.errors import EngineAborted, ReplyRefused
+
+_METRICS = {
+    "num_running_reqs": "engine_running",
+    "num_queue_reqs": "engine_queued",
+    "num_paused_reqs": "engine_paused",
+    "gen_throughput": "engine_tokens_per_s",
+    "generation_tokens_total": "engine_generated_tokens",
+    "prompt_tokens_total": "engine_prompt_tokens",
+    "cached_tokens_total": "engine_cached_tokens",
+    "num_aborted_requests_total": "engine_aborted",
+    "num_retracted_requests_total": "engine_retracted",
+    "token_usage": "engine_kv_usage",
+    "cache_hit_rate": "engine_cache_hit_rate",
+}
+
+
+def read_metrics(exposition: str) -> dict[str, float]:
+    """Return the metrics of one server from its page in Prometheus' text format."""
+    return read_samples(exposition, prefix="sglang", names=_METRICS)
+
+
+TESTED_VERSIONS = ("0.5.23",)  # `make test-sglang` runs the contract against these
+
+
+def report_of(info: Mapping[str, Any]) -> ServerReport:
+    """Read ``/server_info``; the embedded engine and other versions of SGLang may leave out any of it."""
+    version, length = info.get("version"), info.get("context_length")
+    return ServerReport(
+        objections=objections(info),
+        untested_version="" if version is None or str(version) in TESTED_VERSIONS else str(version),
+        context_tokens=length if isinstance(length, int) and length > 0 else None,
+        takes_adapters=bool(info.get("enable_lora")),
+    )
+
+
+def objections(info: Mapping[str, Any]) -> list[str]:
+    """Return why a server cannot be used; empty when it can, or when it does not report the flag."""
+    reasons: list[str] = []
+    if info.get("skip_tokenizer_init"):
+        reasons.append("--skip-tokenizer-init: completions would have no text to be rewarded")
+    if info.get("tokenizer_worker_num", 1) != 1:
+        reasons.append("--tokenizer-worker-num above 1: each worker names another weight version after an update")
+    if info.get("enable_deterministic_inference"):
+        reasons.append(
+            "--enable-deterministic-inference: without a seed of its own for each, all samples of a group are the same"
+        )
+    if info.get("weight_cache_mode", "off") not in ("off", None):
+        reasons.append("--weight-cache-mode: the server crashes at its first update")
+    return reasons
+
 
 _EMBEDDED = [{"engine": "embedded"}]  # it reports the `weights_digest` of the files that it loaded
 

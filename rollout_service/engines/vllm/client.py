@@ -21,16 +21,11 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.adapter_loader import AdapterLoader
-from penstock.rollout_service.engines.completion import Completion, EngineChecksum, read_version, shorten
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
-from penstock.rollout_service.engines.engine_client import ServerReport
+from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, refuse_images
 from penstock.rollout_service.engines.engine_http import EngineHttp
-from penstock.rollout_service.engines.image_prompt import refuse_images
-from penstock.rollout_service.engines.resumption import Resumption
-from penstock.rollout_service.engines.update_mode import UpdateMode
-from penstock.rollout_service.engines.vllm.metrics import read_metrics
-from penstock.rollout_service.engines.vllm.read_reply import read_checksum, read_completions
-from penstock.rollout_service.engines.vllm.server_check import report_of
+from penstock.rollout_service.engines.vllm.read_reply import read_checksum, read_completions, read_metrics, report_of
 from penstock.rollout_service.errors import EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _PROBE_S = 10.0  # a request that generates nothing, such as weight_info
@@ -46,7 +41,6 @@ class VllmClient:
     """One vLLM server; see `EngineClient`."""
 
     def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
-        """Prepare a client; nothing is sent before the first call."""
         self.url = url
         self.limits = ModelLimits(None, None)
         self._http = EngineHttp(url, api_key=api_key)
@@ -66,7 +60,6 @@ class VllmClient:
         self._cache_salt: str | None = None  # separates cached prefixes of different versions where none are flushed
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.close()
 
     async def generate(
@@ -119,11 +112,9 @@ class VllmClient:
             return read_completions(answer, [one.num_left for one in sequences], interrupted=interrupted)
 
     def mark_unverified(self, reason: str) -> None:
-        """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""
         self._sampler.mark_unverified(reason)
 
     def mark_verified(self) -> None:
-        """Accept requests again: the server confirmed what it serves."""
         self._sampler.mark_verified()
 
     async def health(self) -> None:
@@ -149,7 +140,6 @@ class VllmClient:
         return True
 
     async def metrics(self) -> dict[str, float]:
-        """Return the server's metrics by the names of `engine_metrics.py`."""
         return read_metrics(await self._http.call("GET", "/metrics", None, _PROBE_S, parse=False))
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
@@ -229,25 +219,19 @@ class VllmClient:
         return read_checksum(answer)
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        """Load a version's adapter; see `EngineClient.load_adapter`."""
         await self._adapters.load(folder, version)
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Unload a version's adapter once no request of this worker uses it."""
         await self._adapters.unload(version)
 
     async def drop_adapters(self) -> None:
-        """Unload every adapter of a policy version, those of a previous worker included."""
         await self._adapters.drop_all()
 
     async def forget_lost_adapters(self) -> None:
-        """Forget the adapters that the server no longer has."""
         await self._adapters.forget_lost()
 
 
 class _AdapterCalls:
-    """vLLM's calls for `AdapterLoader`."""
-
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
 

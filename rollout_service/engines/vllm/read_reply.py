@@ -1,13 +1,10 @@
-"""vLLM's replies → completions and checksums; pure. A reply that contradicts itself is refused as a whole.
-
-The requests are in `client.py`.
-"""
+"""vLLM's replies → completions, checksums, server reports and metrics; pure. A reply that contradicts itself is refused as a whole."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.rollout_service.engines.completion import (
@@ -17,7 +14,53 @@ from penstock.rollout_service.engines.completion import (
     read_version_runs,
     shorten,
 )
+from penstock.rollout_service.engines.engine_client import ServerReport, read_samples
 from penstock.rollout_service.errors import EngineAborted, ReplyRefused
+
+_METRICS = {
+    "num_requests_running": "engine_running",
+    "num_requests_waiting": "engine_queued",
+    "generation_tokens_total": "engine_generated_tokens",
+    "prompt_tokens_total": "engine_prompt_tokens",
+    "prompt_tokens_cached_total": "engine_cached_tokens",
+    "num_preemptions_total": "engine_retracted",
+    "kv_cache_usage_perc": "engine_kv_usage",
+}
+
+
+def read_metrics(exposition: str) -> dict[str, float]:
+    """Return the metrics of one server from its page in Prometheus' text format."""
+    return read_samples(exposition, prefix="vllm", names=_METRICS)
+
+
+TESTED_VERSIONS = ("0.32.0",)  # the contract ran against a CPU build of these
+
+
+def report_of(version: str, info: Mapping[str, Any]) -> ServerReport:
+    """Read ``/version`` and the JSON form of ``/server_info``."""
+    config = info.get("vllm_config")
+    config = config if isinstance(config, dict) else {}
+    model = config.get("model_config")
+    model = model if isinstance(model, dict) else {}
+    length = model.get("max_model_len")
+    return ServerReport(
+        objections=_objections(model),
+        untested_version="" if version in TESTED_VERSIONS else version,
+        context_tokens=length if isinstance(length, int) and length > 0 else None,
+        takes_adapters=bool(config.get("lora_config")),
+    )
+
+
+def _objections(model: Mapping[str, Any]) -> list[str]:
+    reasons: list[str] = []
+    mode = model.get("logprobs_mode")
+    if mode != "processed_logprobs":
+        reasons.append(
+            f"--logprobs-mode {mode}: log-probabilities must be those of the sampled distribution, 'processed_logprobs'"
+        )
+    if model.get("skip_tokenizer_init"):
+        reasons.append("--skip-tokenizer-init: the server would not know the model's end token")
+    return reasons
 
 
 def read_completions(answer: Any, limits: Sequence[int], *, interrupted: bool) -> list[Completion]:

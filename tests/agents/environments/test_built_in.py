@@ -12,8 +12,15 @@ from penstock.agents.environments.games.arithmetic import evaluate
 from penstock.agents.environments.games.calculator import CALCULATOR, draw_expression
 from penstock.agents.environments.games.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path
 from penstock.agents.environments.games.guess_number import GUESS_NUMBER
-from penstock.agents.environments.games.sokoban import SOKOBAN, SokobanOptions, SokobanPlay
-from penstock.agents.environments.games.sokoban_levels import DIRECTIONS, Level, Place, draw_level
+from penstock.agents.environments.games.sokoban import (
+    DIRECTIONS,
+    SOKOBAN,
+    Level,
+    Place,
+    SokobanOptions,
+    SokobanPlay,
+    draw_level,
+)
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall
@@ -80,7 +87,6 @@ def test_the_rows_prompt_can_be_the_instructions(environment: TurnEnvironment) -
     [({"action_pattern": "("}, "not a regular"), ({"action_pattern": "a"}, "one group"), ({"sizes": 3}, "sizes")],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    """The error names the definition and the option."""
     definition = EnvironmentDefinition.model_validate({"type": "frozen_lake", "options": options})
     with pytest.raises(ConfigError, match=rf"environment\.define\.lake\.options: .*{message}"):
         load_environments((), {"lake": definition})
@@ -107,7 +113,6 @@ def test_every_lake_can_be_crossed() -> None:
 
 
 def test_slippery_ice_moves_to_either_side_but_never_back() -> None:
-    """As in Gymnasium: one third each for the move and the two at right angles to it."""
     ends: dict[str, int] = {}
     for seed in range(300):
         play = new(FROZEN_LAKE, seed, hole_chance=0, is_slippery=True, size=3)
@@ -155,7 +160,6 @@ def test_a_level_is_solved_by_the_moves_that_made_it() -> None:
 
 
 def test_a_box_is_pushed_and_never_pulled_or_pushed_into_a_wall() -> None:
-    """A push against a wall or a second box moves nothing."""
     floor = frozenset(Place(1, column) for column in range(1, 7))
     level = Level(
         8, floor, frozenset({Place(1, 5), Place(1, 6)}), frozenset({Place(1, 3), Place(1, 5)}), Place(1, 2), ()
@@ -189,7 +193,6 @@ def test_the_calculator_answers_calls_with_values_or_what_is_wrong() -> None:
     "text", ["2^9", "9//", "x", "__import__('os')", "", "1" * 201, "*".join(["9" * 19] * 10), "(" * 99, "1,2", "2(3)"]
 )
 def test_arithmetic_reads_nothing_but_arithmetic(text: str) -> None:
-    """Every other text is a ValueError, or a number that is small enough."""
     if text.startswith("9999"):
         assert evaluate(text).numerator.bit_length() <= 4096
     else:

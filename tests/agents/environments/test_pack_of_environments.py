@@ -15,10 +15,10 @@ from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
 from tests.groups import make_task
 
 from penstock.agents.environments.play import done
-from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.expert_choices import Routers
 from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.heartbeats import Activity
+from penstock.protocol.token_annotations import Routers
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
@@ -115,7 +115,6 @@ async def test_an_environment_that_hangs_delays_no_other_of_its_pack() -> None:
     ],
 )
 async def test_an_environment_that_raises_loses_its_own_groups_only(error: Exception, said: str) -> None:
-    """They are refused with the reason; the other environment, which was still running, is not cancelled."""
     failed = asyncio.Event()
 
     async def fail() -> None:
@@ -154,7 +153,6 @@ async def test_a_failure_of_the_engine_ends_every_environment_of_the_pack() -> N
 
 
 async def test_a_cancelled_episode_closes_its_play_and_asks_no_more_of_the_engine(tmp_path: Path) -> None:
-    """Also what the engine samples at that moment is cancelled, at once."""
     sampling, cancelled = asyncio.Event(), asyncio.Event()
 
     async def hang() -> None:

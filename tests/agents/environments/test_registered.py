@@ -71,7 +71,6 @@ async def test_the_capacity_holds_for_all_workers_together(bus: Bus, store: KeyV
 async def test_a_drained_server_ends_its_episodes_and_gets_no_others(
     bus: Bus, store: KeyValue, model: Path, name: str
 ) -> None:
-    """Also one that is asked to stop; the episode in progress is not begun again."""
     for by in ("operator", "itself"):
         stepping, released = asyncio.Event(), asyncio.Event()
 

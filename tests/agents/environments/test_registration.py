@@ -42,7 +42,6 @@ def test_servers_of_one_version_share_a_name() -> None:
 
 
 def test_another_version_takes_the_name_over_only_if_it_is_told_to_or_nobody_is_there() -> None:
-    """The servers of the earlier one stay for their episodes while they have a lease."""
     state = Registered(version="1", servers=(server(1),))
     with pytest.raises(
         NameTaken, match=r"registered with version '1' at http://10.0.0.1:1, and this is '2'; give --replace"
@@ -57,7 +56,6 @@ def test_another_version_takes_the_name_over_only_if_it_is_told_to_or_nobody_is_
 
 
 def test_a_name_has_a_limited_number_of_servers() -> None:
-    """Those without a lease do not count."""
     servers = tuple(server(port) for port in range(1, registry.MAX_SERVERS + 1))
     state = Registered(version="1", servers=servers)
     with pytest.raises(RegistrationRefused, match="has 256 servers; stop one first"):
@@ -94,7 +92,6 @@ def test_a_registration_that_cannot_be_is_refused_by_its_readers(change: dict[st
     "value", [b"", b"[]", b'{"version": "1", "version": "2", "servers": []}', b"\xff", b"[" * 100_000]
 )
 def test_a_value_that_is_none_is_refused(value: bytes) -> None:
-    """JSON with two readings too."""
     with pytest.raises(ValueError, match=r"."):
         registry.read_registered(value)
     for wrong in ({"at": 1, "lease_s": 0, "running": 0}, {"at": -1.0, "lease_s": 1.0, "running": 0}, {}):

@@ -16,18 +16,17 @@ import pytest
 from tests.agents.proxy.agent_model import QWEN25, Engine, write_model
 
 from penstock.agents.environments.play import Reply, Row
-from penstock.agents.environments.tools.built_in.bm25 import Bm25
 from penstock.agents.environments.tools.built_in.calculator import CALCULATOR_TOOL
-from penstock.agents.environments.tools.built_in.corpus import Passage, divided, read_corpus
 from penstock.agents.environments.tools.built_in.python import PYTHON_TOOL
-from penstock.agents.environments.tools.final_answer import is_right
-from penstock.agents.environments.tools.output_limit import shortened
+from penstock.agents.environments.tools.built_in.search import Bm25, Passage, divided, read_corpus
+from penstock.agents.environments.tools.options import is_right
 from penstock.agents.environments.tools.tool import (
     Tool,
     ToolArguments,
     ToolEpisode,
     ToolError,
     ToolUnavailable,
+    shortened,
 )
 from penstock.agents.environments.tools.toolbox import CallLimits, Toolbox
 from penstock.agents.environments.tools.tools_environment import Tools, ToolsPlay
@@ -227,7 +226,6 @@ def test_whatever_is_wrong_with_a_call_the_policy_reads_a_text(call: tuple[str, 
 
 @pytest.mark.parametrize(("name", "given"), [("faulty", {"act": "hang"}), ("slow", {})])
 def test_a_call_that_takes_too_long_is_an_error(name: str, given: dict[str, Any]) -> None:
-    """A coroutine is cancelled; a plain call goes on, on its thread."""
     Faulty.held.clear()
     toolbox = Toolbox({"faulty": Faulty(), "slow": Slow()}, CallLimits(0.2, 200, "end"))
     found = asyncio.run(_answer(toolbox, calls((name, given)).tool_calls, 8))
@@ -244,7 +242,6 @@ async def _answer(toolbox: Toolbox, made: Sequence[ToolCall], allowed: int) -> A
 
 
 def test_calls_of_one_answer_run_beside_each_other() -> None:
-    """Each of two calls waits for the other."""
     meeting = threading.Barrier(2)
 
     class Meets(Tool):
@@ -252,7 +249,7 @@ def test_calls_of_one_answer_run_beside_each_other() -> None:
         description = "Wait for another call."
 
         def call(self, arguments: Any, episode: ToolEpisode) -> str:
-            meeting.wait(30)
+            meeting.wait(60.0)
             return "met"
 
     toolbox = Toolbox({"meets": Meets()}, CallLimits(60.0, 100, "end"))
@@ -261,7 +258,6 @@ def test_calls_of_one_answer_run_beside_each_other() -> None:
 
 
 def test_calls_beyond_the_limits_are_refused() -> None:
-    """They get an error in their place, and the tool is not called."""
     made = calls(*[("faulty", {"act": name}) for name in "abc"]).tool_calls
     for allowed in (0, 2):
         episode_calls: list[str] = []
@@ -280,8 +276,6 @@ def test_calls_beyond_the_limits_are_refused() -> None:
 
 
 def test_a_call_that_waits_for_a_place_is_not_out_of_time() -> None:
-    """The time of a call begins when the tool takes it."""
-
     class Single(Tool):
         name = "single"
         description = "One at a time."
@@ -299,8 +293,6 @@ def test_a_call_that_waits_for_a_place_is_not_out_of_time() -> None:
 
 
 def test_a_tool_answers_with_a_text() -> None:
-    """Another value is an error of its author, not of the policy."""
-
     class Number(Tool):
         name = "number"
         description = "Return a number."
@@ -375,7 +367,6 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
 def test_wrong_definitions_are_refused(
     tmp_path: Path, options: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
-    """The error names the key of the run file, and what there is."""
     with pytest.raises(ConfigError, match=message):
         define(tmp_path, options, **settings)
 
@@ -402,12 +393,10 @@ def test_rows_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_last_answer_is_compared(answer: str, truth: Any, scoring: Any, expected: bool) -> None:
-    """As texts or as numbers, with one ground truth or any of several."""
     assert is_right(answer, truth, scoring) is expected
 
 
 def test_outputs_are_shortened_where_the_run_file_says() -> None:
-    """At most the limit stays, and a mark says how much does not."""
     assert shortened("abcdef", 6, "end") == "abcdef"
     assert shortened("abcdef", 4, "end") == "abcd\n[2 characters left out]"
     assert shortened("abcdef", 4, "start") == "[2 characters left out]\ncdef"
@@ -423,7 +412,6 @@ def test_outputs_are_shortened_where_the_run_file_says() -> None:
     ],
 )  # fmt: skip
 def test_the_calculator_is_exact(expression: str, text: str) -> None:
-    """Whole numbers have all their digits, others twelve."""
     arguments = CALCULATOR_TOOL.arguments.model_validate({"expression": expression})
     assert CALCULATOR_TOOL.call(arguments, EPISODE) == text
 
@@ -432,13 +420,11 @@ def test_the_calculator_is_exact(expression: str, text: str) -> None:
     "expression", ["1/0", "2**5000", "9**9**9", "2**0.5", "__import__('os')", "1" * 300, "(" * 150, "x"]
 )
 def test_the_calculator_executes_nothing_and_has_limits(expression: str) -> None:
-    """Everything else is an error that the policy reads."""
     with pytest.raises(ToolError):
         CALCULATOR_TOOL.call(CALCULATOR_TOOL.arguments.model_validate({"expression": expression}), EPISODE)
 
 
 def test_bm25_is_its_formula() -> None:
-    """Three passages, by hand."""
     index = Bm25(["red apple", "red red car drives", "Green tree"])
     idf_red, idf_car = math.log(1 + 1.5 / 2.5), math.log(1 + 2.5 / 1.5)
     mean = 8 / 3
@@ -477,7 +463,6 @@ def test_a_corpus_is_a_folder_or_a_file_of_lines(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    """When the worker starts, with file and line."""
     (tmp_path / name).write_bytes(content)
     environment = define(tmp_path, {"tools": {"search": {"corpus": str(tmp_path / name)}}})
     with pytest.raises(ConfigError, match=message):

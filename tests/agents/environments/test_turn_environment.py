@@ -161,7 +161,6 @@ def once(failing: Callable[[], Any], after: Reply) -> Callable[[], Any]:
 
 
 def test_an_episode_whose_environment_fails_is_begun_again_with_its_seed(model: Path) -> None:
-    """A failure is no reward; every play is closed."""
     environment = Script(once(fails, done(0.5)))
     (episode,), _ = play(model, environment, ["a", "b"])
     assert (episode.status, episode.reward, episode.attempt) == ("done", 0.5, 1)
@@ -192,8 +191,6 @@ def test_a_group_that_cannot_be_played_is_refused_with_the_reason(
 
 
 def test_a_play_that_fails_on_closing_has_been_played(model: Path) -> None:
-    """Also with a TimeoutError of its own."""
-
     class Stuck(Script):
         def play(self, seed: int, row: Row, options: Any) -> Play:
             play = super().play(seed, row, options)
@@ -219,7 +216,6 @@ def test_enough_episodes_make_a_group(model: Path) -> None:
     [({"max_turns": 2}, ["a", "b", "c"], "truncated"), ({"max_turns": 9}, ["a", "b"], "done")],
 )
 def test_the_turns_of_an_episode_are_limited(model: Path, more: dict[str, Any], script: list[str], status: str) -> None:
-    """It ends as truncated, with the rewards that it got."""
     environment = Script(lambda: say("on", 0.25), lambda: done(1.0) if status == "done" else say("on", 0.25))
     (episode,), _ = play(model, environment, script, **more)
     assert episode.status == status
@@ -250,8 +246,6 @@ def test_time_is_booked_to_who_spent_it(model: Path) -> None:
 
 
 def test_a_failure_of_the_engine_is_nobodys_reward(model: Path) -> None:
-    """It is raised, so that the pack is requeued."""
-
     class Broken:
         async def generate(self, prompts: Any, sampling: Sampling, n: int) -> list[list[Completion]]:
             raise EngineError("gone")
@@ -261,7 +255,6 @@ def test_a_failure_of_the_engine_is_nobodys_reward(model: Path) -> None:
 
 
 def test_no_more_episodes_are_played_at_once_than_allowed(model: Path) -> None:
-    """The others wait, and hold no place in the engine."""
     running, most = [0], [0]
 
     async def count() -> None:
@@ -332,7 +325,6 @@ class Nowhere:
 
 
 def test_a_row_that_is_no_question_is_refused(model: Path) -> None:
-    """With the text that was found."""
     found, _ = play(model, LOOKUP, ["a"], task_of("get", size=1))
     assert isinstance(found, TaskRefused)
     assert "the prompt names 0 keys, expected one number: 'get'" in str(found)
@@ -350,7 +342,6 @@ def test_a_row_that_is_no_question_is_refused(model: Path) -> None:
     ],
 )
 def test_a_task_with_hostile_messages_is_refused(model: Path, messages: str, said: str) -> None:
-    """The worker goes on; nothing is asked of the engine."""
     found, engine = play(model, LOOKUP, ["a"], task_of(size=1).model_copy(update={"messages": messages}))
     assert isinstance(found, TaskRefused)
     assert said in str(found)
@@ -371,7 +362,6 @@ def test_a_row_brings_its_calls_of_tools(model: Path) -> None:
 
 
 def test_a_model_without_a_chat_template_is_refused_with_the_first_task(model: Path, tmp_path: Path) -> None:
-    """Not before: other environments of the same worker need none."""
     bare = write_model(tmp_path / "bare", SMOLLM2)
     (bare / "chat_template.jinja").unlink()
     engine = Engine(ChatTokenizer.read(model))
@@ -381,7 +371,6 @@ def test_a_model_without_a_chat_template_is_refused_with_the_first_task(model: P
 
 
 def test_a_greedy_baseline_is_an_episode_too(model: Path) -> None:
-    """Of a group with the same seed; it is compared with and not trained on."""
     seeds = {group_seed(task_of(size=2)), group_seed(task_of(size=1))}
     assert len(seeds) == 1
     (episode,), _ = play(model, LOOKUP, ["?37", "1"])
@@ -400,7 +389,6 @@ def test_a_greedy_baseline_is_an_episode_too(model: Path) -> None:
     ],
 )
 def test_a_definition_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    """On reading the run file, with what is possible."""
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -409,7 +397,6 @@ def test_a_definition_that_cannot_be_is_refused(tmp_path: Path, text: str, said:
 
 
 def test_a_defined_environment_has_its_own_limits() -> None:
-    """And leaves those of its type as they are."""
     found = load_environments((), {"short": EnvironmentDefinition.model_validate({"type": "lookup", "max_turns": 2})})
     short, plain = found["short"], found["lookup"]
     assert isinstance(short, TurnEnvironment)
@@ -441,7 +428,6 @@ def test_the_documented_environment_plays_as_documented(
 
 
 def test_options_may_hold_tables(tmp_path: Path) -> None:
-    """Inline, in a section, and as an override; the environment checks them."""
     file = tmp_path / "run.toml"
     file.write_text(
         '[environment.define.a]\ntype = "program"\noptions = { command = ["x"], variables = { A = "b" } }\n'

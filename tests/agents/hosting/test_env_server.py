@@ -21,9 +21,10 @@ from tests.agents.environments.test_turn_environment import Scored, Script
 
 from penstock.agents.environments.games.calculator import CALCULATOR
 from penstock.agents.environments.play import Reply, done, say
-from penstock.agents.hosting import list_environments, serve, try_environment
+from penstock.agents.hosting import commands, serve
 from penstock.agents.hosting.trial import RandomPolicy, ScriptedPolicy
 from penstock.agents.proxy.messages import Message
+from penstock.protocol.command_line import run
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
@@ -244,8 +245,9 @@ def test_an_environment_is_tried_without_a_model(guess: Path, capsys: pytest.Cap
     """At random and by a script; by class, by name, and as a run file defines it."""
     (guess / "script").write_text("50\n\n1\n2\n3\n")
     for name in ("guess.py:Guess", "guess.py:GUESS"):
-        code = try_environment.main(
-            [name, "--options", '{"highest": 3}', "--episodes", "4", "--script", "script", "--json"]
+        code = run(
+            commands.app,
+            ["test", name, "--options", '{"highest": 3}', "--episodes", "4", "--script", "script", "--json"],
         )
         found = json.loads(capsys.readouterr().out)
         assert (code, found["repeatable"]) == (0, True)
@@ -254,9 +256,9 @@ def test_an_environment_is_tried_without_a_model(guess: Path, capsys: pytest.Cap
         assert scripted["ends"] == {"done": 4, "truncated": 0, "no answer left": 0, "failed": 0}
         assert (scripted["reward"]["mean"], 2 <= scripted["turns"]["mean"] <= 4) == (1.0, True)
         assert scripted["ms"]["step"]["most"] >= scripted["ms"]["step"]["least"] > 0
-    assert try_environment.main(["guess-small", "--run-file", "run.toml", "--episodes", "2"]) == 0
+    assert run(commands.app, ["test", "guess-small", "--run-file", "run.toml", "--episodes", "2"]) == 0
     assert "same seed, same answers: the same episode" in capsys.readouterr().out
-    assert try_environment.main(["calculator", "--episodes", "5"]) == 0
+    assert run(commands.app, ["test", "calculator", "--episodes", "5"]) == 0
     assert "malformed" in capsys.readouterr().out
 
 
@@ -290,7 +292,7 @@ def test_a_trial_finds_failures_and_worlds_that_do_not_follow_from_the_seed(
     """Exit code 1, with the reasons."""
     (tmp_path / "dice.py").write_text(UNSEEDED)
     monkeypatch.chdir(tmp_path)
-    assert try_environment.main(["dice.py:Unseeded", "--episodes", "30"]) == 1
+    assert run(commands.app, ["test", "dice.py:Unseeded", "--episodes", "30"]) == 1
     said = capsys.readouterr().out
     assert "problem: OSError: fell off the table" in said
     assert "ANOTHER EPISODE: everything random must follow from the seed" in said
@@ -325,7 +327,7 @@ def test_a_trial_that_runs_out_of_turns_has_its_score(
     """As an episode of a run has."""
     (tmp_path / "scored.py").write_text(SCORED)
     monkeypatch.chdir(tmp_path)
-    assert try_environment.main(["scored.py:Scored", "--episodes", "1", "--max-turns", "2", "--json"]) == 0
+    assert run(commands.app, ["test", "scored.py:Scored", "--episodes", "1", "--max-turns", "2", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["policies"]
     assert (found["ends"]["truncated"], found["reward"]["mean"]) == (1, 1.0)
 
@@ -344,17 +346,25 @@ def test_a_trial_that_runs_out_of_turns_has_its_score(
 def test_a_trial_that_cannot_be_is_refused(arguments: list[str], said: str) -> None:
     """With what to write instead."""
     with pytest.raises(ConfigError) as caught:
-        try_environment.main(arguments)
+        run(commands.app, ["test", *arguments])
     assert said in str(caught.value)
 
 
 def test_environments_are_listed_with_their_options(guess: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The built-in ones, and those of a run file."""
-    assert list_environments.main([]) == 0
+    assert (
+        run(
+            commands.app,
+            [
+                "list",
+            ],
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "frozen_lake: walk from the upper left corner" in said
     assert "    url = []: URL of its server" in said
-    assert list_environments.main(["run.toml", "--json"]) == 0
+    assert run(commands.app, ["list", "run.toml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["guess-small"]["options"]["highest"]["default"] == "100"
 
 
@@ -370,7 +380,7 @@ def test_environments_are_listed_with_their_options(guess: Path, capsys: pytest.
 def test_what_cannot_be_served_is_refused(guess: Path, arguments: list[str], said: str) -> None:
     """Before it listens."""
     with pytest.raises(ConfigError) as caught:
-        serve.main(arguments)
+        run(commands.app, ["serve", *arguments])
     assert said in str(caught.value)
 
 
@@ -431,15 +441,15 @@ def test_the_example_in_node_is_played_and_drains(tmp_path: Path, capsys: pytest
     (tmp_path / "script").write_text("x\n1\n2\n3\n")
     with node(ENVIRONMENT_SECRET=SECRET) as url:
         common = [url, "--options", '{"highest": 3}', "--episodes", "3", "--script", str(tmp_path / "script"), "--json"]
-        assert try_environment.main([*common, "--secret-file", str(tmp_path / "key")]) == 0
+        assert run(commands.app, ["test", *common, "--secret-file", str(tmp_path / "key")]) == 0
         drawn, scripted = json.loads(capsys.readouterr().out)["policies"]
         assert (drawn["ends"]["failed"], scripted["ends"]["done"], scripted["parts"]) == (0, 3, {"success": 1.0})
         (tmp_path / "script").write_text("2\n")
         near = ["--max-turns", "1", "--secret-file", str(tmp_path / "key")]
-        assert try_environment.main([*common, *near]) == 0
+        assert run(commands.app, ["test", *common, *near]) == 0
         scripted = json.loads(capsys.readouterr().out)["policies"][1]
         assert (scripted["ends"]["truncated"], scripted["reward"]["mean"]) == (3, 0.25)
-        assert try_environment.main(common) == 1
+        assert run(commands.app, ["test", *common]) == 1
         assert "401: unauthorized" in capsys.readouterr().out
         with httpx.Client(base_url=url) as http:
             assert http.get("/environment").status_code == 401

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,11 @@ from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.http_environment import Http
 from penstock.agents.environments.over_http.registry import RegisteredServer
 from penstock.agents.environments.play import done
-from penstock.agents.hosting import app, list_environments, register, registrar, serve
+from penstock.agents.hosting import app, commands, registrar
 from penstock.agents.hosting.episodes import Episodes
 from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
-from penstock.deploy.certificates import main as make_certificates
+from penstock.deploy.certificates import write_certificates
+from penstock.protocol.command_line import run
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -40,7 +40,7 @@ async def test_an_https_server_is_known_by_its_authority(
 ) -> None:
     """Calls are encrypted and signed; without the authority the registration is refused, and the worker starts nothing."""
     certificates = tmp_path / "tls"
-    assert make_certificates([str(certificates), "--service", "guess"]) == 0
+    write_certificates(certificates, services=("guess",))
     authority = certificates / "ca.pem"
     monkeypatch.setenv(http_tls.CERTIFICATE, str(certificates / "guess.pem"))
     monkeypatch.setenv(http_tls.KEY, str(certificates / "guess.key"))
@@ -151,7 +151,7 @@ async def test_episodes_of_a_killed_server_are_played_again_with_their_seed(
             await until(
                 lambda: {one.url: one.is_leased for one in servers.values()} == {url: False, other: True}, "an expiry"
             )
-        await asyncio.to_thread(list_environments.main, ["--registered", *where(nats_settings), "--json"])
+        await asyncio.to_thread(run, commands.app, ["list", "--registered", *where(nats_settings), "--json"])
         states = {
             one["url"]: one["state"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])[name]["servers"]
         }
@@ -174,21 +174,19 @@ async def test_servers_are_listed_drained_and_resumed_from_the_command_line(
     """With version, state, episodes and lease of each."""
     nats = where(nats_settings)
 
-    def said(command: Callable[[list[str]], int], *arguments: str) -> str:
-        assert command([*arguments, *nats]) == 0
+    def said(*arguments: str) -> str:
+        assert run(commands.app, [*arguments, *nats]) == 0
         return capsys.readouterr().out
 
-    assert "no environment server is registered" in await asyncio.to_thread(
-        said, list_environments.main, "--registered"
-    )
+    assert "no environment server is registered" in await asyncio.to_thread(said, "list", "--registered")
     async with registered(store, name, Script(), capacity=7) as (url, _, _):
-        text = await asyncio.to_thread(said, list_environments.main, "--registered")
+        text = await asyncio.to_thread(said, "list", "--registered")
         assert f"{name}: version 1\n    {url}  version 1: in service, 0 of 7 episodes, lease of 60 s renewed " in text
-        assert f"{name} at {url}: drained" in await asyncio.to_thread(said, register.drain, name)
-        assert "version 1: drained, 0 of 7" in await asyncio.to_thread(said, list_environments.main, "--registered")
-        assert "back in service" in await asyncio.to_thread(said, register.resume, name, "--url", url)
+        assert f"{name} at {url}: drained" in await asyncio.to_thread(said, "drain", name)
+        assert "version 1: drained, 0 of 7" in await asyncio.to_thread(said, "list", "--registered")
+        assert "back in service" in await asyncio.to_thread(said, "resume", name, "--url", url)
         with pytest.raises(ConfigError, match="no server at http://x is registered under"):
-            await asyncio.to_thread(said, register.drain, name, "--url", "http://x")
+            await asyncio.to_thread(said, "drain", name, "--url", "http://x")
 
 
 def test_arguments_that_cannot_be_are_refused(name: str) -> None:
@@ -200,11 +198,11 @@ def test_arguments_that_cannot_be_are_refused(name: str) -> None:
         (["http://127.0.0.1:9", "nats.urls=x"], "nats.urls"),
     ):
         with pytest.raises(ConfigError, match=said):
-            register.main(arguments)
+            run(commands.app, ["register", *arguments])
     with pytest.raises(ConfigError, match="is needed with --registered only"):
-        list_environments.main(["nats.url=nats://127.0.0.1:1"])
+        run(commands.app, ["list", "nats.url=nats://127.0.0.1:1"])
     with pytest.raises(ConfigError, match="with --register NAME only"):
-        serve.main(["lookup", "nats.url=nats://x"])
+        run(commands.app, ["serve", "lookup", "nats.url=nats://x"])
     definition = EnvironmentDefinition.model_validate({"type": "http", "options": {"registered": name}})
     own = load_environments((), {"mine": definition})["mine"]
     assert isinstance(own, Http)

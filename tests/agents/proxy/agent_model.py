@@ -15,13 +15,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.plan_prompt import PromptPlanner, Thinking
-from penstock.agents.proxy.proxy import AgentProxy
 from penstock.agents.proxy.renderer import ChatRenderer
-from penstock.agents.proxy.session import AgentModel, EpisodeSession
+from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeSession
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import RouterShape, Sampling
+from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
 
@@ -141,7 +140,6 @@ def tokenizer_json() -> str:
 
 
 def write_model(folder: Path, template: str) -> Path:
-    """Write the files of a model folder that the proxy reads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     (folder / "chat_template.jinja").write_text(template)
@@ -225,8 +223,6 @@ def logprobs_of(prompt: list[int], ids: list[int]) -> list[float]:
 
 @dataclass
 class Bench:
-    """A proxy with one model and one engine."""
-
     proxy: AgentProxy
     model: AgentModel
     engine: Engine
@@ -253,7 +249,6 @@ def bench(
     routers: RouterShape | None = None,
     **limits: object,
 ) -> Bench:
-    """Return a proxy over an engine that answers with ``script``, then with random tokens."""
     if template not in _TOKENIZERS:
         _TOKENIZERS[template] = ChatTokenizer.read(write_model(folder / template, TEMPLATES[template]))
     tokenizer = _TOKENIZERS[template]

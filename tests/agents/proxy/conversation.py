@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tests.agents.proxy.agent_model import Bench, chosen_by, logprobs_of
 
-from penstock.agents.proxy.agent_request import RetryMark
 from penstock.agents.proxy.api import chat_completions
+from penstock.agents.proxy.messages import RetryMark
 from penstock.agents.proxy.rows import TreeRows
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
@@ -42,7 +42,6 @@ class Agent:
     async def sample(
         self, messages: Sequence[dict[str, Any]], mark: RetryMark | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Send messages; return the answer's message."""
         turn = await self.turn(messages, mark, **fields)
         turn.delivered = True
         self.replies.append(chat_completions.reply(turn, "policy", 0, "chatcmpl-0"))

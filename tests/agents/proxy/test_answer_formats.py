@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, split_reasoning
-from penstock.agents.proxy.match import is_copy
 from penstock.agents.proxy.messages import Message, ToolCall, similar_arguments
+from penstock.agents.proxy.tree import is_copy
 
 HERMES, LLAMA, PLAIN = (ANSWER_FORMATS.find(name).value for name in ("hermes", "llama", "plain"))
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -12,8 +12,7 @@ from tests.agents.proxy.agent_model import bench
 from tests.agents.proxy.conversation import LOOK, Agent, result, system, user
 from tests.rigs.fuzz_agents.model import store
 
-from penstock.agents.proxy.agent_request import AgentRequest
-from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.messages import AgentRequest, Message
 from penstock.protocol.episode import MAIN
 from penstock.protocol.facts import RouterShape
 from penstock.rollout_service.errors import ReplyRefused

@@ -33,7 +33,6 @@ async def test_a_planted_rendering_of_the_history_is_found(tmp_path: Path, plant
 
 
 def test_of_two_answers_that_begin_alike_each_is_found() -> None:
-    """An answer that was cut after one token is not taken for the longer one that was sampled before it."""
     recorded = Recorded()
     recorded.add([1, 2], [7, 8, 9], [-0.5, -0.25, -1.0])
     recorded.add([1, 2], [7], [-0.5])

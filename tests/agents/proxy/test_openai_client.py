@@ -6,19 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from tests.agents.proxy.agent_model import bench
 from tests.agents.proxy.conversation import LOOK, check_rows
 
-from penstock.agents.proxy.proxy import path
 from penstock.agents.proxy.server import serving
+from penstock.agents.proxy.session import path
 
 END = "<|im_end|>"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "sun"}}\n</tool_call>' + END
 
 
 async def test_an_agent_written_with_the_openai_package(tmp_path: Path) -> None:
+    import openai  # two CPU seconds
+
     one = bench(tmp_path, script=[CALL, "star" + END, CALL, "moon" + END])
     episode = one.begin()
     async with (

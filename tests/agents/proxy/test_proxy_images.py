@@ -15,16 +15,13 @@ from tests.pictures import picture, picture_bytes
 from tests.rollout_service.vision_folder import write_vision_folder
 
 from penstock.agents.environments.over_http.wire import written
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.build_episode import messages_json, stored_rows
-from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
 from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.proxy import AgentProxy
 from penstock.agents.proxy.renderer import ChatRenderer
-from penstock.agents.proxy.request_errors import RequestRefused
-from penstock.agents.proxy.session import AgentModel
+from penstock.agents.proxy.rows import messages_json, stored_rows
+from penstock.agents.proxy.session import AgentModel, AgentProxy
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.agents.proxy.tree import Found, PromptPlan
 from penstock.protocol import blob_keys
@@ -32,7 +29,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.facts import Sampling
 from penstock.protocol.transport.blobs import Blobs
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.run_images import RunImages
 
 END = "<|im_end|>"
@@ -41,8 +38,6 @@ CAT, DOG, OTHER_CAT = (picture_bytes(picture(*size, seed=n)) for n, size in enum
 
 
 class SeeingEngine(Engine):
-    """An engine that notes the prompts as it was given them."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.given: list[Sequence[int]] = []
@@ -54,7 +49,6 @@ class SeeingEngine(Engine):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder that reads images."""
     return write_vision_folder(tmp_path_factory.mktemp("vision"))
 
 
@@ -70,7 +64,6 @@ def seeing(folder: Path, blobs: Blobs, run_id: str, *script: str | list[int]) ->
 
 
 def data_url(image: bytes) -> str:
-    """An image as agents send it."""
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
@@ -85,7 +78,6 @@ def shown(*parts: str | bytes) -> list[dict[str, Any]]:
 
 
 def stored(blobs: Blobs, run_id: str) -> set[str]:
-    """Keys of the run's images."""
     return {stat.key.rpartition("/")[2] for stat in blobs.list(blob_keys.images_prefix(run_id))}
 
 
@@ -182,7 +174,6 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_api_writes_images_in_its_own_way(name: str) -> None:
-    """The three say the same."""
     api, body = BODIES[name]
     request: AgentRequest = api.read_request(body, 1.0)
     first, _, result = request.messages
@@ -206,7 +197,6 @@ def test_every_api_writes_images_in_its_own_way(name: str) -> None:
 async def test_what_cannot_be_shown_is_refused_and_samples_nothing(
     folder: Path, blobs: Blobs, run_id: str, content: Any, message: str
 ) -> None:
-    """Nothing is fetched, guessed or left out."""
     one = seeing(folder, blobs, run_id, "x" + END)
     with pytest.raises(RequestRefused, match=message) as refused:
         await Agent(one, {"role": "user", "content": content}).ask()

@@ -8,8 +8,7 @@ import pytest
 from tests.agents.proxy.agent_model import TEMPLATES, write_model
 
 from penstock.agents.proxy.__main__ import main
-from penstock.agents.proxy.renderer import ChatRenderer
-from penstock.agents.proxy.template_probe import format_table, probe, shows_tools
+from penstock.agents.proxy.renderer import ChatRenderer, format_table, probe, shows_tools
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 
 

@@ -12,7 +12,9 @@ from tests.console import command
 
 from penstock import __version__
 from penstock.console import connections, launch
-from penstock.console.cli.main import app
+from penstock.console.cli.main import app, run
+from penstock.console.cli.options import LocalOptions
+from penstock.deploy import train_local
 from penstock.protocol.errors import ConfigError
 
 VERBS = (
@@ -225,13 +227,30 @@ def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
     assert command == [sys.executable, *torchrun, *rank]
 
 
-def test_train_local_starts_all_services():
-    """--local is removed; the other arguments are passed on."""
-    assert launch.train_command(["run.toml", "--local", "a.b=1"], {})[3:] == [
-        "penstock.deploy.train_local",
-        "run.toml",
-        "a.b=1",
-    ]
+def test_train_local_starts_all_services(monkeypatch: pytest.MonkeyPatch):
+    """--local, its options and --json are not settings of the run file; what was typed resumes the run."""
+    called: list[tuple[object, ...]] = []
+    monkeypatch.setattr(train_local, "train_local", lambda *given, **named: called.append((*given, named)) or 0)
+    typed = ["run.toml", "--local", "a.b=1", "--json", "--serve", "r.py", "--workers", "3"]
+    assert run(["train", *typed]) == 0
+    named = {"as_json": True, "again": tuple(typed)}
+    assert called == [(("run.toml", "a.b=1"), LocalOptions(workers=3, serve=(Path("r.py"),)), named)]
+
+
+def test_options_of_local_need_it(capsys: pytest.CaptureFixture[str]):
+    """Without --local they would start nothing."""
+    assert run(["train", "run.toml", "--workers", "3"]) == 1
+    assert "options of penstock train --local; add --local" in capsys.readouterr().err
+
+
+def test_a_mistyped_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]):
+    """With exit code 2, also for a value that is none of the choices."""
+    assert run(["certs", "tls", "--renw"]) == 2
+    assert "Did you mean --renew?" in " ".join(capsys.readouterr().err.split())
+    assert run(["quickstart", "--engine", "sglan"]) == 2
+    assert 'you mean "sglang"?' in " ".join(capsys.readouterr().err.split())
+    assert run(["quickstart", "--steps", "1"]) == 2
+    assert "Must be >= 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two", "1.5", "true"])
@@ -287,11 +306,6 @@ def test_without_servers_the_answer_is_immediate(verb: list[str], monkeypatch: p
 def test_a_configured_server_may_still_be_starting():
     """Only the default addresses are checked before the service starts, which waits for its servers itself."""
     connections.require_servers(["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"], {})
-
-
-def test_train_reads_json_as_an_option_of_its_own():
-    """--json is not a setting of the run file."""
-    assert launch.train_command(["a.b=1", "--json"], {})[3:] == ["penstock.deploy.train_attached", "a.b=1", "--json"]
 
 
 @pytest.mark.parametrize(

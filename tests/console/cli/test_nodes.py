@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from penstock.console import launch
-from penstock.console.nodes import Nodes, split
+from penstock.console.cli.main import app
+from penstock.console.nodes import NodeOptions, Nodes, find
 from penstock.protocol.errors import ConfigError
 
-FLAGS = ["--nodes", "2", "--node-rank", "1", "--rdzv", "node0:29501"]
+TWO = NodeOptions(nodes=2, node_rank=1, rdzv="node0:29501")
+NO = NodeOptions()
 SLURM = {
     "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "gpu[03-05],cpu1", "SLURM_NODEID": "2",
 }  # fmt: skip
@@ -21,60 +24,59 @@ LEADER_WORKER_SET = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "expected"),
+    ("options", "environ", "expected"),
     [
-        (FLAGS, {}, Nodes(2, 1, "node0:29501")),
-        (["--nodes=2", "--node-rank=0", "--rdzv=10.0.0.1"], SLURM, Nodes(2, 0, "10.0.0.1:29500")),
-        ([], SLURM, Nodes(3, 2, "gpu03:29500")),
-        ([], {**SLURM, "SLURM_STEP_NODELIST": "a,b,c", "MASTER_PORT": "1234"}, Nodes(3, 2, "a:1234")),
-        ([], KUBEFLOW, Nodes(2, 1, "job-node-0:29400")),
-        ([], LEADER_WORKER_SET, Nodes(4, 3, "set-0.ns:29500")),
-        ([], {"SLURM_NNODES": "3", "SLURM_NODEID": "0"}, None),  # a batch script that starts no step
-        ([], {"PET_NNODES": "1:4"}, None),  # an elastic range is torchrun's own
-        (["--nodes", "1"], SLURM, None),
+        (TWO, {}, Nodes(2, 1, "node0:29501")),
+        (NodeOptions(nodes=2, node_rank=0, rdzv="10.0.0.1"), SLURM, Nodes(2, 0, "10.0.0.1:29500")),
+        (NO, SLURM, Nodes(3, 2, "gpu03:29500")),
+        (NO, {**SLURM, "SLURM_STEP_NODELIST": "a,b,c", "MASTER_PORT": "1234"}, Nodes(3, 2, "a:1234")),
+        (NO, KUBEFLOW, Nodes(2, 1, "job-node-0:29400")),
+        (NO, LEADER_WORKER_SET, Nodes(4, 3, "set-0.ns:29500")),
+        (NO, {"SLURM_NNODES": "3", "SLURM_NODEID": "0"}, None),  # a batch script that starts no step
+        (NO, {"PET_NNODES": "1:4"}, None),  # an elastic range is torchrun's own
+        (NodeOptions(nodes=1), SLURM, None),
     ],
 )
-def test_the_place_of_a_node(arguments: list[str], environ: dict[str, str], expected: Nodes | None) -> None:
-    """Flags count before the scheduler; other arguments are passed on in order."""
-    assert split(["run.toml", *arguments, "a.b=1"], environ) == (expected, ["run.toml", "a.b=1"])
+def test_the_place_of_a_node(options: NodeOptions, environ: dict[str, str], expected: Nodes | None) -> None:
+    """Options count before the scheduler."""
+    assert find(options, environ) == expected
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "message"),
+    ("options", "environ", "message"),
     [
-        (["--nodes", "2"], {}, r"--node-rank and --rdzv missing with --nodes 2; on every node: penstock train"),
-        (["--node-rank", "1"], {}, "for several nodes; say how many"),
-        (["--nodes"], {}, "--nodes needs a value"),
-        (["--nodes", "two"], {}, "--nodes: expected a whole number of at least 1, got 'two'"),
-        ([*FLAGS, "--nodes", "3"], {}, "--nodes is given twice"),
-        ([*FLAGS[:2], "--node-rank", "2", *FLAGS[4:]], {}, "--node-rank: 2 of 2 nodes; ranks of nodes go from 0 to 1"),
-        ([*FLAGS[:4], "--rdzv", "node0:port"], {}, "--rdzv: expected HOST:PORT of node 0, got 'node0:port'"),
-        ([], {**SLURM, "SLURM_STEP_NUM_TASKS": "24"}, "24 tasks on 3 nodes; one per node starts all ranks"),
-        ([], {"PET_NNODES": "2"}, "PET_NODE_RANK and PET_MASTER_ADDR not"),
+        (NodeOptions(nodes=2), {}, r"--node-rank and --rdzv missing with --nodes 2; on every node: penstock train"),
+        (NodeOptions(node_rank=1), {}, "for several nodes; give their number"),
+        (replace(TWO, node_rank=2), {}, "--node-rank: 2 of 2 nodes; ranks of nodes go from 0 to 1"),
+        (replace(TWO, rdzv="node0:port"), {}, "--rdzv: expected HOST:PORT of node 0, got 'node0:port'"),
+        (NO, {**SLURM, "SLURM_STEP_NUM_TASKS": "24"}, "24 tasks on 3 nodes; one per node starts all ranks"),
+        (NO, {"PET_NNODES": "2"}, "PET_NODE_RANK and PET_MASTER_ADDR not"),
     ],
 )
-def test_what_cannot_be_a_place_is_refused(arguments: list[str], environ: dict[str, str], message: str) -> None:
+def test_what_cannot_be_a_place_is_refused(options: NodeOptions, environ: dict[str, str], message: str) -> None:
     """The message has what to type on every node."""
     with pytest.raises(ConfigError, match=message):
-        split(["run.toml", *arguments], environ)
+        find(options, environ)
 
 
 def test_each_node_starts_its_share_of_the_ranks() -> None:
     """trainer.num_ranks counts all nodes; node 0 has rank 0 because the places are fixed."""
-    command = launch.trainer_command([*FLAGS, "trainer.num_ranks=8"], {})
+    command = launch.trainer_command(["trainer.num_ranks=8"], {}, options=TWO)
     torchrun = ["-P", "-m", "torch.distributed.run", "--nnodes=2", "--node-rank=1", "--nproc-per-node=4"]
     meeting = ["--rdzv-backend=static", "--rdzv-endpoint=node0:29501", "--rdzv-conf=timeout=600", "--no-python", "--"]
     rank = [sys.executable, "-P", "-m", "penstock.trainer", "train", "trainer.num_ranks=8"]
     assert command == [sys.executable, *torchrun, *meeting, *rank]
     for ranks in ("1", "3"):
         with pytest.raises(ConfigError, match=rf"num_ranks = {ranks} cannot be divided among 2 nodes"):
-            launch.trainer_command([*FLAGS, f"trainer.num_ranks={ranks}"], {})
+            launch.trainer_command([f"trainer.num_ranks={ranks}"], {}, options=TWO)
 
 
 def test_local_is_one_machine() -> None:
     """A stack on every node would be several runs of one name."""
     with pytest.raises(ConfigError, match="--local starts every service on this machine, and this is node 1 of 2"):
-        launch.train_command(["run.toml", "--local", *FLAGS], {})
+        app(
+            ["train", "run.toml", "--local", "--nodes", "2", "--node-rank", "1", "--rdzv", "node0"], exit_on_error=False
+        )
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "900"), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}, "60")])

@@ -12,7 +12,6 @@ from penstock.console.evaluation.estimates import Estimate, estimate, majority, 
 
 @pytest.mark.parametrize("num_samples", range(1, 7))
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(num_samples: int) -> None:
-    """For every number of correct samples and every k, all subsets of k samples are counted."""
     for num_correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
         subsets = list(itertools.combinations(range(num_samples), k))
         share = sum(any(i < num_correct for i in one) for one in subsets) / len(subsets)
@@ -72,7 +71,6 @@ def test_a_mean_has_the_interval_of_its_prompts() -> None:
 
 
 def test_samples_of_a_prompt_narrow_no_interval() -> None:
-    """Ten equal samples of each prompt say as much as one: the interval is over prompts."""
     once = estimate([0.0, 1.0, 1.0, 0.0], bounded=True)
     tenfold = estimate([sum([value] * 10) / 10 for value in (0.0, 1.0, 1.0, 0.0)], bounded=True)
     assert once == tenfold

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.console.evaluation import result_plot, result_table, stored_results
+from penstock.console.evaluation import result_plot, result_table, results
 from penstock.console.evaluation.results import ALL, Answers, Correctness, EvaluationResult, Outcome, summarise
 
 VOTES = Answers("the whole completion", lambda _: str.strip)
@@ -45,7 +45,6 @@ def test_every_source_has_its_own_estimates_and_all_have_one() -> None:
 
 
 def test_a_failed_prompt_is_counted_and_enters_no_mean() -> None:
-    """One correct, one failed, one missing of three: the accuracy is 1 over one prompt."""
     a = outcome(0, "s", True)
     (found,) = summarise([a, failed(1, "s", "scoring: Timeout")], {"s": 3}, k=1, correct=correct(a), answers=VOTES)
     assert (found.complete, found.failed, found.missing, found.prompts) == (1, 1, 1, 3)
@@ -57,13 +56,11 @@ def test_a_failed_prompt_is_counted_and_enters_no_mean() -> None:
 
 
 def test_without_a_complete_prompt_there_is_no_estimate() -> None:
-    """Nothing is 0 because nothing was measured."""
     (found,) = summarise([failed(0, "s", "x")], {"s": 1}, k=2, correct=Correctness("", {}), answers=VOTES)
     assert (found.reward, found.accuracy, found.pass_at, found.maj) == (None, None, {}, None)
 
 
 def test_without_a_rule_of_success_only_the_reward_has_a_mean() -> None:
-    """A length has no accuracy, no pass@k and no majority."""
     a = outcome(0, "s", True, False)
     (found,) = summarise([a], {"s": 1}, k=2, correct=Correctness("not defined", None), answers=VOTES)
     assert found.reward is not None
@@ -73,15 +70,15 @@ def test_without_a_rule_of_success_only_the_reward_has_a_mean() -> None:
 
 def test_a_line_that_was_cut_off_is_sampled_again(tmp_path: Path) -> None:
     """Every whole line is kept, the last one of a prompt counts."""
-    stored_results.append_outcomes(tmp_path, [failed(0, "s", "x"), outcome(1, "s", True)])
-    stored_results.append_outcomes(tmp_path, [outcome(0, "s", True)])
-    with (tmp_path / stored_results.GROUPS).open("a") as file:
+    results.append_outcomes(tmp_path, [failed(0, "s", "x"), outcome(1, "s", True)])
+    results.append_outcomes(tmp_path, [outcome(0, "s", True)])
+    with (tmp_path / results.GROUPS).open("a") as file:
         file.write('{"prompt": 2, "sou')
-    found = stored_results.read_outcomes(tmp_path)
+    found = results.read_outcomes(tmp_path)
     assert sorted(found) == [0, 1]
     assert found[0].failed is None
-    stored_results.rewrite_outcomes(tmp_path, found.values())
-    assert stored_results.read_outcomes(tmp_path) == found
+    results.rewrite_outcomes(tmp_path, found.values())
+    assert results.read_outcomes(tmp_path) == found
 
 
 def test_a_result_is_read_back_shown_and_drawn(tmp_path: Path) -> None:
@@ -90,10 +87,10 @@ def test_a_result_is_read_back_shown_and_drawn(tmp_path: Path) -> None:
     sources = summarise([a, b], {"aime": 2, "math": 1}, k=2, correct=correct(a, b), answers=VOTES)
     result = EvaluationResult(evaluation_id="v3-0", model="run@3", run="run", version=3, k=2, sources=sources,
                               success="r ≥ 1", answer=VOTES.rule, finished_at=1.0)  # fmt: skip
-    folder = tmp_path / stored_results.FOLDER / "v3-0"
+    folder = tmp_path / results.FOLDER / "v3-0"
     folder.mkdir(parents=True)
-    stored_results.write_result(folder, result)
-    assert list(stored_results.results_of(tmp_path)) == [result]
+    results.write_result(folder, result)
+    assert list(results.results_of(tmp_path)) == [result]
     assert not result.is_complete
     console = Console(width=300, record=True, file=io.StringIO())
     console.print(result_table.table(result))
@@ -102,5 +99,5 @@ def test_a_result_is_read_back_shown_and_drawn(tmp_path: Path) -> None:
     assert "pass@2" in shown
     assert "maj@2" in shown
     assert next(result_table.notes(result)).startswith("2 of 3 prompts are complete, 0 failed, 1 missing")
-    result_plot.draw(folder / stored_results.PLOT, result)
-    assert (folder / stored_results.PLOT).read_bytes().startswith(b"\x89PNG")
+    result_plot.draw(folder / results.PLOT, result)
+    assert (folder / results.PLOT).read_bytes().startswith(b"\x89PNG")

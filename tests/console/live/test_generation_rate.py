@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.console.live.service_history import ServiceHistory
+from penstock.console.live.fleet import ServiceHistory
 from penstock.protocol.facts import Heartbeat
 
 

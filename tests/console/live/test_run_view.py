@@ -83,7 +83,6 @@ def test_a_service_is_lost_after_four_of_the_periods_that_it_announces():
 
 
 def test_idle_shares_count_from_the_first_step():
-    """Seconds before the first optimizer step do not count as waiting."""
     view = RunView(recorded.RUN)
     loading = recorded.beat("trainer", "trainer", recorded.START, busy_s=0.0, idle_s=100.0, cpu_s=1.0)
     view.fold_heartbeats([loading], recorded.START)
@@ -94,7 +93,6 @@ def test_idle_shares_count_from_the_first_step():
 
 
 def test_idle_shares_do_not_change_after_the_last_step():
-    """Waiting after the training does not change the shares."""
     view = recorded.whole_run()
     before = view.summary().idle_share
     idle = [beat.model_copy(update={"at": beat.at + 60, "idle_s": beat.idle_s + 60}) for beat in recorded.fleet(30)]
@@ -112,7 +110,6 @@ def test_overlap_is_at_least_busy_plus_busy_minus_wall():
 
 
 def test_a_step_repeated_after_a_resume_counts_once():
-    """A trainer that resumes at an older step replaces what it had trained after it."""
     view = RunView(recorded.RUN)
     for number in (1, 2, 3, 4, 3):
         view.fold_event(recorded.step(number, recorded.START + number))
@@ -148,16 +145,7 @@ def test_missing_metrics_are_missing_and_not_zero():
     assert snapshot.eta_s is None
 
 
-def test_nan_is_ignored():
-    """A NaN reward is left out of curve and means."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.step(1, recorded.START, reward_mean=float("nan")))
-    view.fold_event(recorded.step(2, recorded.START + 1, reward_mean=0.5))
-    assert view.summary().reward_last == 0.5
-
-
 def test_only_the_first_evaluated_split_is_before_and_after():
-    """Accuracies of another split do not mix with those of the first."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.evaluation(0, 0.5, recorded.START, split="held-out"))
     view.fold_event(recorded.evaluation(9, 0.7, recorded.START + 1, split="held-out"))
@@ -176,7 +164,6 @@ def test_no_service_is_lost_while_the_watcher_was_disconnected():
 
 
 def test_a_service_that_deletes_its_heartbeat_exited_regularly():
-    """A heartbeat deleted right after it was renewed is a regular exit, not an incident."""
     view = RunView(recorded.RUN)
     view.fold_heartbeats(recorded.fleet(1), recorded.START + 1)
     view.fold_heartbeats(recorded.fleet(2)[1:], recorded.START + 2)
@@ -196,15 +183,7 @@ def test_a_worker_that_joins_during_the_run_is_named():
     assert view.summary().idle_share == {"rollout": 0.0}
 
 
-def test_dead_letters_count_groups_by_reason():
-    """Every dead-lettered group is counted by its reason."""
-    view = RunView(recorded.RUN)
-    view.fold_dead_letter(recorded.dead_letter("e0.p1.a0", "e0.p2.a0"), recorded.START)
-    assert view.summary().groups.dead_lettered == {"endpoint_failed": 2}
-
-
 def test_a_time_without_steps_and_an_outage_of_nats_are_in_the_report():
-    """In the order of their times, whatever the reason was; steps that are only uneven are not."""
     view = RunView(recorded.RUN)
     at = [3.0 * number + (100.0 if number > 8 else 0.0) for number in range(1, 20)]
     for number, seconds in enumerate(at, start=1):
@@ -221,7 +200,6 @@ def test_a_time_without_steps_and_an_outage_of_nats_are_in_the_report():
 
 
 def test_steps_that_were_rolled_back_are_no_time_without_steps():
-    """The time since the last of them counts, not since the step of the checkpoint."""
     view = RunView(recorded.RUN)
     for number in range(1, 41):
         view.fold_event(recorded.step(number, recorded.START + number))
@@ -306,19 +284,10 @@ def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():
 
 
 def test_a_failing_reward_is_one_incident_per_reason():
-    """A thousand groups that wait for the same endpoint make one incident."""
     view = RunView(recorded.RUN)
     for _ in range(1000):
         view.fold_event(recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout"))
     assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups are retried"]
-
-
-def test_the_eta_follows_the_recent_steps():
-    """Half a second per step and twenty remaining steps are ten seconds."""
-    view = RunView(recorded.RUN, total_steps=40)
-    for number in range(1, 21):
-        view.fold_event(recorded.step(number, recorded.START + 0.5 * number))
-    assert view.snapshot(recorded.START + 10).eta_s == 10.0
 
 
 @given(st.lists(st.integers(1, 12), max_size=40))
@@ -336,7 +305,6 @@ def test_totals_belong_to_the_steps_that_count(numbers: list[int]):
 
 @pytest.mark.parametrize("kind", ["alarm", "evaluation_lost"])
 def test_warnings_of_the_trainer_are_incidents(kind: str) -> None:
-    """A mismatch of engine and trainer, or a lost evaluation, is an incident with its text."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.event(kind, recorded.START, text="evaluation lost: version 3: no weights"))
     (incident,) = view.snapshot(recorded.START).incidents

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.console.models.merge import merge_folders
-from penstock.console.models.merge_methods import METHODS, Method, Recipe, dare, parse_weights, slerp, ties
+from penstock.console.models.merge import METHODS, Method, Recipe, dare, merge_folders, parse_weights, slerp, ties
 from penstock.console.models.tensor_files import INDEX, open_model, packed
 from penstock.protocol.errors import ConfigError
 
@@ -26,7 +25,6 @@ def _tensors(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
 
 
 def _folder(path: Path, tensors: Tensors) -> Path:
-    """A model folder of two shards."""
     path.mkdir()
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
@@ -61,7 +59,6 @@ def test_a_weighted_mean_is_that_of_torch_and_keeps_shards_dtype_and_files(tmp_p
 
 @pytest.mark.parametrize("method", METHODS)
 def test_models_that_are_equal_stay_what_they_are(method: Method, tmp_path: Path) -> None:
-    """Also on their own base, where all changes are 0."""
     folders = [_folder(tmp_path / name, _tensors(1)) for name in ("x", "y", "base")]
     base = None if method in ("linear", "slerp") else folders[2]
     merge_folders(folders[:2], base, tmp_path / "out", Recipe(method, (1.0, 1.0)))
@@ -70,7 +67,6 @@ def test_models_that_are_equal_stay_what_they_are(method: Method, tmp_path: Path
 
 
 def test_task_arithmetic_adds_changes_to_the_base(tmp_path: Path) -> None:
-    """B + λ Σ wᵢ (xᵢ - b)."""
     one, two, base = (_folder(tmp_path / str(n), _tensors(n)) for n in (1, 2, 3))
     merge_folders([one, two], base, tmp_path / "out", Recipe("task_arithmetic", (1.0, -0.5), scale=0.25))
     x, y, b = (_tensors(n)["a.weight"] for n in (1, 2, 3))
@@ -126,7 +122,6 @@ def test_rounding_to_bfloat16_is_that_of_torch() -> None:
     ],
 )
 def test_what_a_method_cannot_do_is_refused(recipe: Recipe, has_base: bool, message: str) -> None:
-    """Before anything is read."""
     with pytest.raises(ConfigError, match=message):
         recipe.check(has_base=has_base)
 
@@ -159,7 +154,6 @@ def test_models_of_different_shape_are_refused_and_nothing_is_left(tmp_path: Pat
 
 
 def test_a_weight_for_each_model() -> None:
-    """1 each when none are given."""
     assert parse_weights(None, 3) == (1.0, 1.0, 1.0)
     assert parse_weights("0.3,0.7", 2) == (0.3, 0.7)
     for wrong in ("0.3", "a,b", "1,nan"):
@@ -186,7 +180,6 @@ def _header(entries: object) -> bytes:
     ],
 )  # fmt: skip
 def test_a_hostile_file_of_tensors_is_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
-    """By its header: nothing is read at an offset that the file does not have."""
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=message):
@@ -194,7 +187,6 @@ def test_a_hostile_file_of_tensors_is_refused(tmp_path: Path, files: dict[str, b
 
 
 def test_a_tensor_that_two_files_have_is_refused(tmp_path: Path) -> None:
-    """Which one counts would depend on their names."""
     folder = _folder(tmp_path / "twice", _tensors(1))
     first, second = sorted(folder.glob("*.safetensors"))
     second.write_bytes(first.read_bytes())

@@ -28,7 +28,6 @@ def test_a_misspelt_run_is_refused_without_waiting_for_nats(tmp_path: Path, monk
 def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
     tmp_path: Path, run_streams: str, nats_settings: NatsSettings
 ) -> None:
-    """It has no streams; one that has some is read."""
     at = [f"run.dir={tmp_path}", f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
     at.append(f"nats.password_file={secret_file(nats_settings.secret())}")
     with pytest.raises(ConfigError, match=r"no run nosuch at nats://.*; found: .*check the name"):
@@ -62,7 +61,6 @@ def test_a_run_on_servers_that_are_not_set_here_is_refused_at_once(
 def test_a_command_about_a_finished_local_run_gets_its_servers(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each starts again with the servers of the run's own store."""
     (tmp_path / "first" / "store").mkdir(parents=True)
     (tmp_path / "first" / "report.json").write_text("{}")
     started: list[list[str]] = []

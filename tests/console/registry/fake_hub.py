@@ -34,7 +34,6 @@ class FakeHub(ThreadingHTTPServer):
 
 @contextmanager
 def serve(hub: FakeHub) -> Iterator[FakeHub]:
-    """Answer until the block ends."""
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     try:
         yield hub
@@ -44,7 +43,6 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
 
 
 def commit_id(branch: str) -> str:
-    """The name of a branch's commit."""
     return hashlib.sha1(branch.encode()).hexdigest()
 
 

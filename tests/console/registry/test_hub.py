@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 from tests.console.registry.fake_hub import REPO, WRITER, FakeHub, commit_id, serve
 
-from penstock.console.registry import hub
+from penstock.console.registry import exchange
 from penstock.console.registry.exchange import push_model
 from penstock.protocol.errors import ConfigError
 
@@ -33,7 +33,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model folder."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path / "model"
@@ -41,10 +40,10 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_model_is_downloaded_whole(fake: FakeHub, tmp_path: Path) -> None:
     """The folder has the repository's files and nothing of the library's own."""
-    assert hub.pull("owner/model", tmp_path / "copy", revision=None) == tmp_path / "copy"
+    assert exchange.pull("owner/model", tmp_path / "copy", revision=None) == tmp_path / "copy"
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == FILES
     with pytest.raises(ConfigError, match="copy exists; name another folder"):
-        hub.pull("owner/model", tmp_path / "copy", revision=None)
+        exchange.pull("owner/model", tmp_path / "copy", revision=None)
 
 
 @pytest.mark.filterwarnings(
@@ -72,30 +71,29 @@ def test_a_model_is_pushed_with_its_card_and_pulled_again(
         (folder / "config.json").write_bytes(text)
         assert push_model("r", REPO, arguments, {}, private=True, revision=revision) == 0
         assert f"r: {fake.url}/{REPO}/commit/{commit_id(branch)}" in capsys.readouterr().out
-    hub.pull(REPO, tmp_path / "copy", revision=revision)
+    exchange.pull(REPO, tmp_path / "copy", revision=revision)
     pulled = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
-    assert "# r, final model" in pulled.pop(hub.CARD).decode()
+    assert "# r, final model" in pulled.pop(exchange.CARD).decode()
     assert pulled == {**files, "config.json": b'{"changed": true}'}
     assert fake.visibility == "private"
     assert set(fake.commits) == {branch}
 
 
 def test_a_card_of_the_folder_is_kept(fake: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card of the run does not replace what the user wrote."""
     monkeypatch.setenv("HF_TOKEN", WRITER)
-    (model / hub.CARD).write_text("---\nlicense: mit\n---\n# mine\n")
-    hub.push(model, REPO, private=True, revision=None, card="# of the run")
-    assert fake.branches["main"][hub.CARD].endswith(b"# mine\n")
+    (model / exchange.CARD).write_text("---\nlicense: mit\n---\n# mine\n")
+    exchange.push(model, REPO, private=True, revision=None, card="# of the run")
+    assert fake.branches["main"][exchange.CARD].endswith(b"# mine\n")
     assert fake.branches["main"]["model.safetensors"] == FILES["model.safetensors"]
 
 
 def test_a_refusal_of_the_hub_names_the_login(fake: FakeHub, model: Path, tmp_path: Path) -> None:
     """Another person's repository is neither read nor written; no folder is left under the name."""
-    with pytest.raises(hub.HubFailed, match=r"other/model was not pulled: .*hf auth login"):
-        hub.pull("other/model", tmp_path / "copy", revision=None)
+    with pytest.raises(exchange.HubFailed, match=r"other/model was not pulled: .*hf auth login"):
+        exchange.pull("other/model", tmp_path / "copy", revision=None)
     assert not (tmp_path / "copy").exists()
-    with pytest.raises(hub.HubFailed, match=r"owner/model was not pushed: .*hf auth login"):
-        hub.push(model, REPO, private=True, revision=None, card="# card")
+    with pytest.raises(exchange.HubFailed, match=r"owner/model was not pushed: .*hf auth login"):
+        exchange.push(model, REPO, private=True, revision=None, card="# card")
     assert fake.branches == {"main": FILES}
 
 
@@ -103,40 +101,35 @@ def test_a_refusal_of_the_hub_names_the_login(fake: FakeHub, model: Path, tmp_pa
 def test_a_file_that_the_storage_refuses_is_an_error_with_the_reason(
     fake: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library wraps it; nothing is committed."""
     monkeypatch.setenv("HF_TOKEN", WRITER)
     fake.takes_large = False
     (model / "model.safetensors").write_bytes(b"other weights")
-    with pytest.raises(hub.HubFailed, match=r"was not pushed: HTTPStatusError: .*403.*hf auth login"):
-        hub.push(model, REPO, private=True, revision=None, card=None)
+    with pytest.raises(exchange.HubFailed, match=r"was not pushed: HTTPStatusError: .*403.*hf auth login"):
+        exchange.push(model, REPO, private=True, revision=None, card=None)
     assert fake.branches == {"main": FILES}
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    """With what to check; nothing waits for it."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        hub.HubFailed, match=r"owner/model was not pushed: .*check the network, the proxy and HF_ENDPOINT"
+        exchange.HubFailed, match=r"owner/model was not pushed: .*check the network, the proxy and HF_ENDPOINT"
     ):
-        hub.push(model, "owner/model", private=True, revision=None, card="# card")
+        exchange.push(model, "owner/model", private=True, revision=None, card="# card")
 
 
 def test_a_repository_that_is_no_model_is_not_taken_for_one(fake: FakeHub, tmp_path: Path) -> None:
-    """Its files are left under another name."""
     fake.branches["main"] = {"rows.jsonl": b"{}"}
-    with pytest.raises(hub.HubFailed, match=r"is not a model: it has no config\.json"):
-        hub.pull(REPO, tmp_path / "copy", revision=None)
+    with pytest.raises(exchange.HubFailed, match=r"is not a model: it has no config\.json"):
+        exchange.pull(REPO, tmp_path / "copy", revision=None)
     assert not (tmp_path / "copy").exists()
 
 
 def test_the_library_is_named_where_it_is_not_installed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the extra that installs it."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[hub\]'"):
-        hub.push(model, REPO, private=True, revision=None, card=None)
+        exchange.push(model, REPO, private=True, revision=None, card=None)
 
 
 def test_only_a_model_folder_is_pushed(tmp_path: Path) -> None:
-    """Not some folder with other files of the user."""
     with pytest.raises(ConfigError, match=r"is not a model folder: it has no config\.json"):
-        hub.push(tmp_path, "owner/model", private=True, revision=None, card=None)
+        exchange.push(tmp_path, "owner/model", private=True, revision=None, card=None)

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from penstock.console.evaluation import stored_results
+from penstock.console.evaluation import results
 from penstock.console.evaluation.estimates import Estimate
 from penstock.console.evaluation.results import DataFile, EvaluationResult, SourceResult
-from penstock.console.registry import card, scores, tags
+from penstock.console.registry import card, versions
 from penstock.console.registry.averaging import average_last, newest
+from penstock.console.registry.card import Score
 from penstock.console.registry.exchange import push_model
-from penstock.console.registry.scores import Score
-from penstock.console.registry.tags import Tag
-from penstock.console.registry.versions import Registry, set_tag
-from penstock.console.tools.kept_reasons import NOT_KEPT
+from penstock.console.registry.versions import Registry, Tag, set_tag
+from penstock.console.tools.weights import NOT_KEPT
 from penstock.protocol.errors import ConfigError, PenstockError
 
 
@@ -52,39 +51,38 @@ def result(version: int, value: float, *, k: int = 2, sha256: str = "a" * 64, co
 
 
 def test_a_tag_names_a_version_until_it_is_moved_or_removed(tmp_path: Path) -> None:
-    """It is not moved by accident; what is stored is read back."""
     folder = tmp_path / "r"
     folder.mkdir()
-    assert tags.read(folder) == {}
-    assert tags.put(folder, "candidate", Tag(version=3, state_root="ab", note="good")) is None
+    assert versions.read(folder) == {}
+    assert versions.put(folder, "candidate", Tag(version=3, state_root="ab", note="good")) is None
     with pytest.raises(
         ConfigError, match="tag candidate of run r names version 3; to move it to version 4, add --move"
     ):
-        tags.put(folder, "candidate", Tag(version=4))
-    assert tags.put(folder, "candidate", Tag(version=4), move=True) == Tag(version=3, state_root="ab", note="good")
-    assert tags.read(folder) == {"candidate": Tag(version=4)}
-    assert tags.remove(folder, "candidate").version == 4
+        versions.put(folder, "candidate", Tag(version=4))
+    assert versions.put(folder, "candidate", Tag(version=4), move=True) == Tag(version=3, state_root="ab", note="good")
+    assert versions.read(folder) == {"candidate": Tag(version=4)}
+    assert versions.remove(folder, "candidate").version == 4
     with pytest.raises(ConfigError, match="has no tag candidate; it has none"):
-        tags.remove(folder, "candidate")
+        versions.remove(folder, "candidate")
 
 
 @pytest.mark.parametrize("name", ["best", "head", "12", "", "a/b", "..", ".hidden", "a b", "x" * 65])
 def test_a_tag_that_could_be_a_version_or_a_path_is_refused(name: str, tmp_path: Path) -> None:
     """RUN@12 stays version 12, and models/TAG stays in the run's folder."""
     with pytest.raises(ConfigError, match="expected 1 to 64"):
-        tags.put(tmp_path, name, Tag(version=1))
+        versions.put(tmp_path, name, Tag(version=1))
 
 
 def test_damaged_tags_are_an_error_and_not_none(tmp_path: Path) -> None:
     """Writing a tag would otherwise lose all others."""
-    (tmp_path / tags.FILE).write_text('{"tags": {"a": 3}}')
+    (tmp_path / versions.FILE).write_text('{"tags": {"a": 3}}')
     with pytest.raises(ConfigError, match=r"tags.json cannot be read .*restore it"):
-        tags.put(tmp_path, "b", Tag(version=1))
+        versions.put(tmp_path, "b", Tag(version=1))
 
 
 def test_scores_are_named_by_source_and_metric() -> None:
     """Those of the run, and those of penstock eval, of which the newest of a version counts."""
-    found = scores.of_run(
+    found = card.of_run(
         [event(4, 0.25), event(4, None, split="aime"), {"kind": "step", "version": 4}], [result(4, 0.5), result(4, 0.6)]
     )
     assert {name: one.value for name, one in found[4].items()} == {
@@ -95,19 +93,19 @@ def test_scores_are_named_by_source_and_metric() -> None:
 
 def test_the_stored_version_with_the_highest_score_is_selected() -> None:
     """Not one that is gone; of equal ones the newest; the least score is a condition."""
-    found = scores.of_run([event(2, 0.5), event(4, 0.5), event(6, 0.25), event(8, 0.9)], [])
-    version, score = scores.select(found, [2, 4, 6], "eval.accuracy")
+    found = card.of_run([event(2, 0.5), event(4, 0.5), event(6, 0.25), event(8, 0.9)], [])
+    version, score = card.select(found, [2, 4, 6], "eval.accuracy")
     assert (version, score.value) == (4, 0.5)
-    assert scores.select(found, [2, 4, 6], "eval.accuracy", 0.5)[0] == 4
+    assert card.select(found, [2, 4, 6], "eval.accuracy", 0.5)[0] == 4
     with pytest.raises(
         ConfigError, match=r"no stored version reaches eval.accuracy = 0.6; the best is version 4 with 0.5"
     ):
-        scores.select(found, [2, 4, 6], "eval.accuracy", 0.6)
+        card.select(found, [2, 4, 6], "eval.accuracy", 0.6)
     with pytest.raises(
         ConfigError,
         match=r"no stored version has the score aime.accuracy; scores of stored versions: eval.accuracy, eval.pass@1",
     ):
-        scores.select(found, [2, 4], "aime.accuracy")
+        card.select(found, [2, 4], "aime.accuracy")
 
 
 @pytest.mark.parametrize(
@@ -121,18 +119,18 @@ def test_the_stored_version_with_the_highest_score_is_selected() -> None:
 )
 def test_scores_of_different_conditions_are_not_compared(one: EvaluationResult, other: EvaluationResult) -> None:
     """Other prompts, samples or failures: the higher number may be of the worse model."""
-    found = scores.of_run([], [one, other])
+    found = card.of_run([], [one, other])
     with pytest.raises(
         ConfigError, match=r"different conditions and cannot be compared: version 2 with .*; version 4 with "
     ):
-        scores.select(found, [2, 4], "eval:math.accuracy")
-    assert scores.select(found, [4], "eval:math.accuracy")[0] == 4
+        card.select(found, [2, 4], "eval:math.accuracy")
+    assert card.select(found, [4], "eval:math.accuracy")[0] == 4
 
 
 def test_the_list_has_every_version_that_is_stored_tagged_or_scored(tmp_path: Path) -> None:
     """With its tags, the run's own among them; a tagged model that was written is found although its version is gone."""
     rows = [row(4, best=1), row(5, best=2), row(6, head=True)]
-    (tmp_path / tags.MODELS / "old").mkdir(parents=True)
+    (tmp_path / versions.MODELS / "old").mkdir(parents=True)
     found = Registry(
         "r", tmp_path, rows, {2: {"eval.accuracy": Score(0.25)}}, {"old": Tag(version=1), "new": Tag(version=6)}
     )
@@ -150,7 +148,6 @@ def test_the_list_has_every_version_that_is_stored_tagged_or_scored(tmp_path: Pa
 
 
 def test_the_newest_versions_are_averaged() -> None:
-    """As many as were asked for, not fewer."""
     assert newest([3, 1, 2], 2, "r") == [2, 3]
     with pytest.raises(ConfigError, match=r"run r has 2 stored versions \(1, 2\)"):
         newest([1, 2], 3, "r")
@@ -177,10 +174,10 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
     steps = [{"kind": "step", "step": step, "reward_mean": step / 100} for step in range(1, 31)]
     rows = [*steps, event(4, 0.25)]
     (home / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    folder = home / stored_results.FOLDER / "v4"
+    folder = home / results.FOLDER / "v4"
     folder.mkdir(parents=True)
-    stored_results.write_result(folder, result(4, 0.5))
-    text = card.write(home, 4, "f" * 64, scores.of_run(rows, [result(4, 0.5)]))
+    results.write_result(folder, result(4, 0.5))
+    text = card.write(home, 4, "f" * 64, card.of_run(rows, [result(4, 0.5)]))
     assert text.startswith("---\n# license: to be filled in\n")
     assert "# r, version 4" in text
     assert f"`{'f' * 64}`" in text
@@ -200,7 +197,6 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
 
 
 def test_no_folder_is_overwritten_by_an_average(tmp_path: Path) -> None:
-    """Before the run is looked for."""
     with pytest.raises(ConfigError, match="exists; name another folder"):
         average_last("r", 2, tmp_path, [], {})
 
@@ -231,20 +227,19 @@ def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that was kept under a tag stays the tag's."""
-    tags.put(tmp_path, "kept", Tag(version=3))
-    (tmp_path / tags.MODELS / "kept").mkdir(parents=True)
-    known = Registry("r", tmp_path, [row(3), row(4)], {}, tags.read(tmp_path))
+    versions.put(tmp_path, "kept", Tag(version=3))
+    (tmp_path / versions.MODELS / "kept").mkdir(parents=True)
+    known = Registry("r", tmp_path, [row(3), row(4)], {}, versions.read(tmp_path))
     monkeypatch.setattr(Registry, "read", classmethod(lambda *_: known))
     with pytest.raises(ConfigError, match="has no version 5 in the object store"):
         set_tag("r", "5", "new", [], {})
     with pytest.raises(ConfigError, match="holds version 3; remove it before the tag is moved"):
         set_tag("r", "4", "kept", [], {}, move=True)
-    assert tags.read(tmp_path) == {"kept": Tag(version=3)}
+    assert versions.read(tmp_path) == {"kept": Tag(version=3)}
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"origins": {}}', '{"settings": []}'])
 def test_a_card_needs_the_folder_of_a_run(text: str | None, tmp_path: Path) -> None:
-    """A folder without settings is refused."""
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="has no settings of a run"):

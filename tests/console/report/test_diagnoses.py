@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.console.report.diagnoses import RunFigures, diagnose
-from penstock.console.report.drop_reasons import MEANINGS
+from penstock.console.report.diagnoses import MEANINGS, RunFigures, diagnose
 from penstock.trainer.groups.drops import DropReason
 
 SOUND = {
@@ -80,7 +79,6 @@ def test_a_run_that_does_not_learn_is_told_why(run: RunFigures, expected: list[s
 
 
 def test_a_diagnosis_names_cause_and_cure():
-    """Every diagnosis says what was seen, why, and what to do."""
     found = [one for case in CASES for one in diagnose(case[1])]
     assert {one.key for one in found} == {
         "constant_reward", "no_signal", "truncated", "entropy", "ess", "kl", "engine_gap", "lr", "loss_not_finite", "dropped",
@@ -90,7 +88,6 @@ def test_a_diagnosis_names_cause_and_cure():
 
 
 def test_every_reason_for_which_a_group_is_dropped_is_explained():
-    """The report explains each reason that the trainer counts, and no other."""
     assert MEANINGS.keys() == {str(reason) for reason in DropReason}
 
 

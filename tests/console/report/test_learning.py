@@ -7,7 +7,7 @@ import torch
 from penstock.console.report import learning
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
-from penstock.trainer.learner.pairs.mixed_pairs import pair_figures
+from penstock.trainer.learner.pair_planner import pair_figures
 
 
 def test_critic_metrics_are_shown() -> None:
@@ -20,7 +20,6 @@ def test_critic_metrics_are_shown() -> None:
 
 
 def test_the_trainers_metrics_are_read() -> None:
-    """Every off-policy metric of the trainer is read under its key."""
     logprobs = torch.tensor([-1.0, -0.5, -2.0])
     about = (logprobs, logprobs - 0.1, torch.tensor([0.0, 0.0, 1.0]), Sequences.of_lengths(torch.tensor([2, 1])))
     data = mismatch_figures({**mismatch_sums(*about), "tokens": 3.0}, mismatch_maxima(*about))
@@ -45,12 +44,6 @@ def test_the_figures_of_pairs_are_shown() -> None:
     }
 
 
-def test_missing_and_nan_metrics_are_left_out() -> None:
-    """A metric of a disabled part, or one that is not finite, is not shown."""
-    assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
-    assert learning.panel_lines({}) == ("–", "–")
-
-
 def test_the_panel_shows_the_parts_of_the_reward() -> None:
     """The means of the parts are one line, without nested parts; empty when there are none."""
     figures = learning.read({"reward_parts": {"correct": 0.25, "correct.has_answer": 1.0, "form": 1.0}})
@@ -60,7 +53,6 @@ def test_the_panel_shows_the_parts_of_the_reward() -> None:
 
 
 def test_each_environment_has_its_figures() -> None:
-    """By figure and environment; what is no number is left out."""
     lake = {"reward_mean": 0.25, "turns_mean": 3, "failures": 1, "cut_share": "x", "versions": {"1": 4}}
     found = learning.read({"environments": {"lake": lake, "broken": None}})
     assert found == {"environment reward: lake": 0.25, "environment turns: lake": 3, "environment failures: lake": 1}

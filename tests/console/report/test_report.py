@@ -49,7 +49,6 @@ def test_the_report_is_complete(folder: Path):
 
 
 def test_the_json_report_holds_summary_and_curves(folder: Path):
-    """report.json is the summary, field by field, with the points of the curves."""
     document = json.loads((folder / "report.json").read_text())
     points = document.pop("curves")
     assert RunSummary.model_validate_json(json.dumps(document)).accuracy_after == 0.95
@@ -57,15 +56,7 @@ def test_the_json_report_holds_summary_and_curves(folder: Path):
     assert points["accuracies"] == [[0, 0.55], [30, 0.81], [60, 0.95]]
 
 
-def test_the_plot_is_a_png(folder: Path):
-    """curve.png is drawn without a display."""
-    data = (folder / "curve.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n")
-    assert len(data) > 20_000
-
-
 def test_the_json_line_has_the_documented_keys():
-    """The JSON is one line with every documented key."""
     line = recorded.whole_run().summary().to_line()
     assert "\n" not in line
     figures = json.loads(line)
@@ -123,14 +114,6 @@ def test_loss_rates_entropy_lengths_and_signals_are_reported():
     } <= set(summary.learning)
 
 
-def test_a_loss_that_is_not_finite_is_counted():
-    """A NaN loss is no number of the table, and not silent."""
-    view = RunView(recorded.RUN)
-    for number in range(1, 5):
-        view.fold_event(recorded.step(number, recorded.START + number, loss=float("nan") if number == 3 else 0.5))
-    assert [one.key for one in view.summary().diagnoses] == ["loss_not_finite"]
-
-
 def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Path):
     """Headline, plot, curve and JSON show the held-out mean reward under its name, and no accuracy."""
     view = RunView(recorded.RUN)
@@ -155,25 +138,7 @@ def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Pa
     assert (line.accuracy, line.eval_reward) == (None, 5.25)
 
 
-def test_what_counts_as_correct_is_in_the_headline():
-    """An accuracy is reported with the rule behind it."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.evaluation(0, 0.5, recorded.START, success="mine ≥ 0.5"))
-    view.fold_event(recorded.evaluation(9, 0.75, recorded.START + 9, success="mine ≥ 0.5"))
-    text = report.markdown(view.summary(), curves.Curves(), next_steps=(), has_plot=False)
-    assert "**Accuracy 0.500 → 0.750**" in text
-    assert "A completion is correct from mine ≥ 0.5 on." in text
-
-
-def test_reward_is_the_same_number_everywhere(folder: Path):
-    """`penstock runs` and the panel show the mean of the last steps."""
-    shown = recorded.whole_run().snapshot(recorded.START + 31).reward_now
-    assert shown is not None
-    assert describe(folder).reward == pytest.approx(shown)
-
-
 def test_groups_generated_twice_and_dropped_groups_are_explained():
-    """Each reason of a drop is explained, and so are groups that were generated again without a kill."""
     view = recorded.whole_run()
     summary = view.summary()
     groups = summary.groups.model_copy(update={"issued": 100, "generated": 112, "dropped": {"duplicate": 12}})
@@ -195,29 +160,18 @@ def test_the_stored_summary_is_the_one_that_was_written(folder: Path, tmp_path: 
 
 
 def test_a_run_without_steps_has_a_report(tmp_path: Path):
-    """A run that was stopped before its first step gets a short report, not an error."""
     path = report.write(tmp_path / "empty", RunSummary(run_id="empty"))
     assert "0 steps" in path.read_text()
     assert (tmp_path / "empty" / "curve.png").exists()
 
 
-def test_curves_skip_a_partial_line(tmp_path: Path):
-    """A partial last line of a running or killed trainer is skipped."""
-    recorded.write_metrics(tmp_path)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "step", "step": 61, "rew')
-    assert len(curves.read(tmp_path).rewards) == recorded.STEPS
-
-
 def test_curves_of_a_resumed_run_count_each_step_once(tmp_path: Path):
-    """Steps repeated after a resume replace the first ones."""
     rows = [{"kind": "step", "step": n, "reward_mean": r} for n, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert curves.read(tmp_path).rewards == ((1, 0.1), (2, 0.5))
 
 
 def test_parts_of_the_reward_are_curves_and_rows(folder: Path, tmp_path: Path):
-    """Every part has a curve, also when it began later, and a row in the report's table."""
     rows = [
         {"kind": "step", "step": 1, "reward_mean": 0.1},
         {"kind": "step", "step": 2, "reward_mean": 0.2, "reward_parts": {"form": 0.5}},

@@ -14,7 +14,7 @@ import pytest
 from tests.console.cli.test_command import penstock
 
 from penstock.console.tools import chat
-from penstock.console.tools.chat_engine import ChatEngine, ChatEngineError, ChatRefused, has_chat_template
+from penstock.console.tools.chat import ChatEngine, ChatEngineError, ChatRefused, has_chat_template
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 
@@ -36,7 +36,6 @@ def engine(runs: Path) -> Iterator[ChatEngine]:
 
 @needs_engine
 def test_one_prompt_prints_one_answer(runs: Path, engine: ChatEngine):
-    """--prompt prints the greedy answer and exits."""
     printed = penstock("chat", "tiny", "--prompt", "sort 31", cwd=runs)
     assert printed.returncode == 0, printed.stderr
     expected = engine.answer([{"role": "user", "content": "sort 31"}], temperature=0.0, max_tokens=64)
@@ -50,7 +49,7 @@ def test_a_conversation_ends_with_its_input(runs: Path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     typed = "sort 1\n\n" + "1" * 500 + "\n/new\nsort 2\n"
     answer = subprocess.run(
-        command, input=typed, capture_output=True, text=True, timeout=60, check=False, cwd=runs, env=environment
+        command, input=typed, capture_output=True, text=True, timeout=300, check=False, cwd=runs, env=environment
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stderr.count("the engine refused") == 1
@@ -59,7 +58,6 @@ def test_a_conversation_ends_with_its_input(runs: Path):
 
 @needs_engine
 def test_a_model_without_a_template_continues_text(runs: Path, tmp_path: Path):
-    """A base model gets the text unchanged."""
     write_model(tmp_path / "base", seed=0)
     (tmp_path / "base" / "chat_template.jinja").unlink()
     with ChatEngine(tmp_path / "base", device="cpu", dtype="float32") as engine:
@@ -92,29 +90,13 @@ def test_a_broken_model_shows_the_log_of_the_engine(tmp_path: Path):
         pass
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path):
-    """No engine is started for a folder without config.json."""
-    answer = penstock("chat", "tiny", "--model", str(tmp_path), "--prompt", "x", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "has no config.json" in answer.stderr
-
-
-def test_an_unknown_run_names_the_known_ones(runs: Path):
-    """The error lists the runs found."""
-    answer = penstock("chat", "nosuch", "--prompt", "x", cwd=runs)
-    assert answer.returncode == 1
-    assert "no run nosuch in runs/; found: tiny" in answer.stderr
-
-
 def test_a_run_that_has_not_ended_has_no_model(tmp_path: Path):
-    """The error says when the model is written, and how to use another."""
     (tmp_path / "young").mkdir()
     with pytest.raises(ConfigError, match=r"has no model yet.*--model DIR"):
         chat.find_model(tmp_path / "young", None)
 
 
 def test_dtype_and_system_prompt_are_those_of_the_run(tmp_path: Path):
-    """Dtype and system prompt are those of the run's configuration."""
     assert chat.trained_with(tmp_path) == ("float32", "")
     settings = {"model": {"dtype": "bfloat16"}, "data": {"system_prompt": "Be brief."}}
     (tmp_path / "config.json").write_text(json.dumps({"settings": settings, "origins": {}}))

@@ -95,7 +95,6 @@ def test_a_usable_letter_is_not_refused():
 
 @pytest.fixture
 def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    """The arguments with the addresses of NATS and S3."""
     return [
         f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password_file={secret_file(nats_settings.secret())}",
         f"s3.endpoint={s3_settings.endpoint}", f"s3.bucket={s3_settings.bucket}",
@@ -107,7 +106,7 @@ def bury(bus: Bus, run: str) -> GroupGenerated:
     """Make the reward service's inbox dead-letter a pack of two groups that is not in the object store."""
     pack = make_generated(run, [make_group("e0.p1.a0"), make_group("e0.p2.a0")])
     bus.publish(subjects.generated(run, "train"), pack, msg_id=f"g:{pack.pack_id}").wait()
-    (delivery,) = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(1, 5.0).wait()
+    (delivery,) = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(1, 30.0).wait()
     delivery.dead_letter("RewardFailed", "the endpoint answered 500").wait()
     return pack
 
@@ -123,7 +122,7 @@ def test_list_show_and_resend(bus: Bus, blobs: Blobs, run_streams: str, typed: l
     )
     bus.publish(subjects.generated(run, "train"), pack, msg_id="g:p").wait()
     inbox = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait()
-    inbox.fetch(1, 5.0).wait()[0].dead_letter("RewardFailed", "the endpoint answered 500").wait()
+    inbox.fetch(1, 30.0).wait()[0].dead_letter("RewardFailed", "the endpoint answered 500").wait()
 
     listed = penstock("dead-letters", "list", run, "--json", *typed, cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
@@ -137,7 +136,7 @@ def test_list_show_and_resend(bus: Bus, blobs: Blobs, run_streams: str, typed: l
 
     sent = penstock("dead-letters", "resend", run, "1", *typed, cwd=tmp_path)
     assert sent.returncode == 0, sent.stderr
-    (delivery,) = inbox.fetch(1, 5.0).wait()
+    (delivery,) = inbox.fetch(1, 30.0).wait()
     assert delivery.fact.groups == pack.groups
     assert delivery.fact.pack_id == "p.again1-1"
     refused = penstock("dead-letters", "resend", run, "--all", *typed, cwd=tmp_path)
@@ -180,7 +179,6 @@ def test_the_progress_of_the_run_is_read_from_its_record(
 
 
 def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typed: list[str], tmp_path: Path):
-    """A message that this build cannot read is not sent again; its first bytes are shown."""
     run = run_streams
     event = RunEvent(run_id=run, source="test", kind="log", at=0.0)
     bus.publish(subjects.scored(run, "train"), event, msg_id="poison").wait()
@@ -194,6 +192,5 @@ def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typ
 
 
 def test_every_stage_has_its_fact():
-    """A letter of each work queue can be read back."""
     for stage, fact in (("tasks", TASKS), ("generated", generated(1)), ("scored", make_scored(generated(1)))):
         assert content(letter(stage, fact).fact) == fact

@@ -29,7 +29,6 @@ def test_a_setting_is_explained_in_full(capsys: pytest.CaptureFixture[str]):
 
 
 def test_sections_are_listed_and_one_is_shown(capsys: pytest.CaptureFixture[str]):
-    """Without a word all sections, with one its settings."""
     assert "reward_service" in shown(capsys, None)
     text = shown(capsys, "retention")
     assert "How long the parts of a run are kept." in text
@@ -37,7 +36,6 @@ def test_sections_are_listed_and_one_is_shown(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_secret_is_not_offered_on_the_command_line(capsys: pytest.CaptureFixture[str]):
-    """Other users of the machine would see it."""
     text = shown(capsys, "nats.password")
     assert "nats.password=VALUE" not in text
     assert "PENSTOCK_NATS__PASSWORD=VALUE" in text
@@ -70,13 +68,11 @@ def test_settings_are_found_by_many_names(topic: str, keys: set[str]):
     ],
 )
 def test_what_is_no_setting_is_answered(topic: str, answer: str):
-    """With the nearest one, or with what to use instead."""
     with pytest.raises(ConfigError, match=answer):
         find(topic)
 
 
 def test_json_holds_every_setting(capsys: pytest.CaptureFixture[str]):
-    """One array, with the keys of the description."""
     document = json.loads(shown(capsys, None, as_json=True))
     assert len(document) > 250
     assert {one["key"]: one for one in document}["trainer.steps"]["default"] == "100"

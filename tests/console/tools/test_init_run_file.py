@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.console.tools.data_sample import DataSample
-from penstock.console.tools.init_run_file import SCHEMA_NAME, Answers, init, lengths
+from penstock.console.tools.init_run_file import SCHEMA_NAME, Answers, DataSample, init, lengths
 from penstock.deploy.config_show import load_all
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
@@ -53,7 +52,6 @@ def test_every_combination_is_accepted(
 
 
 def test_settings_have_comments_and_other_keys_are_there_to_uncomment(tmp_path: Path):
-    """What each key is, and quoted values."""
     file = tmp_path / "run.toml"
     init(file, GIVEN, schema=False, ask=None)
     text = file.read_text()
@@ -134,7 +132,6 @@ def test_a_file_that_appears_while_it_asks_is_not_overwritten(tmp_path: Path):
 
 
 def test_on_a_terminal_it_asks_for_what_is_missing(tmp_path: Path):
-    """What has no default is asked until it is answered; Enter takes a default."""
     asked: list[str] = []
     answers: Iterator[str] = iter(["", "models/Q", "train.jsonl", "", "exact_match", "", "7", "", ""])
 
@@ -159,7 +156,6 @@ def test_on_a_terminal_it_asks_for_what_is_missing(tmp_path: Path):
     ],
 )
 def test_wrong_answers_write_nothing(tmp_path: Path, answers: Answers, problem: str):
-    """Each is answered with what is expected."""
     with pytest.raises(ConfigError, match=problem):
         init(tmp_path / "run.toml", answers, schema=True, ask=None)
     assert list(tmp_path.iterdir()) == []

@@ -23,7 +23,6 @@ from penstock.protocol.transport.bus import Bus
 
 @pytest.fixture
 def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    """The arguments with the addresses of NATS and S3."""
     return [
         f"nats.url={nats_settings.url}",
         f"nats.user={nats_settings.user}",
@@ -37,7 +36,6 @@ def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
 
 @pytest.fixture
 def neighbour(bus: Bus, blobs: Blobs, run_streams: str) -> Iterator[str]:
-    """Another run with the same prefix in its name."""
     name = f"{run_streams}-b"
     bootstrap(bus, blobs, name)
     blobs.put(f"runs/{name}/groups/x", b"theirs")
@@ -133,7 +131,6 @@ def test_a_run_without_a_known_store_is_refused(tmp_path: Path):
 
 
 def test_a_finished_local_run_is_removed_with_its_folder(tmp_path: Path):
-    """The data of its own servers are in the folder and removed with it."""
     store = tmp_path / "runs" / "mine" / "store"
     store.mkdir(parents=True)
     (store / "environment").write_text("PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
@@ -162,7 +159,6 @@ def test_what_other_runs_trained_on_is_not_removed(
 
 
 def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
-    """A rescored input is in the store of its local source run: removing that folder would remove it."""
     store = tmp_path / "runs" / "mine" / "store"
     for run in ("mine", "mine-strict"):
         (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)

@@ -31,7 +31,6 @@ def service(
 
 
 def test_list_test_and_remove(service: Service, tmp_path: Path):
-    """Rewards are listed, tested and removed from the command line."""
     rows = json.loads(penstock("reward", "list", "--json", "--url", service.url, cwd=tmp_path).stdout)["rewards"]
     assert {"gsm8k", "math", "exact"} & {row["name"] for row in rows}
     assert "gsm8k" in penstock("reward", "list", "--url", service.url, cwd=tmp_path).stdout
@@ -55,26 +54,11 @@ def test_list_test_and_remove(service: Service, tmp_path: Path):
     assert "no endpoint 'mine' is registered" in again.stderr
 
 
-def test_an_unknown_reward_is_refused_by_name(service: Service, tmp_path: Path):
-    """A misspelt reward name gets the service's error."""
-    answer = penstock("reward", "test", "gsm9k", "--url", service.url, cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "gsm9k" in answer.stderr
-
-
 def test_without_a_service_the_error_explains_how_to_start_one(tmp_path: Path):
-    """Without a service, the address and the next command are in the error."""
     answer = penstock("reward", "list", "--url", "http://127.0.0.1:1", cwd=tmp_path)
     assert answer.returncode == 1
     assert "no reward service answers at http://127.0.0.1:1" in answer.stderr
     assert "penstock reward service" in answer.stderr
-
-
-def test_a_token_file_that_is_missing_is_named(tmp_path: Path):
-    """The missing token file is in the error."""
-    answer = penstock("reward", "list", "--token-file", "nowhere", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "--token-file nowhere: not readable" in answer.stderr
 
 
 def rows_file(folder: Path, *rows: dict[str, object]) -> str:
@@ -143,14 +127,6 @@ def test_extra_info_is_a_json_object(service: Service, tmp_path: Path, text: str
     assert taken.returncode == 0, taken.stderr
 
 
-def test_equal_scores_give_a_warning(service: Service, tmp_path: Path):
-    """A reward with the same score for right and wrong answers gives a warning."""
-    data = rows_file(tmp_path, *({"prompt": "say", "ground_truth": text} for text in ("a", "b", "c")))
-    tried = penstock("reward", "test", "format", "--data", data, "--url", service.url, cwd=tmp_path)
-    assert tried.returncode == 1
-    assert "all 21 scores are 0: equal scores give no training signal" in tried.stderr
-
-
 def test_rows_that_cannot_be_scored_are_named(service: Service, tmp_path: Path):
     """A row without a right answer and a missing file are errors that name file and row."""
     data = rows_file(tmp_path, {"prompt": "say"})
@@ -164,7 +140,6 @@ def test_rows_that_cannot_be_scored_are_named(service: Service, tmp_path: Path):
 
 
 def test_an_endpoint_is_drained_and_resumed(service: Service, tmp_path: Path):
-    """Two commands take an endpoint out of service and return it."""
     service.register("drainable", "http://127.0.0.1:9/score")
     drained = penstock("reward", "drain", "drainable", "--url", service.url, cwd=tmp_path)
     assert "drainable: EndpointDrained; 0 groups in running calls" in drained.stdout, drained.stderr
@@ -216,7 +191,6 @@ class Replaced(Exception):
 
 
 def test_a_command_gets_a_reward_service_where_none_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One that answers is used; without one, or with a file to serve, the command is started again with one of its own."""
     started: list[list[str]] = []
 
     def replace(command: list[str]) -> None:

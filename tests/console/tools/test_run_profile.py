@@ -11,8 +11,8 @@ from tests.console.command import penstock
 from tests.console.record import recorded_run as recorded
 
 from penstock.console.live import watched_totals
-from penstock.console.tools.run_profile import OTHER, limits, profile
-from penstock.protocol.activity import ENGINE_CPU, THREAD_CPU, thread_cpu_seconds
+from penstock.console.tools.profile import OTHER, limits, profile
+from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU, thread_cpu_seconds
 
 
 def line(step: int, at: float, **seconds: float) -> dict[str, Any]:
@@ -20,7 +20,6 @@ def line(step: int, at: float, **seconds: float) -> dict[str, Any]:
 
 
 def test_phases_add_up_to_the_time_of_the_steps():
-    """Each phase is the sum over the steps; what no phase has is "other"."""
     rows = [{"kind": "eval", "step": 0, "at": 1.0}, line(1, 10.0), line(2, 11.0, checkpoint_s=0.3), line(3, 11.6)]
     found = profile(rows, None)
     assert found.step_wall_s == pytest.approx(0.5 + 1.6)
@@ -82,7 +81,6 @@ def test_it_says_what_the_run_waits_for(seconds: dict[str, float], says: str):
 
 
 def test_threads_of_this_process_are_counted_by_name():
-    """The thread that runs the test has used CPU time, and no thread more than the process."""
     sum(range(3_000_000))  # longer than a tick of the clock
     found = thread_cpu_seconds()
     assert found[f"{THREAD_CPU}MainThread"] > 0.0
@@ -110,7 +108,6 @@ def test_the_command_prints_tables_and_json(tmp_path: Path):
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path):
-    """There is nothing to show yet, and the message says what to do."""
     (tmp_path / "runs" / "new").mkdir(parents=True)
     answer = penstock("profile", "new", cwd=tmp_path)
     assert answer.returncode == 1

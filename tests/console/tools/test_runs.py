@@ -32,14 +32,7 @@ def test_runs_lists_the_folders_of_runs(folder: Path):
     assert (line.run, line.state, line.step, line.accuracy) == ("sorting", "stopped", 60, 0.95)
 
 
-def test_a_run_with_a_report_is_finished(folder: Path):
-    """The report is written last."""
-    report.write(folder / "runs" / "sorting", recorded.whole_run().summary())
-    assert [line.state for line in list_folder(folder / "runs")] == ["finished"]
-
-
 def test_the_command_prints_table_and_json(folder: Path):
-    """`penstock runs` prints a table, `--json` an array."""
     answer = penstock("runs", cwd=folder)
     assert answer.returncode == 0, answer.stderr
     assert "sorting" in answer.stdout
@@ -50,7 +43,6 @@ def test_the_command_prints_table_and_json(folder: Path):
 
 
 def test_without_runs_the_first_command_is_printed(tmp_path: Path):
-    """For an empty folder the quickstart is suggested."""
     answer = penstock("runs", cwd=tmp_path)
     assert answer.returncode == 0
     assert "penstock quickstart" in answer.stdout
@@ -70,7 +62,6 @@ def test_show_of_an_unfinished_run_prints_its_step(folder: Path):
 
 
 def test_show_of_an_unknown_run_names_the_known_ones(folder: Path):
-    """An unknown name lists the runs found; an invalid one is refused."""
     answer = penstock("runs", "show", "nosuch", cwd=folder)
     assert answer.returncode == 1
     assert "no run nosuch in runs/; found: sorting; check the name" in answer.stderr
@@ -92,7 +83,6 @@ def test_a_run_with_its_own_servers_is_found(tmp_path: Path):
 
 
 def test_a_run_is_running_while_a_process_holds_its_lock(folder: Path):
-    """The trainer holds it, and the process that starts the trainer: either suffices."""
     sorting = folder / "runs" / "sorting"
     with run_lock.hold(sorting):
         with run_lock.hold(sorting):
@@ -143,13 +133,11 @@ def test_arguments_take_precedence_over_the_store(tmp_path: Path):
 
 
 def test_runs_are_listed_from_their_streams(bus: Bus, run_streams: str):
-    """A run with streams and no running service is idle."""
     found = {line.run: line.state for line in list_broker(bus)}
     assert found[run_streams] == "idle"
 
 
 def test_runs_of_nats_are_listed_when_it_is_configured(tmp_path: Path, run_streams: str, nats_settings: NatsSettings):
-    """With NATS in the environment its runs are in the table."""
     environment = {
         "PENSTOCK_NATS__URL": nats_settings.url,
         "PENSTOCK_NATS__USER": nats_settings.user,

@@ -25,8 +25,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
 from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
-from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
@@ -38,7 +37,6 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture
 def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, run_streams: str) -> list[str]:
-    """How the command reaches the servers."""
     return [
         *(
             f"nats.url={nats_settings.url}",
@@ -232,7 +230,6 @@ def test_a_manifest_of_another_run_is_left_out(
 def test_a_version_whose_objects_are_damaged_is_not_exported(
     run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
 ) -> None:
-    """The error names the object, and no folder is written."""
     prefix = f"runs/{run_streams}/weights/v00000001/"
     [pack] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith(".pack")]
     blobs.put(pack, b"x" * 100)

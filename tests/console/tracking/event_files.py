@@ -22,11 +22,9 @@ def values(folder: Path) -> Counter[tuple[str, int, float]]:
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """Return every text, by tag."""
     found = ((one.tag, one.tensor) for event in events(folder) for one in event.summary.value)
     return {tag: tensor.string_val[0].decode() for tag, tensor in found if tensor.string_val}
 
 
 def events(folder: Path) -> list[Any]:
-    """Return every event."""
     return [Event.FromString(one) for path in sorted(folder.glob("events.out.*")) for one in records(path)]

@@ -25,13 +25,11 @@ def evaluation(number: int, accuracy: float, *, run_id: str = "r") -> RunEvent:
 
 
 def finished(run_id: str = "r") -> RunEvent:
-    """The end of the run."""
     data = {"text": "finished", "finished": True}
     return RunEvent(run_id=run_id, source="trainer", kind="state", at=9000.0, data=data)
 
 
 def publish(bus: Bus, events: list[RunEvent]) -> None:
-    """Publish events in order, and wait until all are stored."""
     pending = [bus.publish(subjects.events(one.run_id, one.kind), one, msg_id=secrets.token_hex(8)) for one in events]
     for one in pending:
         one.wait()

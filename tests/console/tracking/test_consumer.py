@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tests.console.tracking.recorded_events import evaluation, finished, publish, step
 
-from penstock.console.tracking import position
+from penstock.console.tracking import consumer
 from penstock.console.tracking.__main__ import _job
 from penstock.console.tracking.consumer import Consumer, Written
 from penstock.console.tracking.trackers import load_settings
@@ -31,7 +31,6 @@ from tests.console.tracking import event_files
 
 @pytest.fixture
 def run(bus: Bus, blobs: Blobs, run_id: str) -> str:
-    """A run with streams and no events."""
     bootstrap(bus, blobs, run_id)
     return run_id
 
@@ -41,11 +40,10 @@ def _arguments(folder: Path, nats: NatsSettings) -> list[str]:
 
 
 def _work(run: str, bus: Bus, folder: Path, *, once: bool = False) -> Written:
-    """Write the run as the process of a tracker does."""
     arguments = _arguments(folder, NatsSettings(url=bus.url))
     settings = load_settings(run, arguments, {})
     job = _job(settings, "tensorboard", arguments, once=once, awaits_report=False)
-    with position.opened(folder / run, "tensorboard") as file:
+    with consumer.opened(folder / run, "tensorboard") as file:
         return Consumer(job, bus, file, threading.Event()).work()
 
 
@@ -87,7 +85,6 @@ def test_rows_that_were_written_but_not_noted_are_not_written_again(bus: Bus, ru
 
 
 def test_rows_that_the_tracker_lost_are_written_again(bus: Bus, run: str, tmp_path: Path) -> None:
-    """The tracker's own files count, not what was noted about them."""
     publish(bus, [step(n, run_id=run) for n in range(1, 4)])
     _work(run, bus, tmp_path, once=True)
     for path in (tmp_path / run / "trackers" / "tensorboard").iterdir():
@@ -97,7 +94,6 @@ def test_rows_that_the_tracker_lost_are_written_again(bus: Bus, run: str, tmp_pa
 
 
 def test_a_killed_process_goes_on_where_it_was(bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path) -> None:
-    """SIGKILL while steps arrive; every step is there once."""
     publish(bus, [step(n, run_id=run) for n in range(1, 101)])
     arguments = _arguments(tmp_path, nats_settings)
     command = [sys.executable, "-P", "-m", "penstock.console.tracking", run, "tensorboard", *arguments]
@@ -142,18 +138,16 @@ def test_a_writer_ends_when_the_process_that_started_it_is_killed(
 
 
 def test_two_processes_do_not_write_one_run_to_one_tracker(tmp_path: Path) -> None:
-    """The second is refused while the first runs."""
     refused = pytest.raises(ConfigError, match="another process writes this run to wandb")
-    with position.opened(tmp_path, "wandb"), refused, position.opened(tmp_path, "wandb"):
+    with consumer.opened(tmp_path, "wandb"), refused, consumer.opened(tmp_path, "wandb"):
         pass
-    with position.opened(tmp_path, "wandb"):
+    with consumer.opened(tmp_path, "wandb"):
         pass
 
 
 def test_events_that_begin_again_are_not_taken_for_the_old_ones(bus: Bus, run: str, tmp_path: Path) -> None:
-    """A run that was deleted and created again has other events under the same numbers."""
     publish(bus, [step(1, run_id=run)])
-    with position.opened(tmp_path / run, "tensorboard") as file:
+    with consumer.opened(tmp_path / run, "tensorboard") as file:
         file.position.event = 50
         file.save()
     with pytest.raises(ConfigError, match="deleted and begin again, after 50 were written"):
@@ -165,5 +159,5 @@ def test_a_position_that_is_not_ours_is_refused_with_what_to_do(tmp_path: Path) 
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "wandb.json").write_text('{"key": "../../etc"}')
     refused = pytest.raises(ConfigError, match="remove it to write the whole run to a new run")
-    with refused, position.opened(tmp_path, "wandb"):
+    with refused, consumer.opened(tmp_path, "wandb"):
         pass

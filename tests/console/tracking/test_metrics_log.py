@@ -53,13 +53,11 @@ def test_three_lines_log_to_a_run(bus: Bus, blobs: Blobs, run_id: str, tmp_path:
 
 
 def test_a_run_that_was_never_created_is_refused_with_the_command(bus: Bus, run_id: str, tmp_path: Path) -> None:
-    """A misspelt run gets no metrics that nobody would find."""
     with pytest.raises(MissingStream, match="bootstrap"):
         penstock.MetricsLog(run_id, f"nats.url={bus.url}", f"run.dir={tmp_path}")
 
 
 @pytest.mark.parametrize("arguments", [["train/loss=high"], ["nats.url=nats://127.0.0.1:1"]])
 def test_what_is_no_figure_is_refused(arguments: list[str]) -> None:
-    """Before anything is sent."""
     with pytest.raises(ConfigError, match="NAME=NUMBER"):
         log_once("r", 1, arguments)

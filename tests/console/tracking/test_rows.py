@@ -29,7 +29,6 @@ def test_a_step_that_a_resumed_trainer_repeats_is_left_out_and_counted() -> None
 
 
 def test_an_evaluation_may_come_after_later_steps() -> None:
-    """Steps and evaluations are counted apart, and each evaluated source by itself."""
     fold = RowFold()
     assert fold.row(1, step(9)) is not None
     assert fold.row(2, evaluation(5, 0.5)) is not None
@@ -40,7 +39,6 @@ def test_an_evaluation_may_come_after_later_steps() -> None:
 
 
 def test_figures_of_another_trainer_keep_their_names_and_may_repeat_a_step() -> None:
-    """A foreign trainer logs several times at one step."""
     fold = RowFold()
     for number in (1, 2):
         event = RunEvent(run_id="r", source="log", kind=METRICS, at=1.0, data={"step": 4, "values": {"loss": 0.25}})
@@ -66,5 +64,4 @@ def test_what_anybody_may_send_makes_no_row() -> None:
 
 
 def test_an_event_of_very_many_figures_is_cut() -> None:
-    """A thousand figures are read, so that one event cannot fill a tracker."""
     assert len(dict(figures({str(n): n for n in range(5000)}))) == 1000

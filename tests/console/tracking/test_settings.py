@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.console.tracking import trackers
-from penstock.console.tracking.settings import TrackSettings
+from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -37,7 +37,6 @@ def test_trackers_are_taken_under_the_names_of_other_systems(written: str, types
 
 
 def test_every_tracker_has_a_table_of_its_own(tmp_path: Path) -> None:
-    """Several at once, each with its options; what they share is in [tracking]."""
     file = tmp_path / "run.toml"
     file.write_text(
         '[tracking]\nproject = "gsm8k"\n[[tracker]]\ntype = "wandb"\noptions = {mode = "offline"}\n'
@@ -68,7 +67,6 @@ def test_trackers_that_cannot_be_meant_are_refused(written: str, message: str) -
 
 
 def test_a_run_with_an_unknown_or_missing_tracker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name and the package are checked before anything runs."""
     with pytest.raises(ConfigError, match="unknown tracker 'wanbd'; did you mean 'wandb'"):
         TrackerProcesses(["tracker=wanbd"], {})
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

@@ -43,7 +43,6 @@ class Browser:
         self.wait()
 
     def open(self, run: str, view: str, query: str = "") -> None:
-        """Open a view of a run and wait until it shows its figures."""
         self.go(f"#/run/{quote(run)}/{view}{query}", view)
 
     def go(self, address: str, view: str) -> None:
@@ -61,7 +60,6 @@ class Browser:
         return self.page.inner_text(f'[data-tile="{name}"] b')
 
     def rows(self, label: str) -> list[list[str]]:
-        """The cells of a table, row by row."""
         return self.page.eval_on_selector_all(
             f'[role=region][aria-label="{label}"] > table > tbody > tr',
             "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))",

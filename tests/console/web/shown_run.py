@@ -67,8 +67,6 @@ HOSTILE = (
 
 
 class ShownRun:
-    """Writes a run; `write` for all of it."""
-
     def __init__(self, run_id: str, bus: Bus, blobs: Blobs, *, hostile: bool = False) -> None:
         self.run_id = run_id
         self.bus = bus
@@ -139,7 +137,6 @@ class ShownRun:
         self.flush()
 
     def publish_step(self, number: int, **more: Any) -> None:
-        """The event of one step."""
         at = recorded.START + number / 2
         if self.hostile:
             more |= {
@@ -159,7 +156,6 @@ class ShownRun:
         self.publish(subjects.events(self.run_id, "step"), event)
 
     def beat(self) -> None:
-        """A heartbeat of every service."""
         live = self.bus.key_value(streams.live_bucket(self.run_id).bucket).wait()
         for one in recorded.fleet(30):
             state = HOSTILE[4] if self.hostile else one.state
@@ -167,7 +163,6 @@ class ShownRun:
             live.put(streams.heartbeat_key(one.role, one.service_id), encode(beat)).wait()
 
     def publish_dead_letter(self) -> None:
-        """A group that could not be scored, which may be sent again."""
         group = self._group("e9.p3.a0", 10_000, version=1)
         pack = self._pack("dead", [group])
         fact = GroupGenerated(run_id=self.run_id, pack_id="dead", worker_id="w", pack=pack, groups=(group.summary(0),))
@@ -195,7 +190,6 @@ class ShownRun:
         bucket.put(streams.CHECKPOINT_KEY, encode(pointer)).wait()
 
     def pointer(self) -> bytes | None:
-        """The value of that key."""
         bucket = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait()
         entry = bucket.get(streams.CHECKPOINT_KEY).wait()
         return None if entry is None else entry.value
@@ -299,7 +293,6 @@ def made_logprobs(run_id: str, step: int, groups: list[Group], pack: BlobRef) ->
 
 
 def store_logprobs(blobs: Blobs, run_id: str, step: int, groups: list[Group], pack: BlobRef, *, epoch: int = 1) -> str:
-    """Store those of a step as the trainer does; return the key."""
     data = step_logprobs.encode(made_logprobs(run_id, step, groups, pack))
     return blobs.put(blob_keys.step_logprobs(run_id, step, epoch, hashlib.sha256(data).hexdigest()), data).key
 
@@ -333,7 +326,6 @@ class ServedConsole:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Serve, on the same port as before after a stop."""
         server = uvicorn.Server(
             uvicorn.Config(create_app(self._context), host="127.0.0.1", port=self._port, log_config=None, timeout_graceful_shutdown=1)
         )  # fmt: skip
@@ -358,7 +350,6 @@ class ServedConsole:
 
 @contextmanager
 def served(runs_dir: Path, environ: Mapping[str, str]) -> Iterator[ServedConsole]:
-    """Serve the console until the block ends."""
     console = ServedConsole(runs_dir, environ)
     console.start()
     try:
@@ -368,6 +359,5 @@ def served(runs_dir: Path, environ: Mapping[str, str]) -> Iterator[ServedConsole
 
 
 def token_arrays(group: Group, trajectory: int) -> tuple[list[int], np.ndarray]:
-    """The token ids and log-probabilities of one trajectory."""
     row = group.trajectories[group.rows_of[trajectory][0]]
     return row.token_ids.tolist(), row.behaviour_logprobs

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.console.web import page_routes
+from penstock.console.web import app
 
-PAGES = (Path(page_routes.__file__).parent / "pages").resolve()
+PAGES = (Path(app.__file__).parent / "pages").resolve()
 # sha256 of the files in the npm package uplot 1.6.32; vendor/uplot/SHA256SUMS has the same.
 UPLOT = {
     "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
@@ -47,7 +47,6 @@ def test_the_page_has_no_inline_script_style_or_handler() -> None:
 
 
 def test_every_import_of_the_page_names_a_file_that_is_there() -> None:
-    """There is no build step that would notice."""
     for path in OWN:
         for name in re.findall(r"from \"([^\"]+)\"", path.read_text("utf-8")):
             assert (path.parent / name).resolve().is_relative_to(PAGES)
@@ -55,5 +54,4 @@ def test_every_import_of_the_page_names_a_file_that_is_there() -> None:
 
 
 def test_files_are_small_enough_for_a_slow_link() -> None:
-    """All of the page together."""
     assert sum(path.stat().st_size for path in PAGES.rglob("*") if path.is_file()) < 160_000

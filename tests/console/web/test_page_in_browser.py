@@ -23,7 +23,6 @@ GROUP = "e0.p10.a0"
 
 @pytest.fixture(scope="module")
 def chromium(shown: Shown) -> Iterator[Browser]:
-    """One window for all tests of this file."""
     require_package(CHROMIUM, "chromium")
     with browser(shown.console, viewport={"width": 1280, "height": 900}) as found:
         yield found
@@ -44,7 +43,6 @@ def api(shown: Shown, path: str, **query: Any) -> Any:
 
 
 def test_the_list_shows_each_run_with_its_state_and_curve(chromium: Browser, shown: Shown) -> None:
-    """And two of them can be compared from there by keyboard."""
     chromium.go("#/", "runs")
     rows = {row[1]: row for row in chromium.rows("Runs")}
     assert {shown.plain.run_id, shown.hostile.run_id, "only-files"} <= set(rows)
@@ -61,7 +59,6 @@ def test_the_list_shows_each_run_with_its_state_and_curve(chromium: Browser, sho
 
 
 def test_the_overview_shows_what_the_api_answers(chromium: Browser, shown: Shown) -> None:
-    """Each tile and the last point of each chart."""
     chromium.open(shown.plain.run_id, "overview")
     found, metrics = api(shown, "summary"), api(shown, "metrics")
     assert chromium.tile("reward") == f"{found['reward']:.3f}"
@@ -101,7 +98,6 @@ def test_a_training_on_given_answers_shows_its_losses(chromium: Browser, shown: 
 
 
 def test_a_new_step_appears_without_a_reload(chromium: Browser, shown: Shown) -> None:
-    """Within a few seconds."""
     chromium.open(shown.plain.run_id, "overview")
     shown.plain.publish_step(STEPS + 1)
     shown.plain.flush()
@@ -112,7 +108,6 @@ def test_a_new_step_appears_without_a_reload(chromium: Browser, shown: Shown) ->
 
 
 def test_the_browser_of_trajectories_filters_pages_and_opens_a_group(chromium: Browser, shown: Shown) -> None:
-    """From the filter to the tokens, which are those of the pack."""
     chromium.open(shown.plain.run_id, "trajectories")
     assert len(chromium.rows("Groups")) == 40
     chromium.page.click("text=More")
@@ -141,7 +136,6 @@ def test_the_browser_of_trajectories_filters_pages_and_opens_a_group(chromium: B
 
 
 def test_each_token_shows_its_log_probability_version_and_mask(chromium: Browser, shown: Shown) -> None:
-    """Chosen by a click, and by the arrow keys."""
     chromium.open(shown.plain.run_id, "group", f"?id={GROUP}&chapter=1&at=1")
     chromium.page.wait_for_selector('.tokens[data-loaded="1.0.0"]')
     found = api(shown, "tokens", group_id=GROUP, trajectory=1)
@@ -192,7 +186,6 @@ def test_each_token_is_coloured_by_its_ratio_and_a_click_shows_the_number(chromi
 
 @pytest.mark.parametrize("group_id", [DROPPED, f"e0.p{WITHOUT_LOGPROBS * GROUPS_A_STEP}.a0"])
 def test_tokens_without_a_ratio_say_why(chromium: Browser, shown: Shown, group_id: str) -> None:
-    """The sentence of the API, and the colours by ratio are none."""
     chromium.open(shown.plain.run_id, "group", f"?id={group_id}&chapter=1&at=0")
     chromium.page.wait_for_selector('.tokens[data-loaded="0.0.0"]')
     found = api(shown, "tokens", group_id=group_id, chapter=1)
@@ -204,7 +197,6 @@ def test_tokens_without_a_ratio_say_why(chromium: Browser, shown: Shown, group_i
 
 
 def test_a_conversation_is_shown_turn_by_turn(chromium: Browser, shown: Shown) -> None:
-    """With a button for the tokens of each row."""
     chromium.open(shown.plain.run_id, "group", f"?id={EPISODES}&chapter=1")
     card = chromium.text('[data-trajectory="0"]')
     assert "look up 37" in card
@@ -213,7 +205,6 @@ def test_a_conversation_is_shown_turn_by_turn(chromium: Browser, shown: Shown) -
 
 
 def test_fleet_weights_rewards_and_lineage_show_what_the_api_answers(chromium: Browser, shown: Shown) -> None:
-    """Row by row."""
     run = shown.plain.run_id
     chromium.open(run, "fleet")
     services = api(shown, "workers")["services"]
@@ -236,7 +227,6 @@ def test_fleet_weights_rewards_and_lineage_show_what_the_api_answers(chromium: B
 
 
 def test_a_dead_letter_is_sent_again_from_the_page(chromium: Browser, shown: Shown) -> None:
-    """By a caller with the role run."""
     run = shown.hostile
     chromium.open(run.run_id, "dead-letters")
     assert chromium.rows("Dead letters")[0][2:5] == ["generated", "endpoint_failed", HOSTILE[0]]
@@ -302,7 +292,6 @@ def test_the_page_goes_on_after_the_console_was_stopped_and_started_again(chromi
 
 
 def test_without_a_token_the_page_asks_for_one_and_shows_no_figure(chromium: Browser, shown: Shown) -> None:
-    """A wrong one is refused; a right one opens the page."""
     chromium.page.context.clear_cookies()
     chromium.page.goto(f"{chromium.console.url}/#/run/{shown.plain.run_id}/overview")
     chromium.page.reload()

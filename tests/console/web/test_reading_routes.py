@@ -26,12 +26,11 @@ from penstock.console import connections
 from penstock.console.web import reading_routes
 from penstock.console.web.access import Access, Role
 from penstock.console.web.context import WebContext
-from penstock.console.web.reading import chapter_reader, stored_groups
-from penstock.console.web.reading.chapter_reader import ReadBudget
+from penstock.console.web.reading import stored_groups
 from penstock.console.web.reading.open_runs import MAX_OPEN, OpenRuns
 from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
 from penstock.console.web.reading.run_reading import RunReading
-from penstock.console.web.reading.stored_groups import StoredGroups
+from penstock.console.web.reading.stored_groups import ReadBudget, StoredGroups
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.facts import BlobRef
@@ -74,7 +73,6 @@ def test_the_overview_shows_the_figures_of_the_run(shown: Shown) -> None:
 
 
 def test_metrics_are_sampled_down_and_begin_where_they_are_asked_to(shown: Shown) -> None:
-    """The mean of a bucket is that of its steps."""
     found = get(shown, "metrics", **{"from": 11, "points": 5, "name": ["reward_mean", "unknown"]})
     assert (found["first"], found["last"], found["bucket"], found["num_steps"]) == (11, STEPS, 5, STEPS - 10)
     values = [recorded.step(n, 0.0).data["reward_mean"] for n in range(11, 16)]
@@ -83,14 +81,12 @@ def test_metrics_are_sampled_down_and_begin_where_they_are_asked_to(shown: Shown
 
 
 def test_the_fleet_has_the_least_and_the_greatest_value_beside_the_mean(shown: Shown) -> None:
-    """A sick worker does not hide in a mean."""
     found = get(shown, "workers")
     assert [line["id"] for line in found["services"]] == ["rollout-0", "rollout-1", "reward", "trainer"]
     assert found["spread"]["rollout"]["cpu_s"] == {"min": 24.5, "mean": 24.5, "max": 24.5, "num": 2}
 
 
 def test_versions_show_what_each_worker_took_to_adopt_them_a_page_at_a_time(shown: Shown) -> None:
-    """Ten versions a page, the newest first, each once."""
     first = get(shown, "versions", limit=10)
     second = get(shown, "versions", limit=10, before=first["next"])
     assert [one["version"] for one in first["versions"] + second["versions"]] == list(range(STEPS, STEPS - 20, -1))
@@ -131,7 +127,6 @@ def test_pages_of_groups_hold_every_group_of_the_record_once(shown: Shown) -> No
 def test_groups_are_found_by_step_status_reward_and_text(
     shown: Shown, query: dict[str, Any], expected: list[str]
 ) -> None:
-    """A text is looked for in prompts and completions, in any case of letters."""
     found: list[str] = []
     cursor = ""
     while True:  # a busy machine reads less of the record before it answers
@@ -143,7 +138,6 @@ def test_groups_are_found_by_step_status_reward_and_text(
 
 
 def test_trajectories_are_listed_one_by_one_with_their_own_reward_and_texts(shown: Shown) -> None:
-    """Half of them have reward 1."""
     found = get(shown, "trajectories", step_from=5, step_to=5, reward_min=1, limit=100)
     assert len(found["items"]) == GROUPS_A_STEP * GROUP_SIZE / 2
     first = found["items"][0]
@@ -182,7 +176,6 @@ def test_a_cursor_stays_valid_while_the_run_goes_on(shown: Shown) -> None:
 
 
 def test_a_group_is_shown_with_its_texts_rewards_parts_and_versions(shown: Shown) -> None:
-    """What the pack and the record hold of it."""
     group, rewards = shown.plain.groups[GROUP], shown.plain.rewards[GROUP]
     found = get(shown, "group", group_id=GROUP)
     assert (found["prompt"], found["step"], found["staleness"]) == (group.prompt_text, 3, 0)
@@ -193,7 +186,6 @@ def test_a_group_is_shown_with_its_texts_rewards_parts_and_versions(shown: Shown
 
 
 def test_an_episode_is_shown_with_its_conversation_turns_and_rows(shown: Shown) -> None:
-    """Three rows, of which one is a sub-agent's."""
     found = get(shown, "group", group_id=EPISODES, chapter=1)["trajectories"][0]
     assert found["messages"][0] == {"role": "user", "content": "look up 37"}
     assert [turn["row"] for turn in found["turns"]] == [0, 0, 1, 2]
@@ -204,7 +196,6 @@ def test_an_episode_is_shown_with_its_conversation_turns_and_rows(shown: Shown) 
 
 
 def test_tokens_have_their_log_probability_mask_and_version(shown: Shown) -> None:
-    """A part of a row, as columns."""
     token_ids, logprobs = token_arrays(shown.plain.groups[GROUP], 1)
     query: dict[str, Any] = {"trajectory": 1, "count": 5, "from": 1}
     found = get(shown, "tokens", group_id=GROUP, **query)
@@ -215,7 +206,6 @@ def test_tokens_have_their_log_probability_mask_and_version(shown: Shown) -> Non
 
 
 def test_tokens_have_the_log_probability_of_the_trainer_and_the_ratio_to_it(shown: Shown) -> None:
-    """Those that the step stored, and what the loss did with each token."""
     row = shown.plain.groups[GROUP].trajectories[1]
     made = made_logprobs(shown.plain.run_id, 3, [shown.plain.groups[f"e0.p{n}.a0"] for n in (9, 10, 11)], NO_PACK)
     rows = made.group(GROUP, NO_PACK.sha256)
@@ -246,7 +236,6 @@ def test_tokens_have_the_log_probability_of_the_trainer_and_the_ratio_to_it(show
 def test_a_group_without_the_trainers_log_probabilities_says_why(
     shown: Shown, group_id: str, chapter: int, why: str
 ) -> None:
-    """In one sentence, and shows all the rest."""
     found = get(shown, "tokens", group_id=group_id, chapter=chapter)
     assert (found["current_logprobs"], found["ratios"], found["outcomes"]) == (None, None, None)
     assert why in found["current_problem"]
@@ -257,14 +246,12 @@ def test_a_group_without_the_trainers_log_probabilities_says_why(
 
 
 def test_steps_that_could_not_be_stored_are_counted_in_the_reason(shown: Shown) -> None:
-    """As the trainer reports them with its newest step."""
     group_id = f"e0.p{WITHOUT_LOGPROBS * GROUPS_A_STEP}.a0"
     found = get(shown, "tokens", run=shown.hostile.run_id, group_id=group_id, chapter=1)
     assert "could not store 3 steps of its newest session" in found["current_problem"]
 
 
 def test_a_dropped_group_and_one_whose_pack_is_gone_are_shown_as_far_as_they_are_known(shown: Shown) -> None:
-    """The record has no reward of a dropped group; a missing pack is named."""
     dropped = get(shown, "group", group_id=DROPPED, chapter=1)
     assert (dropped["status"], dropped["reason"], dropped["problem"]) == ("dropped", "stale", "")
     assert dropped["trajectories"][0]["reward"] is None
@@ -282,7 +269,6 @@ def test_a_dropped_group_and_one_whose_pack_is_gone_are_shown_as_far_as_they_are
 
 
 def test_the_lineage_of_a_version_has_its_groups_and_all_versions_before_it(shown: Shown) -> None:
-    """Down to the model that the run started from."""
     found = get(shown, "lineage", version=3)
     assert [member["group_id"] for member in found["groups"]] == ["e0.p9.a0", "e0.p10.a0", "e0.p11.a0"]
     assert [link["version"] for link in found["chain"]] == [3, 2, 1, 0]
@@ -290,7 +276,6 @@ def test_the_lineage_of_a_version_has_its_groups_and_all_versions_before_it(show
 
 
 def test_rewards_show_errors_scorers_and_how_the_newest_are_distributed(shown: Shown) -> None:
-    """Half of them are 1."""
     found = get(shown, "rewards")
     assert found["errors"] == [
         {"reason": "endpoint_failed", "waited": 1, "dead": 1, "newest": "endpoint answered 500", "newest_at": recorded.START}
@@ -303,7 +288,6 @@ def test_rewards_show_errors_scorers_and_how_the_newest_are_distributed(shown: S
 
 
 def test_a_dead_letter_is_sent_again_by_the_role_run_only(shown: Shown) -> None:
-    """Once; a second time is refused with the reason."""
     path = f"/v1/runs/{shown.plain.run_id}/dead-letters"
     letters = get(shown, "dead-letters")["letters"]
     assert [(one["reason"], one["group_ids"]) for one in letters] == [("endpoint_failed", ["e9.p3.a0"])]
@@ -318,7 +302,6 @@ def test_a_dead_letter_is_sent_again_by_the_role_run_only(shown: Shown) -> None:
 
 
 def test_a_run_of_which_only_files_are_left_is_shown_from_them(shown: Shown) -> None:
-    """Its servers have none of its streams."""
     found = get(shown, "summary", run="only-files")
     assert (found["step"], found["is_live"]) == (recorded.STEPS, False)
     assert found["problem"]
@@ -330,7 +313,6 @@ def test_a_run_of_which_only_files_are_left_is_shown_from_them(shown: Shown) -> 
 
 
 def test_settings_that_differ_between_runs_are_listed(shown: Shown) -> None:
-    """One of two."""
     with shown.client() as client:
         runs = [shown.plain.run_id, shown.hostile.run_id]
         found = client.get("/v1/settings-differences", params={"run": runs}).json()
@@ -364,13 +346,11 @@ def test_settings_that_differ_between_runs_are_listed(shown: Shown) -> None:
 def test_what_cannot_be_answered_is_refused_with_a_reason_and_never_with_an_error(
     shown: Shown, path: str, status: int
 ) -> None:
-    """Path tricks, oversized queries and what does not exist."""
     found, text = refused(shown, f"/v1/runs/{path.format(run=shown.plain.run_id)}")
     assert (found, bool(text)) == (status, True)
 
 
 def test_a_run_that_nobody_looks_at_is_not_watched_any_more(shown: Shown) -> None:
-    """Its connection is closed, and at most a few runs are watched at a time."""
     now = [0.0]
     for n in range(MAX_OPEN + 1):
         recorded.write_metrics(shown.folder.parent / "many" / f"run{n}")
@@ -392,8 +372,8 @@ def test_a_run_that_nobody_looks_at_is_not_watched_any_more(shown: Shown) -> Non
 
 def test_the_cache_of_chapters_is_bounded(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one, each is read again."""
-    monkeypatch.setattr(chapter_reader, "_CACHE_BYTES", 1)
-    reader = chapter_reader.ChapterReader(shown.plain.run_id, shown.plain.blobs.get)
+    monkeypatch.setattr(stored_groups, "_CHAPTER_CACHE_BYTES", 1)
+    reader = stored_groups.ChapterReader(shown.plain.run_id, shown.plain.blobs.get)
     assert shown.plain.end is not None
     reader.set_end(shown.plain.end, ReadBudget())
     budget = ReadBudget()
@@ -405,7 +385,6 @@ def test_the_cache_of_chapters_is_bounded(shown: Shown, monkeypatch: pytest.Monk
 
 
 def test_a_pack_larger_than_a_page_opens_is_named_and_not_read(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of the group is shown."""
     run = shown.plain
     groups = StoredGroups(run.run_id, shown.folder, run.blobs, run.pointer)
     entry = groups.find(GROUP, chapter=None)
@@ -423,7 +402,6 @@ def test_the_record_of_another_run_is_refused(shown: Shown) -> None:
 
 
 def test_groups_of_a_run_whose_store_is_stopped_are_refused_at_once_with_what_to_do(tmp_path: Path) -> None:
-    """A finished local run has its data still, but no server."""
     (tmp_path / "done" / "store").mkdir(parents=True)
     environ = {"PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1", "PENSTOCK_NATS__URL": "nats://127.0.0.1:1"}
     reading = RunReading("done", [f"run.dir={tmp_path}"], environ)
@@ -446,7 +424,6 @@ def test_servers_are_given_up_at_once_only_where_nothing_can_listen(addresses: s
 
 
 def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tmp_path: Path) -> None:
-    """The folder of a run may name any port of this machine."""
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "reward.port").write_text("4711")
     reading = RunReading("r", [f"run.dir={tmp_path}"], {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.groups import make_generated, make_group, make_scored
 
+from penstock.console.web.reading.documents import differences
 from penstock.console.web.reading.recorded_groups import (
     Entry,
     GroupFilter,
@@ -13,7 +14,6 @@ from penstock.console.web.reading.recorded_groups import (
     parse_cursor,
     trajectory_rows,
 )
-from penstock.console.web.reading.settings_difference import differences
 
 
 def entry(*rewards: float, step: int | None = 5) -> Entry:
@@ -38,12 +38,10 @@ def entry(*rewards: float, step: int | None = 5) -> Entry:
     ],
 )
 def test_a_filter_accepts_a_group_by_step_reward_and_status(wanted: GroupFilter, is_accepted: bool) -> None:
-    """The mean of the rewards is limited, or, one by one, each of them."""
     assert wanted.accepts(entry(0.0, 1.0)) is is_accepted
 
 
 def test_a_group_without_a_step_or_a_reward_is_not_in_a_list_limited_by_them() -> None:
-    """Dropped groups have neither."""
     dropped = Entry("e0.p1.a0", "dropped", 1, "train", 0, reason="stale")
     assert GroupFilter().accepts(dropped)
     assert not GroupFilter(step_from=0).accepts(dropped)
@@ -56,18 +54,15 @@ def test_a_group_without_a_step_or_a_reward_is_not_in_a_list_limited_by_them() -
 def test_a_chapter_whose_steps_are_all_outside_is_not_read_again(
     first: int | None, last: int | None, may_be: bool
 ) -> None:
-    """Steps 5 to 9 are wanted."""
     assert GroupFilter(step_from=5, step_to=9).may_be_in(first, last) is may_be
 
 
 def test_one_by_one_only_the_trajectories_within_the_limits_are_listed() -> None:
-    """Each with its own reward, parts and tokens."""
     rows = trajectory_rows(entry(0.0, 1.0, 0.5), GroupFilter(reward_min=0.5, each_trajectory=True))
     assert [(row["index"], row["reward"]) for row in rows] == [(1, 1.0), (2, 0.5)]
 
 
 def test_a_row_shows_the_spread_of_the_rewards_and_whether_the_group_teaches_anything() -> None:
-    """Equal rewards are a degenerate group."""
     row = group_row(entry(0.0, 1.0))
     assert (row["reward_mean"], row["reward_min"], row["reward_max"], row["is_degenerate"]) == (0.5, 0.0, 1.0, False)
     assert row["staleness"] == 4
@@ -76,13 +71,11 @@ def test_a_row_shows_the_spread_of_the_rewards_and_whether_the_group_teaches_any
 
 @pytest.mark.parametrize("cursor", ["", "1", "a.b", "-1.0", "1.2.3", "1.1e9", "9" * 30 + ".1", "1.2\n"])
 def test_a_cursor_that_no_list_returned_is_refused(cursor: str) -> None:
-    """The refusal says what to do."""
     with pytest.raises(QueryRefused, match="begin again without it"):
         parse_cursor(cursor)
 
 
 def test_only_settings_that_differ_are_listed_with_the_value_of_each_run() -> None:
-    """A setting that one run does not have differs too."""
     found = differences(
         {"a": {"settings": {"trainer": {"lr": 1e-5, "steps": 3}}}, "b": {"settings": {"trainer": {"lr": 2e-5, "steps": 3}, "x": {"y": [1]}}}}
     )  # fmt: skip

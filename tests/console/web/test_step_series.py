@@ -21,7 +21,6 @@ def series(*values: float, first: int = 1) -> StepSeries:
 
 
 def test_each_bucket_has_the_mean_the_least_and_the_greatest_value_of_its_steps() -> None:
-    """Six steps in buckets of two."""
     found = series(0.0, 1.0, 2.0, 4.0, -1.0, 3.0, first=0).sampled(points=4)
     assert (found["bucket"], found["steps"], found["num_steps"]) == (2, [1, 3, 5], 6)
     assert found["figures"]["reward_mean"] == {"mean": [0.5, 3.0, 1.0], "min": [0.0, 2.0, -1.0], "max": [1.0, 4.0, 3.0]}
@@ -51,7 +50,6 @@ def test_buckets_hold_every_step_once_and_are_never_more_than_asked_for(
 
 
 def test_a_further_step_changes_only_the_last_bucket() -> None:
-    """Else a live chart would tremble."""
     before = series(*[float(n % 7) for n in range(101)]).sampled(points=60)
     after = series(*[float(n % 7) for n in range(102)]).sampled(points=60)
     assert before["bucket"] == after["bucket"]
@@ -69,7 +67,6 @@ def test_a_step_taken_again_after_a_resume_removes_those_after_it() -> None:
 
 
 def test_steps_of_the_file_fill_only_those_that_are_missing_in_the_stream() -> None:
-    """The stream's steps are newer than what the file holds of the same number."""
     view = PageView(recorded.RUN)
     for number in (3, 4):
         view.fold_event(recorded.step(number, recorded.START + number, reward_mean=1.0))
@@ -94,7 +91,6 @@ def test_what_is_no_finite_number_is_no_figure() -> None:
 
 
 def test_ten_thousand_steps_fit_into_the_points_of_a_chart() -> None:
-    """Buckets are 1, 2, 5, 10, 20, … steps."""
     assert [bucket_size(n, 600) for n in (10, 600, 601, 1200, 10_000)] == [1, 1, 2, 5, 20]
 
 

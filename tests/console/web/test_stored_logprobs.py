@@ -11,10 +11,9 @@ import pytest
 from tests.console.web.shown_run import made_logprobs, store_logprobs
 from tests.groups import make_groups
 
-from penstock.console.web.reading.current_logprobs import Current
-from penstock.console.web.reading.logprob_reasons import Storing, why_absent, why_not_this_group
+from penstock.console.web.reading.group_detail import Storing, why_absent, why_not_this_group
 from penstock.console.web.reading.recorded_groups import Entry
-from penstock.console.web.reading.stored_logprobs import StoredLogprobs
+from penstock.console.web.reading.stored_logprobs import Current, StoredLogprobs
 from penstock.protocol import blob_keys
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import step_logprobs
@@ -80,7 +79,6 @@ def test_what_is_not_that_of_the_group_is_refused_with_the_reason(blobs: Blobs, 
 
 
 def test_an_object_that_is_too_large_is_not_fetched(blobs: Blobs, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its size is in the listing."""
     key = store_logprobs(blobs, run_id, 7, GROUPS, PACK, epoch=2)
     monkeypatch.setattr(step_logprobs, "MAX_BYTES", 100)
     monkeypatch.setattr(blobs, "get", None)
@@ -105,7 +103,6 @@ def test_one_sentence_says_why_a_step_has_none(storing: Storing, why: str) -> No
 
 
 def test_one_sentence_says_why_a_group_of_a_step_has_none() -> None:
-    """A number in the settings, or filters."""
     assert "trainer.store_logprobs is 4" in why_not_this_group(7, 4, Storing(4))
     assert "filters left out" in why_not_this_group(7, 4, STORING)
     assert np.all([text.endswith(".") for text in (why_not_this_group(7, 4, STORING), why_absent(1, STORING))])

@@ -152,7 +152,6 @@ def test_the_pod_that_copies_the_inputs_fits_the_restricted_namespace(objects: l
 
 
 def test_the_schema_refuses_a_misspelt_field(objects: list[Object]) -> None:
-    """The check above is not empty."""
     pod = next(one for one in objects if one["kind"] == "Deployment")
     wrong = {**pod, "spec": {**pod["spec"], "replicaz": 2}}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -187,7 +186,7 @@ def test_every_command_is_one_that_there_is(objects: list[Object], role: str) ->
     dockerfile = (DEPLOY / "docker" / f"{'reward' if role == 'bootstrap' else role}.Dockerfile").read_text()
     assert 'ENTRYPOINT ["python", "-P", "-m"]' in dockerfile
     if module == "penstock":
-        _, rest = nodes.split([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in rest], {})
+        rest = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in rest]
         command, bound, _ = penstock.parse_args(rest, exit_on_error=False, print_error=False)
         assert command.__name__ in ("train", "bootstrap")
         assert str(RUN_FILE.name) in str(bound)
@@ -232,10 +231,11 @@ def test_the_nodes_of_a_trainer_find_each_other(rendered: dict[str, list[Object]
     objects = rendered["gpu-nodes"]
     job = jobs_of_sets(objects)["trainer"]
     (container,) = containers(job["template"])
-    found = [
-        nodes.split([word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["args"]], {})[0]
+    typed = [
+        [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["args"][1:]]
         for index in range(job["completions"])
     ]
+    found = [nodes.find(penstock.parse_args(words)[1].kwargs["nodes"], {}) for words in typed]
     one = of_kind(objects, "JobSet")["trainer"]["spec"]
     first = f"trainer-{one['replicatedJobs'][0]['name']}-0-0.{one['network']['subdomain']}"
     assert found == [nodes.Nodes(job["completions"], index, f"{first}:{nodes.PORT}") for index in range(2)]
@@ -256,7 +256,6 @@ def test_the_nodes_of_a_trainer_find_each_other(rendered: dict[str, list[Object]
 
 
 def test_the_trainer_has_as_many_gpus_as_ranks(rendered: dict[str, list[Object]]) -> None:
-    """On GPUs each rank has one; without, nothing asks for a GPU."""
     (trainer,) = containers(pods(rendered["gpu"])["trainer"])
     ranks = environment(trainer, rendered["gpu"])["PENSTOCK_TRAINER__NUM_RANKS"]
     assert trainer["resources"]["limits"]["nvidia.com/gpu"] == ranks

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from penstock.console import nodes
+from penstock.console.cli.main import app
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 
@@ -43,27 +44,23 @@ def run(folder: Path, **environ: str) -> tuple[int, str, list[str]]:
 
 
 def test_one_node_trains_with_its_checkpoints_in_the_object_store(tmp_path: Path) -> None:
-    """Whatever machine comes next resumes from there."""
     assert run(tmp_path, **SERVERS) == (0, "", ["train", "run.toml", "trainer.store_checkpoints=true"])
 
 
 def test_several_nodes_meet_at_the_first(tmp_path: Path) -> None:
-    """The flags are those that `penstock train` takes."""
     code, _, words = run(tmp_path, SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS=IPS, **SERVERS)
     assert code == 0
-    found, rest = nodes.split(words[1:], {})
-    assert found == nodes.Nodes(2, 1, f"10.0.0.1:{nodes.PORT}")
-    assert rest == ["run.toml", "trainer.store_checkpoints=true"]
+    bound = app.parse_args(words)[1]
+    assert nodes.find(bound.kwargs["nodes"], {}) == nodes.Nodes(2, 1, f"10.0.0.1:{nodes.PORT}")
+    assert bound.args == ("run.toml", "trainer.store_checkpoints=true")
 
 
 def test_a_worker_is_the_same_task(tmp_path: Path) -> None:
-    """Another role."""
     assert run(tmp_path, ROLE="rollout", RUN_FILE="other.toml", **SERVERS) == (0, "", ["rollout", "other.toml"])
 
 
 @pytest.mark.parametrize("missing", SERVERS)
 def test_addresses_that_are_not_given_are_named(tmp_path: Path, missing: str) -> None:
-    """A machine in a cloud has no servers on its loopback."""
     code, error, words = run(tmp_path, **SERVERS | {missing: ""})
     assert (code, words) == (2, [])
     assert f"--env {missing}" in error

@@ -42,7 +42,7 @@ def test_the_job_ends_as_the_run_does(folder: Path, code: str) -> None:
     """Arguments arrive as they are, with --local; a run that ends by itself is not queued again, whatever its exit code."""
     stand_in(folder, "penstock", f'printf "%s|" "$@" > arguments; {FINISHES}')
     job = start(folder, "run.toml", "--workers", "2", "data.system_prompt=two words", CODE=code)
-    job.communicate(timeout=20)
+    job.communicate(timeout=300)
     assert job.returncode == int(code)
     assert (folder / "arguments").read_text() == "train|--local|run.toml|--workers|2|data.system_prompt=two words|"
     assert not (folder / "requeued").exists()
@@ -53,9 +53,9 @@ def test_a_signal_reaches_the_run_and_the_job_is_queued_again(folder: Path, code
     """SIGTERM to the script is passed on; a run that is not finished then goes back into the queue, one that is does not."""
     stand_in(folder, "penstock", WAITS)
     job = start(folder, "run.toml", CODE=code)
-    wait_for((folder / "up").exists, "the run", 20)
+    wait_for((folder / "up").exists, "the run")
     job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=20)
+    output, _ = job.communicate(timeout=300)
     assert (folder / "asked").exists()
     assert job.returncode == int(code)
     assert (folder / "requeued").exists() == is_requeued
@@ -89,11 +89,11 @@ def test_on_several_nodes_srun_starts_the_trainer_on_each(folder: Path, code: st
     stand_in(folder, "srun", SRUN)
     given = {"CODE": code, "FOR": "0.5", "SLURM_JOB_NUM_NODES": "2", "TMPDIR": str(folder), **SERVERS}
     job = start(folder, "run.toml", "trainer.num_ranks=16", **given)
-    wait_for(lambda: all((folder / f"up-{node}").exists() for node in (0, 1)), "both nodes", 20)
+    wait_for(lambda: all((folder / f"up-{node}").exists() for node in (0, 1)), "both nodes")
     job.send_signal(signal.SIGTERM)
-    wait_for((folder / "asked-0").exists, "the signal", 20)
+    wait_for((folder / "asked-0").exists, "the signal")
     job.send_signal(signal.SIGUSR1)  # also of Slurm: a job that is preempted near its time limit
-    job.communicate(timeout=20)
+    job.communicate(timeout=300)
     assert job.returncode == int(code)
     assert (folder / "flags").read_text() == "--ntasks-per-node=1|--kill-on-bad-exit=1|"
     assert [(folder / f"arguments-{n}").read_text() for n in (0, 1)] == ["train|run.toml|trainer.num_ranks=16|"] * 2
@@ -103,31 +103,29 @@ def test_on_several_nodes_srun_starts_the_trainer_on_each(folder: Path, code: st
 
 
 def test_a_signal_before_srun_has_started_the_trainer_reaches_it_afterwards(folder: Path) -> None:
-    """As when Slurm's controller is slow."""
     stand_in(folder, "penstock", TRAINS)
     stand_in(folder, "srun", f"echo up > srun-up; until [ -e go ]; do sleep 0.05; done\n{SRUN}")
     job = start(folder, "run.toml", SLURM_JOB_NUM_NODES="2", TMPDIR=str(folder), **SERVERS)
-    wait_for((folder / "srun-up").exists, "srun", 20)
+    wait_for((folder / "srun-up").exists, "srun")
     job.send_signal(signal.SIGTERM)
     (folder / "go").touch()
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert (job.returncode, (folder / "requeued").read_text()) == (130, "requeue 7\n")
 
 
 def test_several_nodes_without_servers_that_all_reach_are_refused(folder: Path) -> None:
-    """Each node would look for them on itself."""
     stand_in(folder, "penstock", FINISHES)
     job = start(folder, "run.toml", SLURM_JOB_NUM_NODES="2", PENSTOCK_NATS__URL="tls://n:4222")
-    assert "export PENSTOCK_NATS__URL and PENSTOCK_S3__ENDPOINT" in job.communicate(timeout=20)[0]
+    assert "export PENSTOCK_NATS__URL and PENSTOCK_S3__ENDPOINT" in job.communicate(timeout=300)[0]
     assert job.returncode == 2
 
 
 def test_what_is_missing_is_named(folder: Path) -> None:
     """Without a run file, or without the program, nothing is started."""
     nothing = start(folder)
-    assert "usage: sbatch" in nothing.communicate(timeout=20)[0]
+    assert "usage: sbatch" in nothing.communicate(timeout=300)[0]
     missing = start(folder, "run.toml", PENSTOCK="/nowhere/penstock")
-    assert "no program /nowhere/penstock" in missing.communicate(timeout=20)[0]
+    assert "no program /nowhere/penstock" in missing.communicate(timeout=300)[0]
     assert nothing.returncode == missing.returncode == 2
 
 

@@ -30,20 +30,17 @@ def extracted(found: Answers, text: str) -> object:
     ],
 )
 def test_a_reward_reads_equal_answers_as_equal(reward: str, same: tuple[str, str], other: str) -> None:
-    """Two writings of one answer have one vote, another answer another."""
     found = answers(None, lambda _: reward, {reward})
     assert extracted(found, same[0]) == extracted(found, same[1]) != extracted(found, other)
     assert found.rule == f"{reward}: {BY_REWARD[reward][0]}"
 
 
 def test_a_completion_without_an_answer_has_none() -> None:
-    """It does not vote."""
     assert extracted(answers(None, lambda _: "gsm8k", {"gsm8k"}), "no idea") is None
     assert extracted(answers("tags", lambda _: "r", {"r"}), "no idea") is None
 
 
 def test_a_reward_without_answers_has_no_majority() -> None:
-    """The text names the reward and what to do; --answer gives it a place."""
     found = answers(None, lambda _: "length", {"length", "gsm8k"})
     assert found.extract is None
     assert found.rule.startswith("not defined: the reward length does not say what the answer")
@@ -52,11 +49,9 @@ def test_a_reward_without_answers_has_no_majority() -> None:
 
 
 def test_an_unknown_place_is_refused() -> None:
-    """With the places that there are."""
     with pytest.raises(ConfigError, match="--answer middle: expected one of auto, boxed"):
         check_place("middle")
 
 
 def test_the_rewards_with_answers_exist() -> None:
-    """A renamed reward would silently lose its maj@k."""
     assert BY_REWARD.keys() <= BUILT_INS.keys()

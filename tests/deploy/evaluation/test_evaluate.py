@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.deadline import ends_within
 from tests.servers import require, wait_for
 
-from penstock.console.evaluation import stored_results
+from penstock.console.cli.options import EvalOptions
+from penstock.console.evaluation import results
 from penstock.console.evaluation.results import Outcome
-from penstock.console.registry import tags
-from penstock.console.registry.tags import Tag
+from penstock.console.registry import versions
+from penstock.console.registry.versions import Tag
 from penstock.deploy import quickstart_task
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.evaluate import correctness
@@ -26,7 +27,7 @@ from penstock.deploy.evaluation.prepare import _sampling, alone, connection_argu
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[3]
@@ -46,17 +47,17 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
     require("rclone")
     quickstart_task.write_data(tmp_path, seed=0, num_sft=1, num_train=1, num_eval=200)
     quickstart_task.write_model(tmp_path / "model", seed=0)
-    evaluations = tmp_path / "runs" / "eval-model" / stored_results.FOLDER
+    evaluations = tmp_path / "runs" / "eval-model" / results.FOLDER
 
     def outcomes() -> dict[int, Outcome]:
-        return next((stored_results.read_outcomes(one) for one in evaluations.glob("model-*")), {})
+        return next((results.read_outcomes(one) for one in evaluations.glob("model-*")), {})
 
     with subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
         wait_for(outcomes, "the first prompts", 120.0)
         killed.send_signal(signal.SIGKILL)
     before = outcomes()
     assert before
-    done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [(one["source"], one["prompts"], one["complete"]) for one in result["sources"]] == [
@@ -65,12 +66,11 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
     after = outcomes()
     assert sorted(after) == list(range(200))
     assert {number: after[number] for number in before} == before
-    assert next(stored_results.results_of(tmp_path / "runs" / "eval-model")).model_dump(mode="json") == result
+    assert next(results.results_of(tmp_path / "runs" / "eval-model")).model_dump(mode="json") == result
     assert not (next(evaluations.glob("model-*")) / "work" / "store").exists()
 
 
 def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
-    """A folder, or the final model of a run with its settings; what is neither is refused with what there is."""
     quickstart_task.write_model(tmp_path / "some model", seed=0)
     runs = [f"run.dir={tmp_path / 'runs'}"]
     found = target.find(str(tmp_path / "some model"), runs, {})
@@ -90,18 +90,12 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
         target.recorded_settings(final, with_reward=True) == 'data = {system_prompt = "s"}\nreward = {name = "math"}\n'
     )
     assert target.recorded_settings(final, with_reward=False) == 'data = {system_prompt = "s"}\n'
-    tags.put(home, "kept", Tag(version=7))
-    quickstart_task.write_model(home / tags.MODELS / "kept", seed=0)
+    versions.put(home, "kept", Tag(version=7))
+    quickstart_task.write_model(home / versions.MODELS / "kept", seed=0)
     kept = target.find("one@kept", runs, {})
-    assert (kept.run, kept.version, kept.folder) == ("one", 7, home / tags.MODELS / "kept")
+    assert (kept.run, kept.version, kept.folder) == ("one", 7, home / versions.MODELS / "kept")
     with pytest.raises(ConfigError, match="no run two"):
         target.find("two", runs, {})
-
-
-def _options(**given: object) -> argparse.Namespace:
-    """The options of the verb, for a folder that is not there."""
-    known = {"answer": None, "samples": 1, "num_prompts": None, "target": "nowhere", "reward": None, "serve": []}
-    return argparse.Namespace(**{**known, "data": [Path("gone.jsonl")], "temperature": None, **given})
 
 
 @pytest.mark.parametrize(
@@ -109,15 +103,14 @@ def _options(**given: object) -> argparse.Namespace:
     [
         ({"samples": 0}, "-k 0: expected 1 sample"),
         ({"num_prompts": 0}, "--num-prompts 0: expected 1 or more"),
-        ({"data": [Path("gone.jsonl")]}, r"--data: there is no file .*gone\.jsonl"),
+        ({}, r"--data: there is no file .*gone\.jsonl"),
     ],
 )
 def test_options_that_evaluate_nothing_are_refused(given: dict[str, object], message: str, tmp_path: Path) -> None:
-    """Before a process starts; what was written for it is removed again."""
     quickstart_task.write_model(tmp_path / "model", seed=0)
-    options = _options(target=str(tmp_path / "model"), **given)
+    options = replace(EvalOptions(data=(Path("gone.jsonl"),)), **given)
     with contextlib.ExitStack() as cleaned, pytest.raises(ConfigError, match=message):
-        prepare(options, [f"run.dir={tmp_path / 'runs'}"], cleaned)
+        prepare(str(tmp_path / "model"), [f"run.dir={tmp_path / 'runs'}"], options, cleaned)
     assert not list(tmp_path.glob("runs/*/*/*"))
 
 
@@ -128,13 +121,12 @@ def test_a_temperature_that_samples_nothing_new_is_refused(temperature: float, s
     overrides = ["data.train=t.jsonl", f"model.path={tmp_path}"]
     trainer = load(TrainerSettings, overrides=overrides).settings
     with pytest.raises(ConfigError, match="--temperature"):
-        _sampling(_options(temperature=temperature, samples=samples), trainer, ChatTokenizer.read(tmp_path))
+        _sampling(EvalOptions(data=(), temperature=temperature, samples=samples), trainer, ChatTokenizer.read(tmp_path))
 
 
 def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stored versions are listed; what the other command says is said again."""
     home = tmp_path / "one"
     home.mkdir()
     (home / "config.json").write_text("[]")
@@ -153,7 +145,6 @@ def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
 
 
 def test_other_weights_are_another_evaluation(tmp_path: Path) -> None:
-    """A folder that was written again is not mixed with what was sampled from its former weights."""
     quickstart_task.write_model(tmp_path / "model", seed=0)
     first = target.find(str(tmp_path / "model"), [], {}).identity
     assert target.find(str(tmp_path / "model"), [], {}).identity == first
@@ -177,7 +168,6 @@ def test_the_servers_of_the_run_are_not_those_of_the_evaluation() -> None:
 
 
 def test_one_evaluation_runs_once(tmp_path: Path) -> None:
-    """A second process would remove the servers of the first."""
     refused = pytest.raises(ConfigError, match="this evaluation runs in another process")
     with alone(tmp_path), refused, alone(tmp_path):
         pass

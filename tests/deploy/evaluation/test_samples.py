@@ -11,8 +11,8 @@ from tests.weights_source import read_version
 
 from penstock.console.evaluation.results import Outcome
 from penstock.console.models.tensor_files import open_model
-from penstock.deploy.evaluation.publish_folder import VERSION, publish_folder
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
+from penstock.deploy.evaluation.target import VERSION, publish_folder
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import streams, subjects
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -51,7 +51,6 @@ class Failing(ScriptedProducer):
 
 @pytest.fixture
 def producer(run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings) -> Iterator[Failing]:
-    """Answers the tasks of the run."""
     producer = Failing(nats_settings, s3_settings, run_streams)
     with producer:
         yield producer
@@ -59,13 +58,11 @@ def producer(run_streams: str, nats_settings: NatsSettings, s3_settings: S3Setti
 
 @pytest.fixture
 def connections(run_streams: str, bus: Bus, blobs: Blobs) -> Connections:
-    """To a run with streams."""
     return Connections(run_streams, bus, blobs)
 
 
 @pytest.fixture
 def outcomes() -> list[Outcome]:
-    """What was reported."""
     return []
 
 
@@ -103,7 +100,6 @@ def test_every_prompt_is_complete_with_its_scored_samples(
 def test_a_dead_lettered_prompt_is_failed_and_has_no_reward(
     sample: Sample, producer: Failing, outcomes: list[Outcome]
 ) -> None:
-    """The others are complete; the reason of the dead letter is kept."""
     producer.failing = frozenset({"eval.v0.p3", "eval.v0.p5"})
     assert sample() == ""
     failed = {one.prompt: one for one in outcomes if one.failed is not None}
@@ -113,7 +109,6 @@ def test_a_dead_lettered_prompt_is_failed_and_has_no_reward(
 
 
 def test_a_group_of_another_version_is_a_failure(sample: Sample, producer: Failing, outcomes: list[Outcome]) -> None:
-    """A worker that ignores the pin does not evaluate this model."""
     producer.author = lambda task, version: recite(task, PolicyVersion(version + 1))
     assert sample() == ""
     assert {one.failed for one in outcomes} == {"scored: PackError"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.servers import require_package
 
-from penstock.deploy.monitoring import dashboards, panels
+from penstock.deploy.monitoring import boards, dashboards
 from penstock.deploy.monitoring.boards import DASHBOARDS
 from penstock.protocol.metrics.table import METRICS, Metric
 
@@ -29,7 +29,6 @@ def queries() -> list[str]:
 
 
 def metric_of(name: str) -> Metric:
-    """The metric of a name as Prometheus stores it."""
     return METRICS.get(name) or METRICS[re.sub(r"_(bucket|sum|count)$", "", name)]
 
 
@@ -49,7 +48,6 @@ def test_the_files_are_what_the_tables_give(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_prometheus_parses_every_query(tmp_path: Path) -> None:
-    """Promtool accepts each query of each panel, for all runs and for one."""
     require_package("promtool", "prometheus")
     found = queries()
     assert len(found) > 100
@@ -77,7 +75,6 @@ def test_queries_name_metrics_and_labels_that_there_are() -> None:
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
-    """A metric that is added to the table must be shown somewhere."""
     shown = {metric_of(name).name for text in queries() for name in re.findall(r"penstock_\w+", text)}
     assert shown == set(METRICS)
 
@@ -115,11 +112,11 @@ def test_panels_say_what_they_show_and_do_not_overlap() -> None:
 )  # fmt: skip
 def test_the_query_of_a_metric_follows_from_its_kind(name: str, expected: list[str]) -> None:
     """Counters as rates, gauges as they are, with the worker's name where only the target knows it."""
-    assert [query.expr for query in panels.of("title", name).queries] == expected
+    assert [query.expr for query in boards.of("title", name).queries] == expected
 
 
 def test_the_run_is_chosen_in_every_selector() -> None:
     """A selector with and one without labels get the run; a histogram has three quantiles."""
-    query = panels.Query('a_total + penstock_x{role="r"} / penstock_y_bucket', "")
+    query = boards.Query('a_total + penstock_x{role="r"} / penstock_y_bucket', "")
     assert query.of_run() == 'a_total + penstock_x{run=~"$run", role="r"} / penstock_y_bucket{run=~"$run"}'
-    assert len(panels.of("title", "penstock_reward_request_seconds").queries) == 3
+    assert len(boards.of("title", "penstock_reward_request_seconds").queries) == 3

@@ -26,7 +26,7 @@ def test_prometheus_reads_the_targets_and_evaluates_the_alerts(tmp_path: Path) -
     try:
 
         def query(text: str) -> list[dict[str, dict[str, str]]]:
-            answer = httpx.get(f"{prometheus.url}/api/v1/query", params={"query": text}, timeout=10)
+            answer = httpx.get(f"{prometheus.url}/api/v1/query", params={"query": text}, timeout=60)
             return [one["metric"] for one in answer.json()["data"]["result"]]
 
         with MetricsServer("127.0.0.1", 0, page, key="rollout_port") as served:
@@ -37,7 +37,7 @@ def test_prometheus_reads_the_targets_and_evaluates_the_alerts(tmp_path: Path) -
             assert query("up")[0] == {"__name__": "up", "instance": target, "job": "penstock-rollout", "run": "r"}
             assert query("penstock_service_info")[0]["run"] == "r"
         wait_for(lambda: bool(query("up == 0")), "the target to be down", 30)
-        groups = httpx.get(f"{prometheus.url}/api/v1/rules", timeout=10).json()["data"]["groups"]
+        groups = httpx.get(f"{prometheus.url}/api/v1/rules", timeout=60).json()["data"]["groups"]
         assert [rule["name"] for rule in groups[0]["rules"]] == [alert.name for alert in ALERTS]
     finally:
         prometheus.stop()
@@ -56,6 +56,5 @@ def test_the_targets_are_written_once_the_servers_are_there(tmp_path: Path) -> N
 
 
 def test_a_wrong_run_file_is_named_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error is the loader's; no process is left."""
     assert observe.main([str(tmp_path / "none.toml"), "--workers", "1"]) == 1
     assert "none.toml" in capsys.readouterr().err

@@ -13,8 +13,7 @@ import pytest
 
 from penstock.deploy.plan.memory import estimate
 from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan
-from penstock.deploy.plan.memory.method import Method
-from penstock.deploy.plan.memory.model_shape import read_shape, shape_of
+from penstock.deploy.plan.memory.model_shape import Method, read_shape, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs, plan_inputs
 from penstock.deploy.plan.memory.suggestions import suggestions
 from penstock.protocol.config.run_file import load
@@ -91,7 +90,6 @@ def test_an_estimate_that_ignored_a_setting_would_be_wrong(name: str, ignored: d
 
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:
-    """The trainer's constant is in a module that imports torch."""
     assert estimate.MAX_LOGITS == logprobs.MAX_LOGITS
 
 
@@ -142,7 +140,6 @@ def test_ranks_share_the_copy_for_a_checkpoint(stage: int) -> None:
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.3, 0.1])
 def test_every_suggestion_fits(share: float) -> None:
-    """Into any share of what the run needs, or there is none."""
     inputs = _inputs("standard")
     limit = int(share * MemoryPlan(inputs).peak(on_gpu=True))
     found = suggestions(inputs, limit, on_gpu=True)
@@ -186,7 +183,6 @@ def test_ranks_that_share_weights_need_a_part_of_the_layers_each() -> None:
 
 
 def test_a_layout_that_the_heads_do_not_allow_is_not_planned() -> None:
-    """With the reason of the trainer, before anything is loaded."""
     settings = load(
         TrainerSettings, overrides=["model.path=m", "trainer.num_ranks=5", "trainer.sequence_parallel=5"]
     ).settings
@@ -232,7 +228,6 @@ def test_an_offload_is_suggested_where_it_helps_and_only_there() -> None:
 
 
 def test_nothing_is_suggested_where_nothing_fits() -> None:
-    """A megabyte does not hold a layer."""
     assert suggestions(_inputs("standard"), 10**6, on_gpu=True) == []
 
 
@@ -246,14 +241,12 @@ def test_nothing_is_suggested_where_nothing_fits() -> None:
     ],
 )
 def test_a_shape_that_is_not_known_is_refused(change: dict[str, Any], words: str) -> None:
-    """With the key and its value, and without a guess."""
     with pytest.raises(NotEstimated, match=words):
         shape_of({**QWEN3, **change}, "config.json")
 
 
 @pytest.mark.parametrize(("content", "words"), [("{", "is not JSON"), ("[1]", "model_type = None")])
 def test_a_config_that_is_no_object_is_refused(tmp_path: Path, content: str, words: str) -> None:
-    """By the name of the file."""
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(NotEstimated, match=words):
         read_shape(tmp_path, "model.path")
@@ -261,6 +254,6 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path, content: str, wor
 
 def test_the_estimate_imports_no_torch() -> None:
     """It needs settings and a config.json alone."""
-    code = "import sys, penstock.deploy.plan.rank_memory; print(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    code = "import sys, penstock.deploy.plan.memory.report; print(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.strip() == "[]"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.plan.__main__ import main
-from penstock.deploy.plan.rank_memory import RankMemory
+from penstock.console.cli.main import run
+from penstock.deploy.plan.memory.report import RankMemory
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 
@@ -23,7 +23,6 @@ rollout = { groups_per_step = 8, group_size = 4, max_new_tokens = 400, max_stale
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> str:
-    """A run file of a model that need not exist."""
     path = tmp_path / "run.toml"
     path.write_text(RUN_FILE)
     return str(path)
@@ -31,12 +30,12 @@ def run_file(tmp_path: Path) -> str:
 
 def test_the_plan_has_the_run_files_bound_and_others(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings may follow the flags; the JSON has a row for each bound."""
-    assert main([run_file, "--workers", "3", "--json", "worker.packs_in_flight=6"]) == 0
+    assert run(["plan", run_file, "--workers", "3", "--json", "worker.packs_in_flight=6"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [row["max_staleness"] for row in said["waits"]] == [0, 1, 2, 3, 4, 8]
     assert all(0 < row["tokens_per_s"] <= 1.01 * row["ideal_tokens_per_s"] for row in said["waits"])
     assert said["says"]
-    assert main([run_file]) == 0
+    assert run(["plan", run_file]) == 0
     assert "           3*  " in capsys.readouterr().out
 
 
@@ -52,7 +51,7 @@ def test_what_cannot_be_simulated_is_refused(
     run_file: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the flag or the setting that is wrong, and exit code 2."""
-    assert main([run_file, *arguments]) == 2
+    assert run(["plan", run_file, *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -71,7 +70,7 @@ def model(tmp_path: Path) -> str:
 
 
 def _memory(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = main([*arguments, "--json"])
+    code = run(["plan", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)["memory"]
 
 
@@ -80,7 +79,7 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
     code, memory = _memory(capsys, run_file, model)
     assert (code, memory["parameters"], memory["fits"]) == (0, 596_049_920, None)
     assert memory["peak"] == memory["phases"][memory["largest_phase"]]["total"]
-    assert main([run_file, model]) == 0
+    assert run(["plan", run_file, model]) == 0
     said = capsys.readouterr().out
     assert "who waits for whom" in said
     assert "596.0 million parameters" in said
@@ -90,8 +89,6 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
 @pytest.mark.parametrize("limit", [40, 9, 5])
 @pytest.mark.parametrize("reference", [(), ("algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked")])
 def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int, reference: tuple[str, ...]) -> None:
-    """Each suggestion, given as settings, is accepted, fits and needs what was said."""
-
     def estimated(*settings: str) -> dict[str, Any]:
         given = load(
             TrainerSettings, files=[Path(run_file)], overrides=[model, *reference, *settings], environ={}
@@ -108,7 +105,7 @@ def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int,
 
 def test_a_run_that_does_not_fit_ends_with_1(run_file: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The report names the phase and the settings."""
-    assert main([run_file, model, "--gpu", "--rank-memory", "9GB"]) == 1
+    assert run(["plan", run_file, model, "--gpu", "--rank-memory", "9GB"]) == 1
     said = capsys.readouterr().out
     assert "it does not fit into 9.00 GB: the largest phase is `log-probabilities and loss`" in said
     assert "- it fits with trainer.micro_batch_tokens=" in said
@@ -116,11 +113,11 @@ def test_a_run_that_does_not_fit_ends_with_1(run_file: str, model: str, capsys: 
 
 def test_without_the_model_the_rest_of_the_plan_is_printed(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the reason in the place of the memory; a limit, which then cannot be compared, is refused."""
-    assert main([run_file]) == 0
+    assert run(["plan", run_file]) == 0
     said = capsys.readouterr().out
     assert "memory of a rank: not estimated" in said
     assert "model.path = /nowhere: no config.json could be read" in said
-    assert main([run_file, "--rank-memory", "80GB"]) == 2
+    assert run(["plan", run_file, "--rank-memory", "80GB"]) == 2
     assert "model.path = /nowhere" in capsys.readouterr().err
 
 
@@ -139,7 +136,7 @@ def test_a_limit_that_cannot_be_compared_is_refused(
     run_file: str, model: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the flag or the setting, and exit code 2."""
-    assert main([run_file, model, *arguments]) == 2
+    assert run(["plan", run_file, model, *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -157,9 +154,9 @@ def test_the_plan_says_what_computes_attention(
     matrix = 4 * 16 * dense["largest_micro_batch_tokens"] ** 2
     assert dense["attention"] == "dense"
     assert dense["peak"] - on_gpu["peak"] > 2 * matrix
-    assert main([run_file, model, "--gpu"]) == 0
+    assert run(["plan", run_file, model, "--gpu"]) == 0
     assert "attention: flash, for 16 heads of 128 dimensions in bfloat16 on a GPU" in capsys.readouterr().out
-    assert main([run_file, model, "--gpu", "trainer.attention=flash", "model.dtype=float32"]) == 0
+    assert run(["plan", run_file, model, "--gpu", "trainer.attention=flash", "model.dtype=float32"]) == 0
     assert (
         "trainer.attention = flash cannot be used for 16 heads of 128 dimensions in float32" in capsys.readouterr().out
     )

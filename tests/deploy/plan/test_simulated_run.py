@@ -8,8 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from penstock.deploy.plan.lengths import EnginePace, LengthMix
-from penstock.deploy.plan.outcome import Durations, Fleet, Outcome
+from penstock.deploy.plan.lengths import Durations, EnginePace, Fleet, LengthMix, Outcome
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, measure, num_steps
 from penstock.rollout_service.engines.redundancy import Redundancy
@@ -31,7 +30,6 @@ def fleet(*, drains: bool = False, packs_in_flight: int = 8) -> Fleet:
 def outcome_of(
     max_staleness: int, *, steps: int = 0, seed: int = 0, patience: float = 3.0, drains: bool = False
 ) -> Outcome:
-    """Simulate a run."""
     rollout = RolloutSettings(
         group_size=GROUP_SIZE,
         groups_per_step=GROUPS,
@@ -48,13 +46,11 @@ def outcome_of(
 
 
 def waits_of(max_staleness: int, measured: int = MEASURED) -> Waits:
-    """Return the figures of a run."""
     outcome = outcome_of(max_staleness, steps=num_steps(max_staleness, measured))
     return measure(outcome, fleet(), DURATIONS, max_staleness=max_staleness, first=max_staleness + 3, num=measured)
 
 
 def lengths_of(group_id: str) -> Sequence[int]:
-    """Return the lengths that the mix has for a group's prompt."""
     return MIX.group(repr((GroupKey.parse(group_id).prompt,)), GROUP_SIZE)
 
 
@@ -107,7 +103,6 @@ def test_asynchrony_is_worth_what_the_waits_of_a_synchronous_run_cost() -> None:
 
 
 def test_no_token_is_older_than_the_bound() -> None:
-    """Whatever happens, and for swaps that drain as for those that do not."""
     for drains in (True, False):
         for bound in (0, 1, 2):
             outcome = outcome_of(bound, steps=8, drains=drains)
@@ -192,7 +187,6 @@ def test_the_first_that_end_are_the_short_ones() -> None:
 
 
 def sums_of_groups(outcome: Outcome) -> set[int]:
-    """Return the trained tokens of every group."""
     return {
         sum(step.lengths[i : i + GROUP_SIZE]) for step in outcome.steps for i in range(0, len(step.lengths), GROUP_SIZE)
     }
@@ -215,13 +209,11 @@ def test_the_plan_says_what_limits_a_run() -> None:
 
 @pytest.mark.parametrize(("median", "longest", "spread"), [(0.5, 10, 0.1), (20, 10, 0.1), (10, 20, -0.1)])
 def test_a_mix_that_is_none_is_refused(median: float, longest: int, spread: float) -> None:
-    """The error names the number."""
     with pytest.raises(ValueError, match=r"median_tokens|spreads"):
         LengthMix(median, longest, spread_of_samples=spread)
 
 
 def test_an_engine_decodes_slower_the_more_sequences_run() -> None:
-    """But more tokens a second; and beyond its slots no slower."""
     rates = [running / PACE.step_s(running) for running in range(1, PACE.slots + 1)]
     assert rates == sorted(rates)
     assert PACE.step_s(1) == PACE.step_s_alone

@@ -19,7 +19,6 @@ from penstock.protocol.errors import ConfigError
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """A run without anything in it."""
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
     return folder

@@ -7,33 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.groups import make_generated, make_groups, pack_bytes
+from tests.groups import make_generated, make_groups
 
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import HOST, NatsServer, S3Server
-from penstock.protocol import blob_keys, subjects
-from penstock.protocol.facts import GroupGenerated
+from penstock.protocol import subjects
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 
-def test_a_group_passes_nats_and_s3(bus: Bus, blobs: Blobs, run_streams: str) -> None:
-    """A pack that was stored and announced can be fetched and read by a process that binds to the stream."""
-    from penstock.protocol import streams
-
-    groups = make_groups(3)
-    ref = blobs.put(blob_keys.group_pack(run_streams, 0, "p0", "a"), pack_bytes(groups))  # type: ignore[arg-type]
-    fact = make_generated(run_streams, groups, ref)
-    bus.publish(subjects.generated(run_streams, "train"), fact, msg_id="g:p0").wait()
-    inbox = bus.inbox(streams.generated_consumer(run_streams), GroupGenerated).wait()
-    (delivery,) = inbox.fetch(1, 5.0).wait()
-    assert delivery.fact == fact
-    assert blobs.get(delivery.fact.pack) == pack_bytes(groups)
-    delivery.ack().wait()
-
-
 def test_nats_restarts_on_the_same_port_with_its_messages(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """After SIGKILL and restart the port and the stored messages are the same."""
     from penstock.protocol.streams import StreamSpec
 
     server = own_nats()
@@ -51,7 +34,6 @@ def test_nats_restarts_on_the_same_port_with_its_messages(own_nats: Callable[[],
 
 
 def test_s3_restarts_on_the_same_port_with_its_objects(own_s3: Callable[[], S3Server]) -> None:
-    """After SIGKILL and restart the port and the stored objects are the same."""
     server = own_s3()
     port = server.port
     blobs = Blobs(server.settings)
@@ -64,7 +46,6 @@ def test_s3_restarts_on_the_same_port_with_its_objects(own_s3: Callable[[], S3Se
 
 @pytest.mark.parametrize("kind", [NatsServer, S3Server])
 def test_a_port_in_use_is_refused(kind: type[NatsServer] | type[S3Server], tmp_path: Path) -> None:
-    """A port that is in use is refused by number, before a process is started."""
     with socket.create_server((HOST, 0)) as holder:
         port = holder.getsockname()[1]
         server = kind(tmp_path / "store", log=tmp_path / "log", port=port)

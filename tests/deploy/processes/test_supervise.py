@@ -39,33 +39,31 @@ def test_a_killed_child_is_restarted(supervisor: Supervisor, tmp_path: Path) -> 
     supervisor.watch(child, child.relaunch)
     first = child.pid
     child.crash()
-    assert supervisor.wait_for(lambda: kinds(supervisor, "worker") == ["started", "crashed", "restarted"], 20.0)
+    assert supervisor.wait_for(lambda: kinds(supervisor, "worker") == ["started", "crashed", "restarted"], 60.0)
     assert child.alive
     assert child.pid != first
     assert [e.detail for e in supervisor.events if e.kind == "crashed"] == ["SIGKILL"]
 
 
 def test_a_child_without_restart_is_only_recorded(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A child that is watched without a restart function is not restarted."""
     child = Child("once", [sys.executable, "-c", "raise SystemExit(5)"], log=tmp_path / "log")
     child.start()
     supervisor.watch(child)
-    assert supervisor.wait_for(lambda: kinds(supervisor, "once") == ["started", "exited"], 20.0)
+    assert supervisor.wait_for(lambda: kinds(supervisor, "once") == ["started", "exited"], 60.0)
     assert supervisor.events[-1].detail == "exit code 5"
     assert supervisor.failure is None
 
 
 def test_only_exit_codes_of_crashes_cause_a_restart(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A killed child is restarted; its regular exit later is not an incident and causes no restart."""
     stop_file = tmp_path / "end"
     code = f"import os, time\nwhile not os.path.exists({str(stop_file)!r}): time.sleep(0.01)\nraise SystemExit(2)"
     child = Child("leader", [sys.executable, "-c", code], log=tmp_path / "log")
     child.start()
     supervisor.watch(child, child.relaunch, is_crash=lambda code: code < 0)
     child.crash()
-    assert supervisor.wait_for(lambda: kinds(supervisor, "leader") == ["started", "crashed", "restarted"], 20.0)
+    assert supervisor.wait_for(lambda: kinds(supervisor, "leader") == ["started", "crashed", "restarted"], 60.0)
     stop_file.touch()
-    assert supervisor.wait_for(lambda: kinds(supervisor, "leader")[3:] == ["exited"], 20.0)
+    assert supervisor.wait_for(lambda: kinds(supervisor, "leader")[3:] == ["exited"], 60.0)
     assert supervisor.events[-1].detail == "exit code 2"
     words = [event.as_incident for event in supervisor.events]
     assert words == ["", "leader exited (SIGKILL); restarting it", f"leader was restarted (pid {child.pid})", ""]
@@ -76,7 +74,7 @@ def test_a_child_that_keeps_exiting_is_given_up_with_the_end_of_its_log(supervis
     child = Child("faulty", [sys.executable, "-c", "print('no such model'); raise SystemExit(1)"], log=tmp_path / "log")
     child.start()
     supervisor.watch(child, child.relaunch)
-    assert supervisor.wait_for(lambda: supervisor.failure is not None, 20.0)
+    assert supervisor.wait_for(lambda: supervisor.failure is not None, 60.0)
     assert "faulty exited 4 times and is not restarted any more; it ended with exit code 1" in str(supervisor.failure)
     assert "no such model" in str(supervisor.failure)
     assert kinds(supervisor, "faulty") == ["started", "crashed", *["restarted", "crashed"] * 3, "gave_up"]
@@ -88,9 +86,9 @@ def test_a_crash_names_what_the_process_wrote_last(supervisor: Supervisor, tmp_p
     child = Child("worker", [sys.executable, "-c", code], log=tmp_path / "log")
     child.start()
     supervisor.watch(child, lambda: Child("worker", SLEEP, log=tmp_path / "log").relaunch())
-    assert supervisor.wait_for(lambda: kinds(supervisor, "worker") == ["started", "crashed", "restarted"], 20.0)
+    assert supervisor.wait_for(lambda: kinds(supervisor, "worker") == ["started", "crashed", "restarted"], 60.0)
     supervisor.child("worker").crash()
-    assert supervisor.wait_for(lambda: kinds(supervisor, "worker").count("crashed") == 2, 20.0)
+    assert supervisor.wait_for(lambda: kinds(supervisor, "worker").count("crashed") == 2, 60.0)
     crashes = [event.as_incident for event in supervisor.events if event.kind == "crashed"]
     assert crashes == [
         "worker exited (exit code 1: no room for version 3); restarting it", "worker exited (SIGKILL); restarting it"
@@ -101,7 +99,7 @@ def test_a_full_disk_is_named_with_a_failure(tmp_path: Path, monkeypatch: pytest
     """The logs cannot say it, because they cannot be written either."""
     child = Child("worker", [sys.executable, "-c", "raise SystemExit(1)"], log=tmp_path / "log")
     child.start()
-    child.wait(20.0)
+    child.wait(60.0)
     assert child.reason() == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     expected = f"the disk of {tmp_path} is full (1.0 MB free): free disk space"
@@ -122,12 +120,12 @@ def test_a_worker_that_keeps_exiting_ends_the_run_only_without_the_others(tmp_pa
         )
         faulty.start()
         supervisor.watch(faulty, faulty.relaunch, replicas=others)
-        assert supervisor.wait_for(lambda: kinds(supervisor, "faulty").count("delayed") == 2, 20.0)
+        assert supervisor.wait_for(lambda: kinds(supervisor, "faulty").count("delayed") == 2, 60.0)
         assert supervisor.failure is None
         delayed = next(event for event in supervisor.events if event.kind == "delayed")
         assert delayed.as_incident == "faulty keeps exiting; the run continues without it, it is restarted in 0 s"
         steady.crash()
-        assert supervisor.wait_for(lambda: supervisor.failure is not None, 20.0)
+        assert supervisor.wait_for(lambda: supervisor.failure is not None, 60.0)
         assert "is not restarted any more" in str(supervisor.failure)
     finally:
         supervisor.close()
@@ -135,7 +133,6 @@ def test_a_worker_that_keeps_exiting_ends_the_run_only_without_the_others(tmp_pa
 
 
 def test_a_closed_supervisor_restarts_nothing(tmp_path: Path) -> None:
-    """After closing, a crash is neither recorded nor followed by a restart."""
     supervisor = Supervisor(rule=QUICK)
     child = Child("worker", SLEEP, log=tmp_path / "log")
     child.start()
@@ -147,20 +144,8 @@ def test_a_closed_supervisor_restarts_nothing(tmp_path: Path) -> None:
     assert kinds(supervisor, "worker") == ["started"]
 
 
-def test_the_listener_gets_every_event(tmp_path: Path) -> None:
-    """Events reach the listener in order."""
-    seen: list[str] = []
-    supervisor = Supervisor(rule=QUICK, on_event=lambda event: seen.append(event.kind))
-    child = Child("once", [sys.executable, "-c", "pass"], log=tmp_path / "log")
-    child.start()
-    supervisor.watch(child)
-    wait_for(lambda: seen == ["started", "exited"], "both events")
-    supervisor.close()
-
-
 @pytest.mark.parametrize("has_listener", [True, False])
 def test_a_crash_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], has_listener: bool) -> None:
-    """To the listener, which shows it, or to the log where there is none."""
     told: list[str] = []
     supervisor = Supervisor(
         rule=QUICK, on_event=(lambda event: told.append(event.as_incident)) if has_listener else None

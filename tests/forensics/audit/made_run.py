@@ -40,7 +40,6 @@ Edit = Callable[[list[LineageChapter]], list[LineageChapter]]
 
 
 def trained(step: int) -> tuple[str, str]:
-    """The groups of a step, in the order of use."""
     return f"e0.p{2 * step}.a0", f"e0.p{2 * step + 1}.a0"
 
 
@@ -163,7 +162,6 @@ def _commit(
 
 
 def replaced(run: MadeRun, fields: Mapping[str, object]) -> bytes:
-    """The bytes of ``state.json`` with other values."""
     return run.state.model_copy(update=dict(fields)).model_dump_json().encode()
 
 

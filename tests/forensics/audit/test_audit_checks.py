@@ -126,13 +126,11 @@ def test_abandoned_completions_are_part_of_the_balance():
 
 
 def with_train_totals(chapter: LineageChapter, update: dict[str, dict[str, int]]) -> AccountState:
-    """Return the chapter's account with other totals of the training split."""
     totals = {**chapter.account.totals, "train": chapter.account.totals["train"].model_copy(update=update)}
     return chapter.account.model_copy(update={"totals": totals})
 
 
 def test_a_run_without_checkpoint_has_no_violation():
-    """Before the first checkpoint every group is in motion."""
     result = check_record(AuditInputs("r", waiting={"tasks": {A: 0}}))
     assert result.closes
     assert result.moving == {"issued after the checkpoint": 1}
@@ -196,7 +194,6 @@ def changed(**second: object) -> AuditInputs:
     ],
 )
 def test_every_violation_is_listed(broken: AuditInputs, expected: tuple[str, str]):
-    """The audit fails and lists the group."""
     assert expected in breaches(check_record(broken))
 
 
@@ -225,7 +222,6 @@ def test_an_unplanned_second_use_is_listed(again: dict[str, int], planned: int, 
 
 
 def test_a_dead_lettered_duplicate_is_a_note():
-    """A trained group whose duplicate was dead-lettered was trained once."""
     result = check_record(replace(audit_inputs(), dead={C: "x", A: "RewardFailed"}))
     assert result.closes
     assert A in result.notes[-1]

@@ -29,8 +29,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.forensics.audit.audit import show
 from penstock.forensics.audit.audit_checks import AuditResult
-from penstock.forensics.audit.reported_steps import from_events
-from penstock.forensics.audit.step_checks import ReportedSteps, check_steps
+from penstock.forensics.audit.step_checks import ReportedSteps, check_steps, from_events
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import MAX_LISTED, LineageChapter, RecordedStep
@@ -43,7 +42,6 @@ Chapters = list[LineageChapter]
 
 @pytest.fixture(scope="module")
 def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeRun]:
-    """One run for all tests, which restore what they damage."""
     blobs = Blobs(s3_server.settings)
     with Bus.connect(nats_server.settings, name="test") as bus:
         bootstrap(bus, blobs, RUN)
@@ -126,7 +124,6 @@ def test_damage_of_a_file_is_named(run: MadeRun, name: str, damage: str, tmp_pat
 
 @pytest.mark.parametrize("value", [b"", b"\xff", b"\x91" * 1000, None, "chapter", "key"])
 def test_damage_of_the_checkpoint_key_is_named(run: MadeRun, value: bytes | str | None) -> None:
-    """Bytes that are no checkpoint, none at all, and one that names something else."""
     bucket = run.bus.key_value(streams.state_bucket(RUN).bucket).wait()
     data = made_run.pointer(run, {})
     if value == "chapter":
@@ -291,7 +288,6 @@ def test_another_valid_pack_of_the_same_group_differs(run: MadeRun) -> None:
 
 
 def test_a_removed_and_an_added_last_step_differ_from_the_metrics(run: MadeRun) -> None:
-    """The metrics up to the checkpoint are of exactly its steps."""
     for edit, kind, step in ((end_earlier, "reported but not recorded", 4), (add_step, "recorded but not reported", 5)):
         undo = forge(run, edit)
         try:

@@ -30,7 +30,6 @@ RUN = "damaged-replay"
 
 @pytest.fixture(scope="module")
 def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeRun]:
-    """One run for all tests, which restore what they damage."""
     blobs = Blobs(s3_server.settings)
     with Bus.connect(nats_server.settings, name="test") as bus:
         bootstrap(bus, blobs, RUN)
@@ -59,7 +58,6 @@ def refusal(
 def test_damage_of_an_object_is_named(
     run: MadeRun, name: str, nats_server: NatsServer, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A chapter or the settings of a session, in every way an object can be damaged."""
     key = run.objects[name]
     for damage in damaged(run, key):
         assert key in refusal(run, nats_server, s3_server, capsys), damage
@@ -68,7 +66,6 @@ def test_damage_of_an_object_is_named(
 def test_damage_of_the_checkpoint_is_named(
     run: MadeRun, nats_server: NatsServer, s3_server: S3Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its `state.json`, also with a folder in its place."""
     for damage in (*DAMAGES, "folder"):
         folder = tmp_path / damage / RUN
         shutil.copytree(run.folder, folder)
@@ -95,7 +92,6 @@ def test_a_group_without_a_pack_is_no_record(run: MadeRun) -> None:
 
 @pytest.mark.parametrize("threads", ["", "x", "0", "-1", "1e9", "99999999999", "²"])
 def test_a_number_of_threads_that_is_none_is_named(run: MadeRun, threads: str) -> None:
-    """The environment of a session is text that anybody may have written."""
     session: RecordedSession = run.chapters[0].lives[0]
     with pytest.raises(RecordBroken, match="session of epoch 1 records"):
         _num_threads(session.model_copy(update={"environment": {"threads": threads}}))
@@ -103,7 +99,6 @@ def test_a_number_of_threads_that_is_none_is_named(run: MadeRun, threads: str) -
 
 @pytest.mark.parametrize("line", ["[]", "null", "[" * 100_000, "{", '{"kind": "step", "step": []}'])
 def test_metrics_that_cannot_be_read_explain_nothing(line: str, tmp_path: Path) -> None:
-    """Lines that are no rows do not end the report of a difference."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "step", "step": 1, "loss": 1.0}\n' + line)
     assert len(figure_differences(path, 1, {"loss": 2.0})) in {0, 1}
@@ -111,6 +106,5 @@ def test_metrics_that_cannot_be_read_explain_nothing(line: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("document", [{}, {"scaling": 1}, {"scaling": {"x": 1}}, {"scaling": {}, "norm": None}])
 def test_a_state_of_the_algorithm_that_cannot_be_read_is_named(document: dict[str, object]) -> None:
-    """Values of other types, and values that are missing."""
     with pytest.raises(CheckpointError, match=r"algorithm state: .*state\.json was changed, restore it"):
         AlgorithmState.resumed(AlgorithmSettings(), {"schema_tag": "algorithm_state.v1", **document})

@@ -14,7 +14,7 @@ import torch
 from penstock.forensics.replay.replay_run import Replay, Wanted
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.learner.deepspeed_checkpoint import _without_pickled_code
+from penstock.trainer.learner.deepspeed_config import _without_pickled_code
 from penstock.trainer.settings import TrainerSettings
 
 EVIL = """
@@ -66,13 +66,10 @@ def test_a_preference_loss_of_a_record_is_not_run(
 
 
 def test_a_record_without_code_needs_no_permission() -> None:
-    """Built-in names are no user code."""
     replay_of({}, Wanted())
 
 
 class Payload:
-    """What a pickle may hold: a call."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("it-ran",)
 

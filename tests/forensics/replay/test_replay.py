@@ -190,7 +190,6 @@ def test_a_group_is_traced_from_its_issue(run: StoredRun) -> None:
 
 
 def test_a_part_is_replayed_from_a_stored_checkpoint(run: StoredRun) -> None:
-    """A replay of the last versions starts from the newest checkpoint before them."""
     record = run.record
     last = record.last_version
     verdict = run.replay("--from", str(last - 1), "--to", str(last))
@@ -218,7 +217,6 @@ def test_an_altered_pack_is_reported(run: StoredRun) -> None:
 
 
 def test_a_missing_pack_is_reported_before_training(run: StoredRun) -> None:
-    """Every missing pack is listed with the groups in it."""
     pack = run.record.steps[-1].packs[0]
     data = run.blobs.get(pack)
     run.blobs.delete([pack.key])
@@ -257,12 +255,10 @@ def test_changed_settings_are_reported(run: StoredRun) -> None:
 
 
 def test_recorded_settings_cannot_be_overridden(run: StoredRun) -> None:
-    """An override that a replay would ignore is refused."""
     assert "trainer.lr cannot be set" in run.refusal("trainer.lr=1", expected=2)
 
 
 def test_another_model_differs_in_the_first_version(run: StoredRun) -> None:
-    """The initial model must have the same weights; a model of another seed differs in version 0."""
     write_model(run.folder / "other", seed=1)
     try:
         verdict = run.replay("--model", str(run.folder / "other"), expected=1)

@@ -31,7 +31,6 @@ from penstock.trainer.recovery.stopped_batch import Stop, save_batch
 
 
 def saved(home: Path, run_id: str, *, step: int, version: int, config: bytes = b"{}") -> Path:
-    """Save a batch of one group; return its folder."""
     group = invent_group("e0.p1.a0", seed=1)
     scored = ScoredGroup(generated=group.summary(0), rewards=(1.0, 0.0, 1.0, 0.5), scorer="mine")
     ready = ReadyGroup(scored, BlobRef(key="k", size_bytes=1, sha256="0" * 64), group)
@@ -96,7 +95,6 @@ def test_a_replay_has_as_many_ranks_as_the_run_had_at_the_batch(tmp_path: Path) 
 
 
 def test_a_batch_is_named_by_its_step_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder may be relative while that of the run is absolute, and the other way round."""
     folder = saved(tmp_path / "mine", "mine", step=12, version=11)
     monkeypatch.chdir(tmp_path)
     relative = Path("mine", "stopped", "step00000012")

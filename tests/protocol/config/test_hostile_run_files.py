@@ -43,7 +43,6 @@ ID = "must be 1 to 48 characters"
 def test_a_hostile_run_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
-    """The error has the file, and the line or the key where there is one."""
     monkeypatch.setattr(sources, "_LINES_BUDGET", 1024**2)
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.toml") as caught:
@@ -53,7 +52,6 @@ def test_a_hostile_run_file_is_refused(
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
 def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], object]) -> None:
-    """A pipe would never end, and neither would a device."""
     make(tmp_path / "run.toml")
     with pytest.raises(ConfigError, match=r"run\.toml: not a regular file"):
         load(TrainerSettings, files=[tmp_path / "run.toml"])
@@ -71,13 +69,11 @@ def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], obje
     ids=lambda text: text[:24],
 )
 def test_a_hostile_override_is_refused(override: str, expected: str) -> None:
-    """Overrides and environment variables pass the same checks."""
     with pytest.raises(ConfigError) as caught:
         load(TrainerSettings, overrides=[override, "model.path=m"])
     assert expected in str(caught.value)
 
 
 def test_a_text_for_a_list_is_answered_with_the_list() -> None:
-    """On a command line the brackets are easily forgotten."""
     with pytest.raises(ConfigError, match=r'rollout\.stop: expected a valid array, got "x"; write \["x"\]'):
         load(TrainerSettings, overrides=["rollout.stop=x", "model.path=m"])

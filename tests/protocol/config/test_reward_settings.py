@@ -66,7 +66,6 @@ def test_the_first_closed_gate_decides_alone() -> None:
 
 
 def test_a_missing_part_is_an_error_and_never_a_zero() -> None:
-    """A part without scores, or with too few of them, has no total."""
     mine = definition(correct={}, form={})
     with pytest.raises(ConfigError, match=r"no score of the part form; there are correct"):
         mine.total({"correct": 1.0})
@@ -87,7 +86,6 @@ def test_other_weights_give_what_such_a_definition_gives(scores: list[tuple[floa
 
 
 def test_other_weights_are_only_for_parts_there_are() -> None:
-    """An unknown part name is refused, and so is a weight that is not a number."""
     with pytest.raises(ConfigError, match="no part c; its parts are a, b"):
         definition(a={}, b={}).reweighted({"c": 1.0})
     with pytest.raises(ValueError, match="finite"):
@@ -95,7 +93,6 @@ def test_other_weights_are_only_for_parts_there_are() -> None:
 
 
 def test_the_digest_differs_for_different_definitions() -> None:
-    """Any change of a part, or of the order of gates, is another definition."""
     plain = definition(a={}, b={})
     others = [definition(b={}, a={}), definition(a={"weight": 0.5}, b={}), definition(a={"parameters": {"n": 1}}, b={})]
     assert len({plain.digest, *(other.digest for other in others)}) == 4

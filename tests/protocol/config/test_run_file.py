@@ -83,7 +83,6 @@ def test_a_file_gives_values_and_their_lines(tmp_path: Path):
 
 @pytest.mark.parametrize("key", ["run.seed", "trainer.steps", "rollout.group_size"])
 def test_override_beats_environment_beats_later_file_beats_earlier_file(tmp_path: Path, key: str):
-    """Precedence is default < file < later file < environment < override, for every key alike."""
     section, name = key.split(".")
     first = write(
         tmp_path,
@@ -156,7 +155,6 @@ def test_dictionaries_merge_and_lists_replace(tmp_path: Path):
 
 
 def test_none_clears_values_of_files(tmp_path: Path):
-    """`None` empties a dictionary and returns a field that cannot be None to its default."""
     file = write(tmp_path, "[trainer]\nsteps=1\nlr=0.5\ndual_clip='none'\n[data]\nmap={prompt='q'}\n")
     loaded = load(Everything, files=[file], overrides=["data.map=None", "trainer.lr=None"])
     assert loaded.settings.data.map == {}
@@ -219,7 +217,6 @@ def test_all_errors_are_reported_together(tmp_path: Path):
 
 
 def test_a_contradiction_between_keys_names_both_origins(tmp_path: Path):
-    """A contradiction is reported with the origins of the keys that its text names."""
     file = write(tmp_path, "[trainer]\nsteps=1\n[rollout]\ngroup_size = 1\n")
     [message] = refused([file], "rollout.max_staleness=3")
     assert message == (
@@ -238,7 +235,6 @@ def test_a_contradiction_between_keys_names_both_origins(tmp_path: Path):
     ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, content: bytes | None, reply: str):
-    """A file that is missing, not text or not TOML is the one thing reported."""
     file = tmp_path / "run.toml"
     if content is not None:
         file.write_bytes(content)
@@ -248,7 +244,6 @@ def test_unreadable_files_are_named(tmp_path: Path, content: bytes | None, reply
 
 @pytest.mark.parametrize("tokens", [["--trainer.steps"], ["trainer.steps"], ["=3"], ["--trainer.steps", "--run.id=x"]])
 def test_an_override_without_a_value_is_refused(tokens: list[str]):
-    """An override without a value is an error, never a flag."""
     assert "expected section.key=value or --section.key value" in refused(None, *tokens)[0]
 
 
@@ -260,7 +255,6 @@ def test_environment_of_others_is_ignored():
 
 
 def test_secrets_are_masked_everywhere():
-    """No text of the loader contains a secret, whether valid or not."""
     environ = {"PENSTOCK_NATS__PASSWORD": "hunter2"}
     loaded = load(Everything, overrides=["trainer.steps=1"], environ=environ)
     assert "hunter2" not in format_config(loaded)
@@ -325,7 +319,6 @@ def test_lines_are_found_in_awkward_toml():
 
 @given(st.lists(st.sampled_from(["x = 1", "", "# c", "y = [\n1,\n2]", "z = '''\nq = 1\n'''"]), unique=True))
 def test_every_key_is_on_the_line_that_was_found(statements: list[str]):
-    """For any order of statements, the found line is the one that begins with the key."""
     text = "\n".join(statements)
     lines = text.split("\n")
     assert {path[0] for path in key_lines(text)} == set(tomllib.loads(text))

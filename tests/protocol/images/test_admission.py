@@ -19,7 +19,6 @@ from penstock.protocol.images import admission
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_the_original_bytes_are_stored(kind: str) -> None:
-    """Under their own hash, without a loss of JPEG and WebP."""
     data = picture_bytes(kind=kind)
     found = admission.admit(data)
     assert found.data == data
@@ -45,7 +44,6 @@ def test_a_rotated_photograph_is_stored_upright() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(2, 9))
 def test_every_orientation_is_turned_as_other_readers_turn_it(kind: str, orientation: int) -> None:
-    """The eight of EXIF; what is stored says none."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = picture_bytes(kind=kind, exif=exif)
@@ -78,7 +76,6 @@ def test_a_rotated_photograph_with_odd_exif_is_admitted(kind: int, value: bytes)
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "I;16", "CMYK"])
 def test_what_readers_convert_differently_is_stored_as_rgb(mode: str) -> None:
-    """Transparent parts become white."""
     if mode == "I;16":
         image = Image.fromarray(np.full((4, 6), 0xFFFF, dtype=np.uint16))
     elif mode in ("RGBA", "LA"):
@@ -142,7 +139,6 @@ def _bomb(width: int, height: int) -> bytes:
     ],
 )
 def test_a_hostile_image_is_refused(data: bytes, words: str) -> None:
-    """Before its pixels are allocated, where the header says enough."""
     with pytest.raises(ImageRefused, match=words):
         admission.admit(data)
     if "frames" not in words and "decode" not in words:

@@ -33,7 +33,6 @@ def image(width: int, height: int, seed: int = 0) -> AdmittedImage:
 
 
 def test_a_placeholder_becomes_all_tokens_of_its_image() -> None:
-    """And one again for an engine that expands placeholders itself."""
     prompt = [1, 2, PAD, 3, PAD, 4]
     one, other = image(8, 4), image(4, 12, seed=1)
     ids, images = expanded(prompt, [one, other], PROCESSOR)
@@ -55,7 +54,6 @@ def test_a_placeholder_becomes_all_tokens_of_its_image() -> None:
 
 
 def test_a_text_cannot_smuggle_an_image_in() -> None:
-    """The text of the placeholder in a message becomes its token: then there are more of them than images."""
     with pytest.raises(ImageRefused, match=r"2 placeholders of images .* for 1 images"):
         expanded([1, PAD, PAD], [image(8, 4)], PROCESSOR)
     with pytest.raises(ImageRefused, match="0 placeholders"):
@@ -63,7 +61,6 @@ def test_a_text_cannot_smuggle_an_image_in() -> None:
 
 
 def test_a_row_has_at_most_eight_images() -> None:
-    """In a prompt, and with those of what follows it."""
     eight, images = expanded([PAD] * 8, [image(4, 4)] * 8, PROCESSOR)
     _, further = expanded([PAD], [image(4, 4)], PROCESSOR, at=len(eight))
     with pytest.raises(ImageRefused, match="9 images, a row may have 8"):
@@ -73,7 +70,6 @@ def test_a_row_has_at_most_eight_images() -> None:
 
 
 def test_images_of_two_processors_are_never_in_one_row() -> None:
-    """Their grids are not comparable."""
     _, one = expanded([PAD], [image(4, 4)], PROCESSOR)
     assert one is not None
     other = RowImages(processor="f" * 64, refs=tuple(r.model_copy(update={"position": 5}) for r in one.refs))
@@ -114,20 +110,17 @@ def _ref(**changes: object) -> ImageRef:
     ],
 )
 def test_an_impossible_image_is_refused_on_entry(changes: dict[str, object]) -> None:
-    """As it arrives in a message or a pack."""
     with pytest.raises(ValidationError):
         _ref(**changes)
 
 
 def test_images_do_not_overlap() -> None:
-    """They are in the order of the tokens."""
     for one, other in itertools.product((3, 4), repeat=2):
         with pytest.raises(ValidationError, match="begins at token"):
             RowImages(processor="b" * 64, refs=(_ref(position=one), _ref(position=other)))
 
 
 def test_the_hash_covers_whatever_changes_the_result() -> None:
-    """A row that was made with another configuration is refused by it."""
     assert PROCESSOR.sha256 == ImageProcessor(**{n: getattr(PROCESSOR, n) for n in PROCESSOR.__slots__}).sha256
     for name, value in (("max_pixels", 20_000), ("image_token_id", 8), ("mean", (0.5, 0.5, 0.4))):
         changed = ImageProcessor(**{n: getattr(PROCESSOR, n) for n in PROCESSOR.__slots__} | {name: value})

@@ -74,7 +74,6 @@ def test_anything_else_is_refused(source: Any, words: str, tmp_path: Path) -> No
 
 
 def test_without_a_folder_no_file_is_read(tmp_path: Path) -> None:
-    """A request of a program names no files of this machine."""
     (tmp_path / "one.png").write_bytes(DATA)
     with pytest.raises(ImageRefused, match="expected a data URL"):
         image_bytes(str(tmp_path / "one.png"))

@@ -13,8 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from penstock.deploy.certificates import write_certificates
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.metrics.certificates import certificate_ends, ends_of
-from penstock.protocol.metrics.exporter import Exporter
+from penstock.protocol.metrics.exporter import Exporter, certificate_ends, ends_of
 
 
 def pem(end: datetime, *, name: str = "penstock") -> bytes:
@@ -36,7 +35,6 @@ def test_the_end_is_that_of_the_certificate(tmp_path: Path, end: str) -> None:
 
 
 def test_of_a_server_the_first_counts_and_of_authorities_the_last(tmp_path: Path) -> None:
-    """An authority that is replaced is in the file beside its successor for a while."""
     soon, later = (datetime(2026, 12, day, tzinfo=UTC) for day in (1, 20))
     both = tmp_path / "both.pem"
     both.write_bytes(pem(soon) + pem(later))

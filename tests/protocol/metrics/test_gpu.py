@@ -72,7 +72,6 @@ def test_a_driver_that_hangs_leaves_no_old_figures(monkeypatch: pytest.MonkeyPat
 
 
 def test_figures_have_names_for_prometheus() -> None:
-    """A sample for each statistic, with the service's labels."""
     samples = Samples("rollout", LabelValues())
     gpu.add_samples(BOTH, samples, role="rollout", worker="w0")
     gpu.add_samples({"tokens_per_s": 1.0}, samples, role="rollout", worker="w1")

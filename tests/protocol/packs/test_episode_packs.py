@@ -28,7 +28,6 @@ GROUP = group_of(FORKED, one_turn(2, status="timeout", time_spent_by="policy", r
 
 
 def _decoded(group: Group, *, table: Callable[[pa.Table], pa.Table] = lambda table: table, **changes: Any) -> Group:
-    """Encode, change the table, decode as the message describes it."""
     data = group_pack.encode([group])
     stored = table(pq.read_table(io.BytesIO(data)))
     sink = io.BytesIO()
@@ -68,14 +67,12 @@ def test_episodes_come_back_as_they_were_written() -> None:
 
 
 def test_a_shared_prefix_is_stored_once() -> None:
-    """The fork stores the three tokens that follow what it shares."""
     table = pq.read_table(io.BytesIO(group_pack.encode([GROUP])))
     assert [len(ids) for ids in table["token_ids"].to_pylist()] == [8, 3, 3, 5]
     assert GROUP.summary(0).row_tokens == 8 + 8 + 3 + 5
 
 
 def test_a_pack_without_episodes_is_what_it_was() -> None:
-    """The columns of episodes are written only where a group has some."""
     data = group_pack.encode([make_group(size=2)])
     assert pq.read_schema(io.BytesIO(data)).names == group_pack.SCHEMA.names
 
@@ -149,13 +146,11 @@ INCONSISTENT = {
 
 @pytest.mark.parametrize("what", INCONSISTENT)
 def test_an_inconsistent_episode_is_refused(what: str) -> None:
-    """Whatever contradicts itself is refused where it is made, so also where it is read."""
     with pytest.raises(PackError):
         INCONSISTENT[what]()
 
 
 def test_a_failure_has_no_rows_to_give() -> None:
-    """An episode that failed is described without rows or reward."""
     assert not forked(status="failed", reward=None, rows=()).is_trainable
     assert not forked(status="timeout", time_spent_by="tools", reward=None).is_trainable
 
@@ -186,7 +181,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_pack_of_episodes_is_refused(what: str) -> None:
-    """Columns that contradict each other are refused, with what was found."""
     name, values, found = HOSTILE[what]
     with pytest.raises(PackError, match=found):
         _decoded(GROUP, table=_set(name, values))
@@ -201,7 +195,6 @@ def test_rows_that_stand_for_too_many_tokens_are_refused(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("changes", [{"rows": (2, 2)}, {"row_tokens": 25}], ids=str)
 def test_a_pack_that_its_message_describes_otherwise_is_refused(changes: dict[str, Any]) -> None:
-    """Rows of each episode, and tokens of all rows."""
     with pytest.raises(PackError, match=next(iter(changes))):
         _decoded(GROUP, **changes)
 
@@ -250,7 +243,6 @@ def test_a_group_of_episodes_is_held_against_its_task() -> None:
 
 
 def test_a_given_reward_that_is_not_finite_is_refused_where_texts_are_read() -> None:
-    """The reward service reads no tokens, and refuses what the trainer would."""
     table = _set("episode_reward", [float("inf")] * 3 + [0.0])(pq.read_table(io.BytesIO(group_pack.encode([GROUP]))))
     sink = io.BytesIO()
     options: Any = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "store_schema": False}
@@ -262,7 +254,6 @@ def test_a_given_reward_that_is_not_finite_is_refused_where_texts_are_read() -> 
 
 
 def test_messages_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversation is refused before it is parsed."""
     monkeypatch.setattr("penstock.protocol.episode.MAX_JSON_BYTES", 3)
     with pytest.raises(PackError, match="at most 3"):
         forked(messages="[  ]")

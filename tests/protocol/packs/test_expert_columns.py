@@ -13,10 +13,10 @@ from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import GeneratedGroup, RouterShape, Sampling, Task
 from penstock.protocol.packs import expert_columns, group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.trajectory import Group
 
 SMALL = RouterShape(num_layers=3, num_experts=8, top_k=2)
@@ -172,7 +172,6 @@ def _flat(ids: np.ndarray) -> np.ndarray:
     ],
 )
 def test_what_no_router_can_choose_is_refused(change: Callable[[np.ndarray], np.ndarray], words: str) -> None:
-    """When a trajectory is made, with what was expected and found."""
     row = routed(group(), SMALL).trajectories[1]
     assert row.experts is not None
     with pytest.raises(PackError, match=words):
@@ -223,7 +222,6 @@ def test_a_hostile_pack_of_experts_is_refused(
 
 
 def asking(group: Group) -> Task:
-    """Return the task of a group that asks for the choices of small routers."""
     return Task(
         group_id=group.group_id, prompt_ids=PROMPT, prompt_text=group.prompt_text, group_size=3,
         sampling=Sampling(max_new_tokens=64, routers=SMALL), reward=group.reward, split="train", attempt=group.attempt, issued_version=1,
@@ -232,7 +230,6 @@ def asking(group: Group) -> Task:
 
 
 def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None:
-    """The trainer refuses what an engine of other routers, or of none, returns."""
     plain = group()
     task = asking(plain)
     promise = TaskPromise.of(task)
@@ -246,7 +243,6 @@ def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None
 
 
 def test_a_group_says_it_of_all_its_trajectories() -> None:
-    """Or of none."""
     whole = routed(group(), SMALL)
     with pytest.raises(PackError, match="expected the same of all, or of none"):
         replace(whole, trajectories=(*whole.trajectories[:2], replace(whole.trajectories[2], experts=None)))

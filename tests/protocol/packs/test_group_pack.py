@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +42,6 @@ def trajectories(draw: st.DrawFn, prompt: int) -> Trajectory:
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
-    """Draw a group."""
     prompt = draw(st.integers(1, 6))
     return Group(
         group_id=f"e0.p{draw(st.integers(0, 10**6))}.a0",
@@ -87,7 +85,6 @@ def test_a_pack_round_trips(packed: list[Group], data: st.DataObject):
 
 
 def test_the_baseline_is_the_last_trajectory_and_is_stored():
-    """The pack and its summary name the greedy baseline; one that is not the last is refused."""
     group = _group()
     marked = replace(group.trajectories[-1], is_baseline=True)
     with_baseline = replace(group, trajectories=(*group.trajectories[:-1], marked))
@@ -101,7 +98,6 @@ def test_the_baseline_is_the_last_trajectory_and_is_stored():
 
 
 def test_a_pack_from_before_there_were_baselines_is_readable():
-    """Without the column nothing is a baseline."""
     table = pq.read_table(pa.BufferReader(group_pack.encode([_group()]))).drop_columns(["is_baseline"])
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
@@ -155,16 +151,6 @@ def test_a_damaged_pack_is_a_pack_error_or_still_readable(data: st.DataObject):
     for read in (group_pack.decode, lambda b: group_pack.decode_texts(b, [0])):
         with contextlib.suppress(PackError):
             read(bytes(stored[:cut]))
-
-
-def test_another_parquet_file_is_refused():
-    """A Parquet object without our schema tag is not a pack."""
-    sink = io.BytesIO()
-    pq.write_table(pa.table({"x": [1]}), sink)
-    with pytest.raises(PackError, match=r"expected schema group_pack\.v1, got none"):
-        group_pack.decode(sink.getvalue())
-    with pytest.raises(PackError, match=r"row group 7 of a pack that has 1"):
-        group_pack.decode(group_pack.encode([_group()]), [7])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ _MEMORY_BYTES = 64 * 1024**2
 
 
 def test_an_honest_pack_is_read():
-    """The pack that all variants start from is accepted by both services."""
     assert honest().read().group_id == honest().read_texts().group_id
 
 

@@ -68,7 +68,6 @@ def task_of(images: RowImages | None) -> Task:
 
 @pytest.mark.parametrize("prompt", [PROMPT[:-1], (*PROMPT[:-1], 8), (5, 9, 7, *PROMPT[3:])])
 def test_a_task_whose_prompt_lacks_tokens_of_an_image_is_refused(prompt: tuple[int, ...]) -> None:
-    """When it is made and when it arrives."""
     document = {**task_of(IMAGES).model_dump(), "prompt_ids": prompt}
     with pytest.raises(ValidationError, match="are not one token, repeated"):
         Task.model_validate(document, strict=True)
@@ -89,7 +88,6 @@ def test_the_group_of_a_task_has_its_images() -> None:
 
 
 def test_a_group_has_one_processor() -> None:
-    """Its figures would not be comparable."""
     other = IMAGES.model_copy(update={"processor": "f" * 64})
     rows = group().trajectories
     with pytest.raises(PackError, match="by the processors"):
@@ -140,7 +138,6 @@ def _changed(column: str, change: Callable[[list[Any]], list[Any]]) -> bytes:
 def test_columns_that_contradict_one_another_are_refused(
     column: str, change: Callable[[list[Any]], list[Any]], words: str
 ) -> None:
-    """With what was found, before anything is fetched."""
     with pytest.raises(PackError, match=words):
         group_pack.decode(_changed(column, change))
 

@@ -68,7 +68,6 @@ def test_a_footer_is_read_as_pyarrow_reads_it(num_groups: int) -> None:
 
 @pytest.mark.parametrize("options", [{"write_statistics": True}, {"use_dictionary": True}, {"compression": "none"}])
 def test_forms_of_other_writers_are_read_field_by_field(options: dict[str, object]) -> None:
-    """Statistics, dictionaries and other codecs, as early packs have them."""
     data = in_other_forms(encode(make_groups(2)), **options)
     assert read(data) == by_pyarrow(data)
 

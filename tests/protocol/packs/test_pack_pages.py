@@ -19,7 +19,6 @@ PLAIN, DICTIONARY = 0, 8
 
 
 def varint(number: int) -> bytes:
-    """A zigzag varint, as Thrift writes it."""
     number = number * 2 if number >= 0 else -number * 2 - 1
     out = b""
     while number > 0x7F:
@@ -72,7 +71,6 @@ def test_a_column_whose_place_or_number_cannot_be_is_refused(column: StoredColum
 
 
 def test_a_dictionary_after_the_first_page_is_refused() -> None:
-    """Values before it would be counted without it."""
     with pytest.raises(PackError, match="dictionary after its first page"):
         column_bytes(data_page(1) + dictionary_page(1) + data_page(2), NUMBERS, rows=3)
 

@@ -106,20 +106,17 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_object_is_refused(name: str) -> None:
-    """With what is wrong with it, before anything of the claimed size is allocated."""
     data, reason = HOSTILE[name]
     with pytest.raises(PackError, match=reason):
         decoded(data)
 
 
 def test_an_object_of_another_step_or_run_is_refused() -> None:
-    """It may have been copied to the key."""
     for run_id, step in (("run", 4), ("other", 3)):
         with pytest.raises(PackError, match="they are of step 3 of run run"):
             decoded(run_id=run_id, step=step)
 
 
 def test_values_that_would_be_refused_are_not_written() -> None:
-    """A log-probability that is not finite is an error of the writer."""
     with pytest.raises(PackError, match="no log-probability"):
         step_logprobs.encode(made([[0, 0, 1]], [float("-inf")], [0]))

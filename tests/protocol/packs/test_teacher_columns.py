@@ -14,12 +14,11 @@ from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
-from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group
 
 
 def group(number: int = 0, *, baseline: bool = False) -> Group:
-    """Return a group of three trajectories, the last of which may be its baseline."""
     found = invent_group(f"e0.p{number}.a0", version=1, size=3, seed=number)
     if not baseline:
         return found

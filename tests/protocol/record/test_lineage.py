@@ -66,7 +66,6 @@ def test_a_record_reads_back_from_its_end(blobs: Blobs, run_id: str):
 
 
 def test_an_altered_chapter_is_an_error(blobs: Blobs, run_id: str):
-    """Each chapter vouches for its parent by hash."""
     first = blobs.put(blob_keys.lineage_chapter(run_id, 1, 1, "x"), encode_unbounded(chapter(1, None)))
     last = blobs.put(blob_keys.lineage_chapter(run_id, 2, 1, "x"), encode_unbounded(chapter(2, first)))
     blobs.put(first.key, encode_unbounded(chapter(4, None)))
@@ -104,7 +103,6 @@ def test_the_newest_checkpoint_is_of_the_highest_epoch(tmp_path: Path):
 
 
 def test_a_checkpoint_that_does_not_read_is_named(tmp_path: Path):
-    """The error says which file and which field."""
     folder = tmp_path / folder_name(2)
     folder.mkdir()
     (folder / STATE_FILE).write_text('{"run_id": "r"}')

@@ -28,7 +28,6 @@ class Shelf:
         return self.held[reference.key]
 
     def read(self, *changes: Callable[[LineageChapter], LineageChapter]) -> StoredRecord:
-        """Three chapters of one step each, with the changes of a test."""
         last = None
         for number in (1, 2, 3):
             one = chapter(number, last)

@@ -26,7 +26,6 @@ from penstock.protocol.transport.blobs import Blobs
 
 
 def test_stored_objects_are_read_back(blobs: Blobs, run_id: str) -> None:
-    """The reference of a stored object fetches the same bytes, the empty object included."""
     for data in (b"", b"x", bytes(range(256)) * 500):
         ref = blobs.put(f"runs/{run_id}/{len(data)}", data)
         assert ref.size_bytes == len(data)
@@ -80,7 +79,6 @@ def test_a_large_file_of_another_size_is_not_fetched(
 
 
 def test_a_large_file_is_verified_too(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
-    """A file too large for memory is hashed on disk before it gets its name."""
     source = tmp_path / "source"
     with source.open("wb") as file:
         file.truncate(65 * 1024 * 1024)
@@ -150,7 +148,6 @@ def test_a_part_of_an_object_is_verified_alone(blobs: Blobs, run_id: str) -> Non
 
 @pytest.mark.parametrize("says_partial", [True, False])
 def test_a_part_takes_one_request_whatever_its_status(s3_settings: S3Settings, run_id: str, says_partial: bool) -> None:
-    """Each part takes one request, also if the server answers a range with status 200."""
     data = bytes(range(256)) * 10
     with RefusingS3(s3_settings) as proxy:
         proxy.says_partial = says_partial
@@ -219,7 +216,6 @@ def test_a_missing_bucket_is_named_with_its_remedy(s3_settings: S3Settings, blob
 
 
 def test_no_server_is_an_error_within_the_deadline(own_s3: Callable[[], S3Server]) -> None:
-    """Without a server a call fails at its deadline and names the endpoint."""
     server = own_s3()
     server.stop()
     with pytest.raises(BlobStoreUnreachable, match=rf"put x: {server.settings.endpoint} gave no valid answer within 1"):
@@ -227,7 +223,6 @@ def test_no_server_is_an_error_within_the_deadline(own_s3: Callable[[], S3Server
 
 
 def test_a_server_that_never_answers_is_an_error_within_the_deadline(s3_settings: S3Settings) -> None:
-    """A server that accepts the connection and never answers is an error at the deadline."""
     with socket.create_server((HOST, 0)) as silent:
         settings = s3_settings.model_copy(update={"endpoint": f"http://{HOST}:{silent.getsockname()[1]}"})
         with pytest.raises(BlobStoreUnreachable, match="gave no valid answer within 1"):
@@ -343,7 +338,7 @@ def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
     assert blobs.get(before) == b"here"
     assert not blobs.exists(f"runs/{run_id}/x")
     refusing.refusal = None
-    writing.join(20.0)
+    writing.join(60.0)
     assert blobs.exists(f"runs/{run_id}/x")
     more = {cause: number - counted[cause] for cause, number in store_errors.counts().items()}
     assert more.pop(("s3", reason)) >= 1
@@ -351,7 +346,6 @@ def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
 
 
 def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> None:
-    """After the deadline the error names the store, the object and the answer."""
     refusing.refusal = (507, "InsufficientStorage")
     with pytest.raises(
         BlobStoreUnreachable, match=rf"put runs/{run_id}/x: {refusing.settings.endpoint}.*InsufficientStorage"

@@ -46,12 +46,12 @@ from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamLimits, St
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
-from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import BucketState
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.tail import direct_get
 
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
 
@@ -78,7 +78,7 @@ def num_waiting(bus: Bus, run: str) -> int | None:
     return bus._connection.call(asked, "test").wait().num_waiting
 
 
-def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 10.0) -> Delivery[TaskIssued]:
+def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 60.0) -> Delivery[TaskIssued]:
     found: list[Delivery[TaskIssued]] = []
     wait_for(lambda: found.extend(inbox.fetch(1, 1.0).wait()) or found, "a message", deadline_s)
     return found[0]
@@ -88,7 +88,6 @@ def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 10.0) -> Delivery[Tas
 
 
 def test_an_acknowledged_message_is_removed_from_its_queue(bus: Bus, run_streams: str) -> None:
-    """What was published is delivered as it was, and an acknowledged message leaves the work queue."""
     issue(bus, run_streams, 1)
     inbox = task_inbox(bus, run_streams)
     delivery = take_one(inbox)
@@ -157,7 +156,6 @@ def test_headers_of_a_stored_message_do_not_end_a_listing(
 
 
 def test_the_trace_travels_with_the_message(bus: Bus, run_streams: str) -> None:
-    """The traceparent of the publication is the traceparent of the delivery."""
     trace = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
     fact = make_task_issued(run_streams)
     bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="1", traceparent=trace).wait()
@@ -165,7 +163,6 @@ def test_the_trace_travels_with_the_message(bus: Bus, run_streams: str) -> None:
 
 
 def test_the_same_message_id_is_stored_once(bus: Bus, run_streams: str) -> None:
-    """A repeated publication is acknowledged as a duplicate and not stored again."""
     assert issue(bus, run_streams, 1) is False
     assert issue(bus, run_streams, 1) is True
     assert bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 1
@@ -182,7 +179,6 @@ def test_a_fetch_returns_available_messages_without_waiting_for_more(bus: Bus, r
 
 
 def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, run_streams: str) -> None:
-    """A waiting fetch of many messages ends as soon as one arrives."""
     inbox = task_inbox(bus, run_streams)
     pending = inbox.fetch(50, 60.0)
     started = time.monotonic()
@@ -191,21 +187,13 @@ def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, run_streams: s
     assert time.monotonic() - started < 30.0
 
 
-def test_a_fetch_of_an_empty_queue_is_empty(bus: Bus, run_streams: str) -> None:
-    """If no message arrives in time, the result is an empty list."""
-    inbox = task_inbox(bus, run_streams)
-    assert inbox.fetch(1, 0.1).wait() == []
-    assert inbox.fetch(10, 0.1).wait() == []
-
-
 def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, run_streams: str, nats_settings: NatsSettings) -> None:
-    """A message that arrives after a fetch's timeout goes to the next fetch."""
     first = task_inbox(bus, run_streams)
     assert first.fetch(10, 0.1).wait() == []
     with Bus.connect(nats_settings, name="other") as other:
         second = task_inbox(other, run_streams)
         issue(bus, run_streams, 1)
-        assert len(second.fetch(10, 10.0).wait()) == 1
+        assert len(second.fetch(10, 30.0).wait()) == 1
 
 
 def test_a_waiting_fetch_is_one_request(bus: Bus, run_streams: str) -> None:
@@ -243,11 +231,10 @@ def test_a_queue_has_room_for_the_requests_of_thousands_of_workers(bus: Bus, run
 
 
 def test_splits_have_consumers_of_their_own(bus: Bus, run_streams: str) -> None:
-    """An evaluation task is not delivered to the consumer of training tasks."""
     issue(bus, run_streams, 1, split="eval")
     assert task_inbox(bus, run_streams).fetch(1, 0.1).wait() == []
     evaluation = bus.inbox(streams.tasks_consumer(run_streams, "eval"), TaskIssued).wait()
-    assert len(evaluation.fetch(1, 5.0).wait()) == 1
+    assert len(evaluation.fetch(1, 30.0).wait()) == 1
 
 
 def test_every_call_can_be_awaited(bus: Bus, run_streams: str) -> None:
@@ -257,7 +244,7 @@ def test_every_call_can_be_awaited(bus: Bus, run_streams: str) -> None:
         inbox = await bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued)
         fact = make_task_issued(run_streams, "p7")
         await bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="p7")
-        (delivery,) = await inbox.fetch(1, 5.0)
+        (delivery,) = await inbox.fetch(1, 30.0)
         await delivery.ack()
         return delivery.fact.pack_id
 
@@ -268,7 +255,6 @@ def test_every_call_can_be_awaited(bus: Bus, run_streams: str) -> None:
 
 
 def test_messages_of_an_ended_reader_are_redelivered(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
-    """A message held by an ended reader is delivered to another one, counted as a redelivery."""
     issue(bus, short_run, 1)
     with Bus.connect(nats_settings, name="reader") as reader:
         take_one(task_inbox(reader, short_run, SHORT))
@@ -309,29 +295,19 @@ def test_a_restarted_reader_gets_its_messages_immediately(
     with Bus.connect(nats_settings, name="first life") as reader:
         take_one(task_inbox(reader, run_streams))
     bus.reset_consumer(streams.tasks_consumer(run_streams, "train")).wait()
-    assert len(task_inbox(bus, run_streams).fetch(1, 2.0).wait()) == 1
+    assert len(task_inbox(bus, run_streams).fetch(1, 30.0).wait()) == 1
 
 
 def test_a_requeued_message_is_redelivered_after_its_delay(bus: Bus, run_streams: str) -> None:
-    """A requeued message is redelivered, not before its delay."""
     issue(bus, run_streams, 1)
     inbox = task_inbox(bus, run_streams)
     delivery = take_one(inbox)
     started = time.monotonic()
     delivery.give_back(0.5).wait()
     assert inbox.num_held == 0
-    again = take_one(inbox, 5.0)
+    again = take_one(inbox)
     assert time.monotonic() - started >= 0.5
     assert again.num_delivered == 2
-
-
-def test_a_message_requeued_without_delay_is_redelivered(bus: Bus, run_streams: str) -> None:
-    """Without delay the same inbox gets the message again, every time."""
-    issue(bus, run_streams, 1)
-    inbox = task_inbox(bus, run_streams)
-    for _ in range(20):
-        take_one(inbox, 5.0).give_back(0.0).wait()
-    assert take_one(inbox, 5.0).num_delivered == 21
 
 
 def test_a_message_redelivered_immediately_is_held_again(bus: Bus, run_streams: str) -> None:
@@ -340,7 +316,7 @@ def test_a_message_redelivered_immediately_is_held_again(bus: Bus, run_streams: 
     inbox = task_inbox(bus, run_streams)
     delivery = take_one(inbox)
     for _ in range(20):
-        waiting = inbox.fetch(1, 5.0)
+        waiting = inbox.fetch(1, 30.0)
         delivery.give_back(0.0).wait()
         (delivery,) = waiting.wait()
         assert inbox.num_held == 1
@@ -354,19 +330,6 @@ def dead_letters(bus: Bus, run: str, count: int) -> list[DeadLetter]:
     bus.tail(f"{run}-dead", subjects.dead(run), DeadLetter, letters.append, from_start=True).wait()
     wait_for(lambda: len(letters) >= count, f"{count} dead letters")
     return letters
-
-
-def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, run_streams: str) -> None:
-    """A message of another kind is stored with reason and bytes, acknowledged, and not delivered."""
-    event = RunEvent(run_id=run_streams, source="test", kind="log", at=0.0)
-    bus.publish(subjects.tasks(run_streams, "train"), event, msg_id="1").wait()
-    inbox = task_inbox(bus, run_streams)
-    assert inbox.fetch(1, 0.2).wait() == []
-    (letter,) = dead_letters(bus, run_streams, 1)
-    assert (letter.stage, letter.reason, letter.num_delivered) == ("tasks", "UnknownSchema", 1)
-    assert "expected task_issued.v1, got 'run_event.v1'" in letter.detail
-    assert decode(letter.payload, RunEvent) == event
-    wait_for(lambda: bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 0, "an empty queue")
 
 
 @pytest.mark.parametrize(
@@ -409,12 +372,11 @@ def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
 
 
 def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, run_streams: str) -> None:
-    """Valid messages of the same fetch are delivered."""
     event = RunEvent(run_id=run_streams, source="test", kind="log", at=0.0)
     issue(bus, run_streams, 1)
     bus.publish(subjects.tasks(run_streams, "train"), event, msg_id="poison").wait()
     issue(bus, run_streams, 2)
-    assert [d.fact.pack_id for d in task_inbox(bus, run_streams).fetch(10, 5.0).wait()] == ["p1", "p2"]
+    assert [d.fact.pack_id for d in task_inbox(bus, run_streams).fetch(10, 30.0).wait()] == ["p1", "p2"]
 
 
 def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, run_streams: str) -> None:
@@ -430,7 +392,6 @@ def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, run_streams: 
 
 
 def test_a_dead_letter_always_fits_into_a_message(bus: Bus, run_streams: str) -> None:
-    """The largest message that can be published also fits whole into a dead letter, so that it can be resent."""
     tasks = [make_task(f"e0.p{i}.{'x' * 150}", prompt_text="long " * 10) for i in range(100)]
     fact = make_task_issued(run_streams, "p1", tasks)
     bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="1").wait()
@@ -444,7 +405,6 @@ def test_a_dead_letter_always_fits_into_a_message(bus: Bus, run_streams: str) ->
 
 
 def test_an_oversized_fact_is_refused_with_advice(bus: Bus, run_streams: str) -> None:
-    """A fact above the limit is refused before it is sent, with a fix."""
     fact = make_task_issued(run_streams, "p1", [make_task(prompt_text="x" * 70_000)])
     with pytest.raises(MessageTooLarge, match="groups_per_message"):
         bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="1").wait()
@@ -459,7 +419,7 @@ def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: 
         subjects.tasks(run_id, "train"), make_task_issued(run_id, "p3", [make_task("e0.p3.a0")]), msg_id="p3"
     )
     inbox = task_inbox(bus, run_id)
-    held = inbox.fetch(10, 5.0).wait()
+    held = inbox.fetch(10, 30.0).wait()
     assert not fourth.done()
     held[0].ack().wait()
     assert fourth.wait().duplicate is False
@@ -505,16 +465,14 @@ def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> Non
 
 @pytest.mark.parametrize("max_messages", [1, 10])
 def test_a_stream_deleted_under_its_reader_is_an_error(bus: Bus, run_streams: str, max_messages: int) -> None:
-    """A fetch from a deleted stream raises an error instead of waiting for ever."""
     inbox = task_inbox(bus, run_streams)
     assert bus.delete_stream(f"{run_streams}-tasks").wait() is True
     with pytest.raises(MissingStream, match="no consumer rollout-train"):
-        inbox.fetch(max_messages, 5.0).wait()
+        inbox.fetch(max_messages, 30.0).wait()
     assert bus.delete_stream(f"{run_streams}-tasks").wait() is False
 
 
 def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, run_streams: str) -> None:
-    """A fetch that already waits ends with the error too."""
     pending = task_inbox(bus, run_streams).fetch(1, 60.0)
     wait_for(lambda: bus.consumer_state(streams.tasks_consumer(run_streams, "train")).wait().num_pending == 0, "bind")
     bus.delete_stream(f"{run_streams}-tasks").wait()
@@ -526,10 +484,9 @@ def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, run_stream
 
 
 def test_messages_in_flight_are_read_from_the_broker(bus: Bus, run_streams: str) -> None:
-    """Waiting and held messages are counted by the broker."""
     for number in range(5):
         issue(bus, run_streams, number)
-    held = task_inbox(bus, run_streams).fetch(2, 5.0).wait()
+    held = task_inbox(bus, run_streams).fetch(2, 30.0).wait()
 
     def three_wait_and_two_are_held() -> bool:
         state = bus.consumer_state(streams.tasks_consumer(run_streams, "train")).wait()
@@ -559,7 +516,6 @@ def test_a_key_is_updated_only_from_its_current_revision(bus: Bus, run_streams: 
 
 
 def test_a_deleted_key_can_be_made_again(bus: Bus, run_streams: str) -> None:
-    """After a deletion the key reads as absent, is not listed, and may be created."""
     store = bus.key_value(streams.state_bucket(run_streams).bucket).wait()
     store.put("a", b"1").wait()
     store.put("b.c", b"2").wait()
@@ -572,14 +528,7 @@ def test_a_deleted_key_can_be_made_again(bus: Bus, run_streams: str) -> None:
     assert store.get("a").wait() == entries["a"]
 
 
-def test_an_empty_bucket_has_no_entries(bus: Bus, run_streams: str) -> None:
-    """Listing an empty bucket returns nothing, without waiting."""
-    store = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
-    assert store.entries().wait() == []
-
-
 def test_a_value_expires_before_its_bucket(bus: Bus, run_streams: str) -> None:
-    """A key that was written with a time to live expires after it; the others stay."""
     store = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
     store.put("short", b"1", ttl_s=1.0).wait()
     store.put("long", b"2", ttl_s=30.0).wait()
@@ -594,7 +543,6 @@ def persist_mode(bus: Bus, bucket: str) -> api.PersistMode | None:
 
 
 def test_only_heartbeats_do_not_wait_for_the_disk(bus: Bus, run_streams: str) -> None:
-    """Everything else is on disk when it is acknowledged."""
     unsynced = [spec for spec in streams.buckets(run_streams) if persist_mode(bus, spec.bucket) is not None]
     assert unsynced == [streams.live_bucket(run_streams)]
 
@@ -615,7 +563,6 @@ def test_the_synced_bucket_of_heartbeats_of_an_older_version_is_made_again(bus: 
 
 
 def test_a_bucket_of_an_older_version_gets_its_size_unless_that_is_too_small(bus: Bus, run_id: str) -> None:
-    """Its keys stay; a size that an operator chose stays too."""
     spec = streams.state_bucket(run_id)
 
     def max_bytes() -> int | None:
@@ -742,7 +689,7 @@ def test_a_tail_reads_more_than_one_answer_holds(bus: Bus, run_streams: str) -> 
     bus.follow(
         stream, subjects.events(run_streams), RunEvent, lambda _, number, __: seen.append(number), after=10
     ).wait()
-    wait_for(lambda: len(seen) >= 590, "the stored events", 8.0)
+    wait_for(lambda: len(seen) >= 590, "the stored events")
     assert seen == list(range(11, 601))
 
 
@@ -760,7 +707,6 @@ def test_a_tail_ends_with_its_stream(bus: Bus, run_streams: str) -> None:
 
 
 def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, run_streams: str) -> None:
-    """Facts of other subjects of the same stream are not delivered."""
     seen: list[WeightsPublished] = []
     bus.tail(
         f"{run_streams}-weights",
@@ -823,7 +769,7 @@ def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
         inbox = bus.inbox(spec, TaskIssued).wait()
         seen: list[str] = []
         while len(seen) < 600:
-            found = inbox.fetch(100, 5.0).wait()
+            found = inbox.fetch(100, 30.0).wait()
             assert found, f"only {len(seen)} of 600 messages"
             seen += [d.fact.pack_id for d in found]
             for ack in [d.ack() for d in found]:
@@ -834,7 +780,6 @@ def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
 def test_acknowledgements_are_repeated_after_a_server_is_killed(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
-    """Single and batched acknowledgements are confirmed, also when the server is killed in between."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id):
@@ -844,7 +789,7 @@ def test_acknowledgements_are_repeated_after_a_server_is_killed(
         for number in range(90):
             issue(bus, run_id, number)
         inbox = bus.inbox(spec, TaskIssued).wait()
-        found = inbox.fetch(90, 5.0).wait()
+        found = inbox.fetch(90, 30.0).wait()
         assert len(found) == 90
         Delivery.ack_all(found[:30])
         assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 60
@@ -872,7 +817,7 @@ def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
         for number in range(12):
             issue(bus, run_id, number)
         inbox = bus.inbox(spec, TaskIssued).wait()
-        held = inbox.fetch(10, 5.0).wait()
+        held = inbox.fetch(10, 30.0).wait()
         assert len(held) == 10
         server.kill()
         for record in server.store.rglob("obs/reader/o.dat"):
@@ -881,7 +826,7 @@ def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
         Delivery.ack_all(held[3:])
         Delivery.ack_all(held[:3])
         assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 2
-        rest = inbox.fetch(5, 5.0).wait()
+        rest = inbox.fetch(5, 30.0).wait()
         assert len(rest) == 2
         Delivery.ack_all(rest)
         assert inbox.num_held == 0
@@ -929,7 +874,6 @@ def test_readers_continue_after_a_server_is_killed(own_nats: Callable[[], NatsSe
 def test_a_key_is_read_although_the_server_is_killed_during_the_read(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
-    """A read interrupted by a kill of the server is repeated and answered after the restart."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.buckets(run_id):
@@ -986,7 +930,6 @@ def test_no_server_is_an_error_within_the_deadline(own_nats: Callable[[], NatsSe
 
 
 def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServer]) -> None:
-    """Services may be started before NATS is."""
     server = own_nats()
     server.stop()
     starter = threading.Thread(target=server.restart)
@@ -997,7 +940,6 @@ def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServ
 
 
 def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, run_streams: str) -> None:
-    """Closing the bus ends waiting calls with an error, and later calls are refused."""
     bus = Bus.connect(nats_settings, name="test")
     pending = task_inbox(bus, run_streams).fetch(1, 60.0)
     bus.close()

@@ -21,7 +21,7 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable, CompareAndSwapFailed
 from penstock.protocol.facts import BlobRef, Head, RunEvent, TaskIssued
-from penstock.protocol.transport import direct_get, tail
+from penstock.protocol.transport import tail
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
@@ -39,7 +39,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
 
 @pytest.fixture
 def clustered(cluster: NatsCluster) -> Iterator[Bus]:
-    """A connection to the cluster."""
     with Bus.connect(cluster.settings, name="test") as bus:
         yield bus
 
@@ -50,7 +49,6 @@ def stream_info(bus: Bus, stream: str) -> api.StreamInfo:
 
 
 def leader_of(bus: Bus, stream: str) -> str:
-    """The name of the server that leads a stream."""
     found: list[str] = []
 
     def ask() -> bool:
@@ -105,7 +103,6 @@ def test_a_run_has_as_many_replicas_as_set(cluster: NatsCluster, clustered: Bus,
 
 
 def test_a_single_server_refuses_replicas(nats_settings: NatsSettings, run_id: str) -> None:
-    """The error names the setting and what to do."""
     with Bus.connect(nats_settings.model_copy(update={"replicas": 3}), name="test") as bus:
         with pytest.raises(BusRefused, match=r"this server is no cluster: set nats\.replicas = 1"):
             bus.ensure_stream(streams.streams(run_id)[0]).wait()
@@ -114,7 +111,6 @@ def test_a_single_server_refuses_replicas(nats_settings: NatsSettings, run_id: s
 
 
 def test_more_replicas_than_servers_are_refused(cluster: NatsCluster, run_id: str) -> None:
-    """Three servers cannot hold five copies."""
     settings = cluster.settings.model_copy(update={"replicas": 5})
     with (
         Bus.connect(settings, name="test") as bus,
@@ -125,7 +121,6 @@ def test_more_replicas_than_servers_are_refused(cluster: NatsCluster, run_id: st
 
 @pytest.mark.parametrize("wrong", [0, 2, 4, 7])
 def test_a_number_of_replicas_that_protects_no_better_is_refused(wrong: int) -> None:
-    """An even number needs one more server for the same majority."""
     with pytest.raises(ValueError, match="1, 3 or 5"):
         NatsSettings(replicas=wrong)  # type: ignore[arg-type]
 
@@ -169,8 +164,8 @@ def test_a_listing_has_what_a_lagging_replica_lacks(
     async def lagging(*arguments: Any) -> list[Any]:
         return [msg for msg in await whole(*arguments) if int((msg.headers or {})["Nats-Sequence"]) <= 2]
 
-    whole = direct_get.direct_get
-    monkeypatch.setattr(direct_get, "direct_get", lagging)
+    whole = tail.direct_get
+    monkeypatch.setattr(tail, "direct_get", lagging)
     stream = streams.stream_name(run_id, "tasks")
     assert [message.sequence for message in clustered.read_stream(stream).wait()] == [1, 2, 3, 4, 5]
     assert [message.sequence for message in clustered.read_stream(stream, after=1, most=3).wait()] == [2, 3, 4]
@@ -188,7 +183,7 @@ def test_a_tail_asks_a_lagging_replica_again(clustered: Bus, run_id: str, monkey
         num_asked += 1
         return [] if num_asked <= 4 else await whole(*arguments)
 
-    whole = direct_get.direct_get
+    whole = tail.direct_get
     monkeypatch.setattr(tail, "_POLL_CLUSTER_S", 600.0)
     seen: list[RunEvent] = []
     clustered.tail(events.name, subjects.events(run_id), RunEvent, seen.append).wait()

@@ -34,7 +34,7 @@ def _inbox(bus: Bus, run: str) -> Inbox[TaskIssued]:
 
 def _take(inbox: Inbox[TaskIssued]) -> Delivery[TaskIssued]:
     found: list[Delivery[TaskIssued]] = []
-    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "a message", 15.0)
+    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "a message")
     return found[0]
 
 
@@ -50,7 +50,7 @@ def test_the_third_reader_does_not_get_it(bus: Bus, run: str, nats_settings: Nat
     bus.tail(f"{run}-dead", subjects.dead(run), DeadLetter, letters.append, from_start=True).wait()
     assert [_take_and_die(nats_settings, run) for _ in range(2)] == [1, 2]
     inbox = _inbox(bus, run)
-    wait_for(lambda: inbox.fetch(1, 0.2).wait() or letters, "the dead letter", 15.0)
+    wait_for(lambda: inbox.fetch(1, 0.2).wait() or letters, "the dead letter")
     assert [(letter.reason, letter.stage, letter.group_ids) for letter in letters] == [
         ("ReaderKilled", "tasks", ("e0.p1.a0",))
     ]
@@ -72,13 +72,12 @@ def test_returns_and_one_killed_reader_quarantine_nothing(bus: Bus, run: str, na
 
 
 def test_a_message_of_another_run_is_a_dead_letter(bus: Bus, run: str) -> None:
-    """A fact that names another run than its stream does not reach the reader."""
     letters: list[DeadLetter] = []
     bus.tail(f"{run}-dead", subjects.dead(run), DeadLetter, letters.append, from_start=True).wait()
     foreign = make_task_issued(f"{run}x", "p2", [make_task("e0.p2.a0")])
     bus.publish(subjects.tasks(run, "train"), foreign, msg_id="p2").wait()
     inbox, found = _inbox(bus, run), list[Delivery[TaskIssued]]()
-    wait_for(lambda: found.extend(inbox.fetch(2, 0.2).wait()) or letters or len(found) > 1, "the dead letter", 15.0)
+    wait_for(lambda: found.extend(inbox.fetch(2, 0.2).wait()) or letters or len(found) > 1, "the dead letter")
     assert [delivery.fact.run_id for delivery in found] == [run]
     assert [letter.reason for letter in letters] == ["MalformedFact"]
 
@@ -105,7 +104,6 @@ def test_a_mark_that_is_none_counts_as_one_killed_reader(what: str) -> None:
 
 
 def test_a_hostile_mark_neither_ends_nor_starves_a_reader(bus: Bus, run: str, nats_settings: NatsSettings) -> None:
-    """The message is delivered, given back and delivered again."""
     assert _take_and_die(nats_settings, run) == 1
     marks = bus.key_value(streams.scoring_bucket(run).bucket).wait()
     marks.put(streams.kill_mark_key("tasks", 1), HOSTILE["infinite"]).wait()

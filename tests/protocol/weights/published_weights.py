@@ -49,12 +49,10 @@ def changed_state(state: State, rng: np.random.Generator, density: float) -> Sta
 
 
 def root_of(state: State) -> str:
-    """Return the state's root."""
     return state_root(LAYOUT, [raw.data for raw in state])
 
 
 def ref_of(key: str, data: bytes) -> BlobRef:
-    """Return the reference of an object."""
     return BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
@@ -75,12 +73,10 @@ class PublishedWeights:
         self.num_fetched = 0
 
     def put(self, key: str, data: bytes) -> BlobRef:
-        """Store an object."""
         self.objects[key] = data
         return ref_of(key, data)
 
     def publish_anchor(self, state: State, *, epoch: int = 1) -> VersionManifest:
-        """Publish a version that is an anchor."""
         version = 0 if self.head is None else self.head.version + 1
         manifest, ref = self._anchor(version, state, epoch, self._ancestor())
         self.head, self.head_ref, self.state = manifest, ref, state
@@ -92,7 +88,6 @@ class PublishedWeights:
         return self._anchor(self.head.version, self.state, self.head.epoch, self.head.parent)[0]
 
     def publish(self, state: State, *, epoch: int = 1) -> VersionManifest:
-        """Publish a version as a patch."""
         assert self.head is not None
         assert self.anchor is not None
         version, pack, buckets = self.head.version + 1, b"", []
@@ -131,7 +126,6 @@ class PublishedWeights:
         return manifest
 
     def publish_adapter(self, raw: np.ndarray, *, epoch: int = 1) -> VersionManifest:
-        """Publish a version that is an adapter on the newest anchor; ``raw`` is its one bucket."""
         assert self.head is not None
         version, bucket = self.head.version + 1, ADAPTER_LAYOUT.buckets[0]
         blob = self.put(f"l{version}", shard_header(bucket) + raw.tobytes())
@@ -163,7 +157,6 @@ class PublishedWeights:
         return manifest
 
     def plan(self, held: Held | None, *, max_hops: int = 256) -> CatchUp:
-        """Fetch manifests until there is a plan."""
         assert self.head is not None
         fetched: dict[str, VersionManifest] = {}
         while True:
@@ -250,5 +243,4 @@ class PublishedWeights:
 
 
 def held_of(manifest: VersionManifest) -> Held:
-    """Return what a mirror that is at this version holds."""
     return Held(PolicyVersion(manifest.version), manifest.state_root)

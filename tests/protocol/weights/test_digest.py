@@ -34,7 +34,6 @@ def test_a_file_and_its_tensors_have_the_same_digest():
 
 
 def test_the_order_of_the_tensors_does_not_matter():
-    """The root is over sorted names."""
     assert weights_digest(reversed(digests())) == weights_digest(digests())
 
 
@@ -55,7 +54,6 @@ def test_everything_about_a_tensor_is_in_the_digest(change: str):
 
 
 def test_a_name_that_could_be_mistaken_is_refused():
-    """Twice the same name, or one that contains a separator."""
     one = TensorDigest("w", "float32", (), "0" * 32)
     with pytest.raises(ValueError, match="unique"):
         weights_digest([one, one])

@@ -194,7 +194,6 @@ def _header(bucket: dict[str, Any]) -> bytes:
 
 
 def export(forgery: Forgery, folder: Path) -> None:
-    """Do what a worker does, then what `penstock weights export` does."""
     data, objects = publish(forgery)
     objects.objects["m"] = data
     ref = BlobRef(key="m", size_bytes=forgery.manifest.get("size", len(data)), sha256=hashlib.sha256(data).hexdigest())

@@ -28,7 +28,6 @@ def stored(**values: object) -> Edit:
 
 
 def as_patch(content: dict[str, Any]) -> None:
-    """Nothing but its buckets shows that it is none."""
     parent = {"version": 0, "manifest": BLOB, "state_root": content["state_root"]}
     content.update(version=1, kind="patch", parent=parent, anchor={**parent, "num_bytes": 1})
 
@@ -59,7 +58,6 @@ def as_patch(content: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_a_manifest_that_lies_is_refused(edit: Edit) -> None:
-    """One error, of the kind that a worker reports and quarantines."""
     run = PublishedWeights()
     content = json.loads(run.publish_anchor(random_state(np.random.default_rng(0))).to_json())
     VersionManifest.from_json(json.dumps(content).encode())
@@ -70,7 +68,6 @@ def test_a_manifest_that_lies_is_refused(edit: Edit) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\0" * 9, b"[" * 100_000, b'{"a": ' + b"9" * 9999 + b"}", b"\xff"])
 def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
-    """The same for a manifest, a layout and an adapter's configuration."""
     with pytest.raises(MalformedFact):
         VersionManifest.from_json(data)
     with pytest.raises(MalformedFact):
@@ -96,7 +93,6 @@ def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
     ],
 )
 def test_a_layout_that_lies_is_refused(edit: Edit) -> None:
-    """Shapes, offsets and sizes must agree."""
     content = json.loads(LAYOUT.to_json())
     edit(content["buckets"][0])
     with pytest.raises(MalformedFact):
@@ -107,7 +103,6 @@ def test_a_layout_that_lies_is_refused(edit: Edit) -> None:
     "values", [{"r": 0}, {"r": 2**30}, {"lora_alpha": 1e99}, {"lora_alpha": -1}, {"target_modules": []}]
 )
 def test_an_adapter_configuration_that_lies_is_refused(values: dict[str, object]) -> None:
-    """Rank and scale are bounded."""
     content = json.loads(ADAPTER.to_json()) | values
     with pytest.raises(MalformedWeights):
         AdapterConfig.from_json(json.dumps(content).encode())

@@ -12,7 +12,6 @@ from penstock.protocol.weights import patch_segment, raw_segment
 
 
 def decode_by_the_book(segment: bytes, bucket: bytearray, word_bytes: int) -> None:
-    """Apply a segment to a bucket, byte by byte, as the README specifies."""
     assert segment[4] == word_bytes
     assert segment[5:8] == bytes(3)
     assert segment[12:16] == bytes(4)
@@ -50,7 +49,6 @@ def decode_by_the_book(segment: bytes, bucket: bytearray, word_bytes: int) -> No
 @pytest.mark.parametrize("word_bytes", [1, 2, 4, 8])
 @pytest.mark.parametrize("density", [0.0, 0.00003, 0.01, 0.5])
 def test_a_decoder_written_from_the_tables_reads_our_segments(word_bytes: int, density: float):
-    """Sparse segments, with and without fillers, and whole ones."""
     rng = np.random.default_rng(word_bytes)
     num_words = 200_000
     old = rng.integers(0, 256, num_words * word_bytes, dtype=np.uint8)

@@ -31,7 +31,6 @@ def draw_pair(seed: int, num_words: int, word_bytes: int, density: float) -> tup
 
 
 def applied(segment: bytes, target: np.ndarray, word_bytes: int, bucket: int = 0) -> np.ndarray:
-    """Parse a segment and return a copy of ``target`` with it applied."""
     parsed = patch_segment.parse(segment, num_words=target.size // word_bytes, word_bytes=word_bytes, bucket=bucket)
     result = target.copy()
     patch_segment.apply(parsed, result)
@@ -189,7 +188,6 @@ def test_buffers_may_begin_at_any_address(offset: int):
 
 
 def test_buffers_of_different_sizes_are_no_patch():
-    """A patch needs the same layout on both sides, in whole words."""
     with pytest.raises(ValueError, match="same layout"):
         patch_segment.encode(b"1234", b"123456", 2)
     with pytest.raises(ValueError, match="not a multiple of 2"):

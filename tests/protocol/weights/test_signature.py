@@ -37,7 +37,6 @@ def _other_key(signed: bytes, own: bytes) -> bytes:
 
 
 def test_what_a_trusted_key_has_signed_is_accepted(keys) -> None:
-    """Byte for byte."""
     own, trusted, _ = keys
     signed = own.sign(LINE)
     trusted.verify(signed, "weights/7/manifest.json")
@@ -69,7 +68,6 @@ def test_what_no_trusted_key_has_signed_is_refused(keys, forge, message: str) ->
 
 
 def test_a_signature_for_another_purpose_is_none_of_a_manifest(keys, tmp_path: Path) -> None:
-    """The key signs the purpose together with the line."""
     private, public = certificates.signing_key(tmp_path)
     raw = serialization.load_pem_private_key(private.read_bytes(), None)
     assert isinstance(raw, ed25519.Ed25519PrivateKey)
@@ -80,7 +78,6 @@ def test_a_signature_for_another_purpose_is_none_of_a_manifest(keys, tmp_path: P
 
 
 def test_keys_are_changed_while_both_are_trusted(tmp_path: Path) -> None:
-    """A file of trusted keys may hold several: the old and the new one."""
     old, new = (certificates.signing_key(tmp_path / name) for name in ("old", "new"))
     both = tmp_path / "both.pem"
     both.write_bytes(old[1].read_bytes() + b"# the new one\n" + new[1].read_bytes())
@@ -93,7 +90,6 @@ def test_keys_are_changed_while_both_are_trusted(tmp_path: Path) -> None:
     "kind", ["missing", "empty", "text", "certificate", "rsa", "ec", "mixed", "password", "public as private"]
 )
 def test_a_file_that_is_no_key_is_refused_with_its_setting(kind: str, tmp_path: Path) -> None:
-    """Before anything is loaded or signed with it."""
     private, public = certificates.signing_key(tmp_path / "own")
     certificates.write_certificates(tmp_path / "own")
     path = tmp_path / "key"

@@ -15,14 +15,11 @@ from penstock.protocol.weights.version_reader import WeightReader
 
 
 class _Objects:
-    """The objects of a run, with the keys that were read."""
-
     def __init__(self, stored: dict[str, bytes]) -> None:
         self.stored = stored
         self.read: list[str] = []
 
     def get(self, ref: BlobRef) -> bytes:
-        """Read an object."""
         self.read.append(ref.key)
         return self.stored[ref.key]
 

@@ -9,7 +9,6 @@ from penstock.reward_service.rewards.math_answer import Graded
 
 
 def test_a_grader_gets_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passwords are among them, and a grader reads what a policy wrote."""
     monkeypatch.setenv("PENSTOCK_NATS__PASSWORD", "hunter2")
     pool = GraderPool(2, cpu_s=1.0)
     environments = [grader._process._environ for grader in pool._all]

@@ -131,7 +131,6 @@ async def test_a_truth_that_does_not_parse_is_reported(pool: GraderPool) -> None
 
 
 async def test_graders_end_with_their_pool() -> None:
-    """Closing a pool leaves no process running."""
     pool = GraderPool(1, cpu_s=5.0)
     await pool.equal("x+1", "1+x")
     (pid,) = pool.pids

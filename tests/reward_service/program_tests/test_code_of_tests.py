@@ -25,7 +25,6 @@ CLASS = "import unittest\nclass T(unittest.TestCase):\n"
 
 @pytest.fixture(scope="module")
 def slot() -> Iterator[Slot]:
-    """A slot in the sandbox that works here."""
     found = canary.probe("auto")
     assert found.kind is not None, found
     launch = Launch(found.kind)
@@ -117,7 +116,6 @@ def test_tests_that_prove_nothing_are_an_error_of_the_row(slot: Slot, name: str)
     ],
 )
 def test_rows_that_expect_nothing_are_refused(truth: Any) -> None:
-    """When every expected output is empty, an empty program would pass."""
     with pytest.raises(BadGroundTruth, match="every expected"):
         tests_of_row.read(truth, {})
 
@@ -189,7 +187,6 @@ def test_usual_tests_are_run(slot: Slot, name: str) -> None:
 
 
 def test_a_program_that_stops_the_tests_does_not_pass_the_rest(slot: Slot) -> None:
-    """A program that hangs in the second of three tests has passed one of three."""
     tests = CLASS + "".join(f"    def test_{n}(self): self.assertEqual(f({n}), {n})\n" for n in (1, 2, 3))
     waits = "import time\ndef f(x):\n    if x == 2: time.sleep(60)\n    return x"
     short = replace(LIMITS, wall_factor=0.0, wall_min_s=3.0)  # ends program and tests together

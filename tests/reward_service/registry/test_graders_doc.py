@@ -27,7 +27,6 @@ def test_the_tables_equal_the_registry() -> None:
 
 
 def test_every_reward_and_parameter_is_in_the_table() -> None:
-    """The table has exactly the built-in rewards, and each row names every parameter."""
     listed = {name: row for row in _rows("The table") for name in re.findall(r"`(\w+)`", row[0])}
     assert listed.keys() == BUILT_INS.keys()
     for name, built_in in BUILT_INS.items():
@@ -36,7 +35,6 @@ def test_every_reward_and_parameter_is_in_the_table() -> None:
 
 
 def test_the_example_is_a_run_file() -> None:
-    """The composed reward of the page is accepted unchanged."""
     example = "".join(re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))  # the second says what counts as correct
     settings = RewardSettings.model_validate(tomllib.loads(example)["reward"])
     assert set(definitions.check(settings.define)["mine"]) == {"correct", "form", "length"}

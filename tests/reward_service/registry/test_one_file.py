@@ -72,11 +72,11 @@ def test_one_new_file_is_a_reward(wire: Wire, start_service: Callable[..., Servi
     (site / "penstock" / "reward_service" / "rewards" / "capitals.py").write_text(NEW_REWARD)
     environ = {"PYTHONPATH": str(site)}
     command = [sys.executable, "-P", "-m", "penstock.reward_service", "rewards"]
-    listed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    listed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True).stdout
     assert "capitals        factor times the share of capitals" in listed
     assert "also as shouted" in listed
     shown = subprocess.run(
-        [*command, "capitals"], env=environ, capture_output=True, text=True, timeout=60, check=True
+        [*command, "capitals"], env=environ, capture_output=True, text=True, timeout=300, check=True
     ).stdout
     assert "factor       default 1.0: What all capitals are worth." in shown
 

@@ -32,7 +32,6 @@ TABLE: list[dict[str, Any]] = [
 
 @pytest.fixture
 async def graders() -> AsyncIterator[Graders]:
-    """Real grader processes, one of each kind."""
     math, patterns = GraderPool(1, cpu_s=2.0), GraderPool(1, cpu_s=0.3, kind="pattern")
     yield Graders(math, patterns, None)
     await math.close()
@@ -142,7 +141,6 @@ async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) ->
 
 @given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))
 def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, number: str) -> None:
-    """The pure rules give a verdict on any text, and any number they read is finite."""
     for completion in (text, number, f"<answer>{number}</answer>", f"The answer is {number}", f"\\boxed{{{text}}}"):
         for parameters in (
             numeric.Parameters(),
@@ -159,7 +157,6 @@ def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, numb
     st.fractions(max_denominator=10**6), st.sampled_from(["{0}/{1}", "\\frac{{{0}}}{{{1}}}", "$\\dfrac{{{0}}}{{{1}}}$"])
 )
 def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> None:
-    """A fraction is read back exactly in every spelling, and the next fraction differs from it."""
     written = form.format(value.numerator, value.denominator)
     read = quantity.read(written)
     assert read is not None

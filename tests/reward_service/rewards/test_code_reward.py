@@ -171,7 +171,6 @@ async def test_share_and_all(pool: SandboxPool) -> None:
 
 
 async def test_a_function_and_a_method_are_called(pool: SandboxPool) -> None:
-    """A function test calls the function of that name, or the method of class Solution."""
     tests = FunctionTests("add", ([1, 2], [[1], [2]]), (3, [1, 2]))
     for program in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
         assert (await pool.grade(program, tests)).passed == 2
@@ -262,7 +261,6 @@ async def test_a_program_killed_from_outside_is_an_error(pool: SandboxPool) -> N
 
 
 async def test_a_killed_zygote_is_replaced(pool: SandboxPool) -> None:
-    """After a zygote was killed a new one grades the program."""
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
@@ -270,7 +268,6 @@ async def test_a_killed_zygote_is_replaced(pool: SandboxPool) -> None:
 
 
 async def test_a_cancelled_grading_leaves_no_program_behind(pool: SandboxPool) -> None:
-    """Cancelling ends the program immediately; the slot is reused."""
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
 
     def programs() -> list[int]:
@@ -288,7 +285,6 @@ async def test_a_cancelled_grading_leaves_no_program_behind(pool: SandboxPool) -
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_zygotes_and_programs_exit_with_a_killed_service(kind: Kind) -> None:
-    """SIGKILL of the service also ends its zygotes and programs."""
     if problem := canary.attack(kind):
         pytest.skip(f"{kind} does not hold on this machine: {problem}")
     script = (
@@ -325,7 +321,7 @@ def test_the_service_reports_its_sandbox(shared_service: Service) -> None:
     assert "programs run in" in listed["code"]["description"]
     answer = httpx.post(
         f"{shared_service.url}/v1/score",
-        timeout=60.0,
+        timeout=300,
         json={"reward": "code_generation",
          "groups": [{"completions": [GOOD, "print(0)"], "ground_truth": {"inputs": ["4"], "outputs": ["8"]}}]},
     ).json()  # fmt: skip

@@ -173,13 +173,11 @@ async def test_boxes() -> None:
 
 @pytest.mark.parametrize(("answer", "truth", "score"), GSM8K)
 def test_hashes(answer: str, truth: str, score: int) -> None:
-    """One number after the marker is the answer; two are none."""
     assert gsm8k.judge((answer,), truth)[0].reward == score
 
 
 @pytest.mark.parametrize(("answer", "truth", "score"), NUMERIC)
 def test_quantities(answer: str, truth: str, score: int) -> None:
-    """A quantity has one number."""
     assert numeric.judge(numeric.Parameters(), (answer,), truth)[0].reward == score
 
 
@@ -191,12 +189,10 @@ def test_outputs(printed: str, expected: str, same: int) -> None:
 
 @pytest.mark.parametrize(("result", "expected", "same"), RETURNED)
 def test_results(result: Any, expected: Any, same: int) -> None:
-    """The same for what functions return."""
     assert answers.same_result(result, expected) is bool(same)
 
 
 def test_the_table_is_large() -> None:
-    """At least eighty verdicts, of both kinds."""
     tables: list[list[tuple[Any, Any, int]]] = [[*MATH], [*GSM8K], [*NUMERIC], [*PRINTED], RETURNED]
     assert all(len({repr(row) for row in table}) == len(table) for table in tables)
     scores = [row[2] for table in tables for row in table]

@@ -25,7 +25,6 @@ from penstock.reward_service.settings import RewardSettings
 
 
 def test_a_delivery_without_a_call_does_not_count_as_an_attempt() -> None:
-    """Attempts and waits are counted for each group: only deliveries at which its reward was called count."""
     progress = PackProgress().settle(["a"]).excuse(["b", "c"]).excuse(["b"])
     assert progress.settled == {"a"}
     assert [progress.attempt(name, num_delivered=3) for name in ("b", "c", "d")] == [1, 2, 3]
@@ -58,7 +57,6 @@ def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, run_streams: str) 
 
 
 def test_the_wait_of_groups_that_were_not_called_grows_and_has_jitter() -> None:
-    """A group that is requeued repeatedly waits longer each time, with jitter."""
     policy = RetryPolicy(attempts=5, delay_s=2.0, not_called_limit_s=600.0)
     waits = [policy.delay_not_called(EndpointBusy("busy", retry_in_s=0.5), excused) for excused in range(20)]
     assert 0.3 <= waits[0] <= 0.7
@@ -95,7 +93,6 @@ def test_quantiles_are_of_the_recent_calls_only() -> None:
 
 
 def test_parts_become_columns() -> None:
-    """A part that a completion lacks is 0.0 for it."""
     scores = GroupScores.of([Verdict(1.0, {"a": 2.0}), Verdict(0.0, {"b": 3.0})], "me")
     assert scores.rewards == (1.0, 0.0)
     assert scores.parts == {"a": (2.0, 0.0), "b": (0.0, 3.0)}
@@ -112,13 +109,11 @@ def test_parts_become_columns() -> None:
     ],
 )
 def test_wrong_settings_are_refused(override: str, text: str) -> None:
-    """A wrong value is refused at the start, naming the setting."""
     with pytest.raises(ConfigError, match=text):
         load(RewardSettings, overrides=[override])
 
 
 def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
-    """A token file is read and trimmed; one that is missing or empty is an error."""
     file = tmp_path / "token"
     settings = load(RewardSettings, overrides=[f"reward_service.token_file={file}"]).settings.reward_service
     with pytest.raises(ConfigError, match="not readable"):

@@ -41,7 +41,6 @@ FORGIVEN_ANYWHERE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", 
 
 
 def test_gsm8k_flexible_equals_verls_or_accepts_more() -> None:
-    """The last number anywhere, by value."""
     case = recorded("verl/reward/gsm8k-flexible")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"]["scores"], strict=True):
         ours = gsm8k.judge_flexible((text,), truth)[0].reward
@@ -58,13 +57,11 @@ def test_question_answering_equals_verls(judge: str, output: str) -> None:
 
 
 def test_words_are_normalised_as_verl_does() -> None:
-    """Case, punctuation, articles and spaces are ignored."""
     case = recorded("verl/reward/normalize_answer")
     assert [question_answer.words(text) for text in case["inputs"]["strings"]] == case["outputs"]["normalized"]
 
 
 def test_the_think_format_equals_trls() -> None:
-    """The same verdict on every recorded text."""
     case = recorded("trl/reward/think_format")
     assert [v.reward for v in format.judge_think(tuple(case["inputs"]["texts"]), None)] == case["outputs"]["rewards"]
 
@@ -90,7 +87,6 @@ OTHER_SIDE = {
 
 @pytest.mark.parametrize("case_id", OTHER_SIDE)
 async def test_math_equals_the_others_except_for_listed_texts(case_id: str) -> None:
-    """The same verdict on every recorded pair, except on those listed, where it is the opposite."""
     case = recorded(case_id)
     verdicts = next(iter(case["outputs"].values()))
     pool = GraderPool(1, cpu_s=20.0)

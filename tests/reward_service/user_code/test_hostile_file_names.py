@@ -59,7 +59,6 @@ def test_a_file_of_any_name_is_loaded_beside_the_modules_that_there_are(tmp_path
 
 @pytest.mark.parametrize("what", ["pipe", "folder", "endless", "a NUL", "missing", "x.pyc", "too long"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, what: str) -> None:
-    """With one line that names it."""
     file = tmp_path / "reward.py"
     match what:
         case "pipe":

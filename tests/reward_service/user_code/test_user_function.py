@@ -92,7 +92,6 @@ GOOD = {
 
 
 def write(folder: Path, source: str) -> Path:
-    """Write a user's file."""
     file = folder / "my_file.py"
     file.write_text(source)
     return file
@@ -139,7 +138,6 @@ async def test_every_failure_is_an_error_of_the_score(source: str, text: str, tm
 
 
 async def test_one_failed_completion_keeps_the_other_scores(tmp_path: Path) -> None:
-    """In a TRL list only the entry that is not a number is an error."""
     scores = await user_file.load(write(tmp_path, TRL + "return [None, 0.5]")).score(GROUP)
     assert scores[0].error
     assert scores[1] == Score(score=0.5)
@@ -161,7 +159,6 @@ async def test_one_failed_completion_keeps_the_other_scores(tmp_path: Path) -> N
     ],
 )
 def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: str, tmp_path: Path) -> None:
-    """A file that cannot work is refused at the start with the reason."""
     with pytest.raises(UserFileError) as refused:
         user_file.load(write(tmp_path, source))
     assert text in str(refused.value)
@@ -169,7 +166,6 @@ def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: s
 
 
 def test_a_missing_file_or_function_is_named(tmp_path: Path) -> None:
-    """A wrong path and a wrong --function are errors that name them."""
     with pytest.raises(UserFileError, match="no such file"):
         user_file.load(tmp_path / "absent.py")
     with pytest.raises(UserFileError, match="no callable 'g'"):
@@ -229,7 +225,6 @@ async def test_a_trl_function_gets_what_it_was_written_for(source: str, takes_me
 
 
 async def test_a_column_that_the_row_lacks_is_named(tmp_path: Path) -> None:
-    """With the columns that it has, and what to type in a test."""
     source = "def f(completions, answer, hint=None, *, unit):\n    return [1.0 for _ in completions]"
     scores = await user_file.load(write(tmp_path, source)).score(GROUP)
     assert {score.score for score in scores} == {None}
@@ -249,6 +244,5 @@ async def test_functions_for_conversations_get_messages(tmp_path: Path) -> None:
 
 
 async def test_the_first_traceback_of_each_line_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole traceback is printed once, for any number of completions."""
     await user_file.load(write(tmp_path, VERL + "return 1 / 0")).score(GROUP)
     assert capsys.readouterr().err.count("ZeroDivisionError: division by zero") == 1

@@ -174,7 +174,6 @@ def test_code_that_fails_is_an_error_of_its_group_only(
 
 
 def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[..., Service], code: Path) -> None:
-    """SIGKILL of the service ends its worker processes."""
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce([asking("file", "my_rewards.py:tilted", "4")])
     (scored,) = wire.wait_scored("file")["file"]
@@ -217,7 +216,6 @@ async def test_code_that_cannot_be_used_is_refused_at_the_start(
 def test_the_service_does_not_start_with_code_that_cannot_be_loaded(
     wire: Wire, start_service: Callable[..., Service], code: Path
 ) -> None:
-    """With a broken file the service exits with one text and code 1."""
     (code / "my_module.py").write_text("1 / 0\n")
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         start_service(str(code / "run.toml"), cwd=code)

@@ -89,8 +89,6 @@ class Work:
 
 @dataclass(slots=True)
 class Seen:
-    """Everything observed, in order."""
-
     steps: list[tuple[float, int]] = field(default_factory=list)  # Unix time, number
     work: list[Work] = field(default_factory=list)  # one entry for each growth
     num_redelivered: int = 0  # groups that were delivered to a worker again
@@ -101,7 +99,6 @@ class Seen:
         return max((step for _, step in self.steps), default=0)
 
     def productive_at(self, victim: str, restarted_at: float) -> float | None:
-        """Return when a victim was productive again; None if the run ended first."""
         if victim == TRAINER:
             return min((at for at, _ in self.steps if at > restarted_at), default=None)
         return min((work.at for work in self.work if work.at > restarted_at and _proves(victim, work)), default=None)
@@ -130,12 +127,10 @@ class Observer:
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
 
     def __enter__(self) -> Observer:
-        """Start observing."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop observing."""
         self._ending.set()
         self._thread.join(30.0)
 
@@ -188,8 +183,6 @@ class Kill:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one run."""
-
     seed: int
     steps: int
     kills: list[Kill] = field(default_factory=list)
@@ -234,7 +227,6 @@ def notice_silence(kills: Sequence[Kill], lost: Sequence[tuple[float, str]]) -> 
 
 
 def late_ones(kills: Sequence[Kill]) -> list[str]:
-    """Return the kills that were detected or recovered from too late."""
     noticed = max((kill.detected_s for kill in kills if kill.detected_s is not None), default=0.0)
     undisturbed = [kill.productive_s for kill in kills if not kill.is_disturbed]
     productive = max((seconds for seconds in undisturbed if seconds is not None), default=0.0)

@@ -28,7 +28,6 @@ from penstock.trainer.groups.ledger import Ledger
 
 
 def remove_guards() -> None:
-    """Replace the guards in this process."""
     replaced: tuple[tuple[type, str, Any], ...] = (
         (Ledger, "record", lambda *_, **__: None),
         (Ledger, "uses", lambda *_: 1),

@@ -75,7 +75,6 @@ def _fault(kind: str, rng: random.Random) -> Fault:
 
 
 def links(fault: Fault) -> Links:
-    """Return the condition of the network during a fault."""
     match fault.kind:
         case "worker-NATS" | "reward-NATS" | "trainer-NATS":
             return between((fault.victim,), NATS, _CUT)
@@ -111,7 +110,6 @@ class Network:
         self._wire: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Network:
-        """Make the namespaces and connect them."""
         try:
             for namespace in self._namespaces.values():
                 ip("netns", "add", namespace)
@@ -130,7 +128,6 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove them."""
         if self._wire is not None:
             self._wire.kill()
             self._wire.wait()
@@ -141,7 +138,6 @@ class Network:
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True, timeout=20)
 
     def inside(self, host: str) -> list[str]:
-        """Return the beginning of a command that runs on a host."""
         return ["ip", "netns", "exec", self._namespaces[host]] if host != OPERATOR else []
 
     def set(self, links: Links) -> None:
@@ -170,5 +166,4 @@ def between(some: Iterable[str], others: Iterable[str], rule: Rule) -> Links:
 
 
 def ip(*arguments: str) -> None:
-    """Run `ip`; raises CalledProcessError."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)

@@ -74,8 +74,6 @@ trainer = {{ steps = 1000000, lr = 1e-4, checkpoint_every = 5 }}
 
 @dataclass(slots=True)
 class Outcome:
-    """One fault and what followed; seconds."""
-
     kind: str
     victim: str
     held_s: float
@@ -85,8 +83,6 @@ class Outcome:
 
 @dataclass(slots=True)
 class Result:
-    """The whole run."""
-
     seed: int
     hold_s: float
     long_s: float
@@ -99,8 +95,6 @@ class Result:
 
 
 class ClusterRun:
-    """One run with its faults."""
-
     def __init__(self, stack: Stack, bus: Bus, observer: Observer, result: Result, pause_s: float) -> None:
         self.stack, self.bus, self.observer, self.result = stack, bus, observer, result
         self._pause_s = pause_s
@@ -130,7 +124,6 @@ class ClusterRun:
         time.sleep(self._pause_s)
 
     def _begin(self, fault: Fault) -> Callable[[], object]:
-        """Make a fault; returns what heals it."""
         stack = self.stack
         if fault.kind in SKEWS:
             stack.set_clock(fault.victim, SKEW_S if "+" in fault.kind else -SKEW_S)
@@ -226,7 +219,6 @@ def _check(stack: Stack, result: Result) -> None:
 
 
 def table(faults: Sequence[Outcome]) -> str:
-    """Return a row for each kind of fault."""
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
     for one in faults:
         by_kind[one.kind].append(one)
@@ -246,7 +238,6 @@ def table(faults: Sequence[Outcome]) -> str:
 
 
 def show(result: Result) -> str:
-    """Return the result for people."""
     train = (result.audit.get("splits") or [{}])[0]
     return (
         f"{table(result.faults)}\n\nseed {result.seed}: {len(result.faults)} faults, {result.steps} steps, {result.wall_s:.0f} s; "

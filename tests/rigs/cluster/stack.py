@@ -38,7 +38,6 @@ class ClusterS3(S3Server):
 
     @property
     def settings(self) -> S3Settings:
-        """How to connect, from any host."""
         address = self._network.addresses[S3]
         return super().settings.model_copy(update={"endpoint": f"https://{address}:{_S3_PORT}"})
 
@@ -96,7 +95,6 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop everything."""
         self.supervisor.close()
         children = self.supervisor.processes()
         for name in (TRAINER, *WORKERS, GUEST, REWARD, S3, *NATS):
@@ -105,11 +103,9 @@ class Stack:
 
     @property
     def events(self) -> list[ProcessEvent]:
-        """Every crash and restart."""
         return self.supervisor.events
 
     def login(self, role: str) -> NatsSettings:
-        """Return how a role connects to NATS."""
         return NatsSettings(
             url=",".join(f"tls://{self.network.addresses[name]}:4222" for name in NATS),
             user=role,
@@ -120,11 +116,9 @@ class Stack:
 
     @property
     def s3(self) -> S3Settings:
-        """How to connect to the object store."""
         return self._s3.settings
 
     def environment(self, role: str) -> dict[str, str]:
-        """Return the environment of a role's service."""
         nats, s3 = self.login(role), self.s3
         ours = {
             "NATS__URL": nats.url, "NATS__USER": role, "NATS__PASSWORD_FILE": nats.password_file, "NATS__CA_FILE": nats.ca_file,
@@ -163,7 +157,6 @@ class Stack:
         return child
 
     def worker(self, name: str) -> Child:
-        """Start a worker."""
         return self.service(name, "rollout", str(self._run_file), f"worker.id={name}")
 
     def set_clock(self, host: str, offset_s: int) -> None:
@@ -173,7 +166,6 @@ class Stack:
         os.close(number)
 
     def kill(self, host: str) -> None:
-        """SIGKILL; the supervisor starts it again."""
         self.supervisor.child(host).crash()
 
     def leader(self, bus: Bus, stream: str) -> str:

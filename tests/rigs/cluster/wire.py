@@ -41,8 +41,6 @@ class Rule:
 
 
 class Wire:
-    """All hosts and the rules between them."""
-
     def __init__(self, hosts: list[str]) -> None:
         """Make the devices of ``NAME=ADDRESS[@NAMESPACE]``."""
         self._devices: dict[bytes, int] = {}  # by address

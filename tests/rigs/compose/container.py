@@ -58,8 +58,6 @@ class Network:
 
 
 class Container:
-    """One container of a service."""
-
     def __init__(
         self, service: Service, image: Image, *, number: int, namespace: str, volumes: Path, files: Path, work: Path
     ) -> None:
@@ -86,13 +84,11 @@ class Container:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Entrypoint and arguments."""
         given = self.service.command
         return (*self.image.entrypoint, *(self.image.command if given is None else given))
 
     @property
     def code(self) -> int | None:
-        """The exit code; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self, hosts: Mapping[str, Sequence[str]]) -> None:
@@ -120,7 +116,6 @@ class Container:
             self._process.wait(30)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to process 1."""
         if (pid := self._pid()) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -150,7 +145,6 @@ class Container:
         return done.returncode, done.stdout + done.stderr
 
     def log_tail(self) -> str:
-        """The last lines that it wrote."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:]) if self.log.exists() else ""
 
     def _pid(self) -> int | None:

@@ -25,8 +25,6 @@ _INSTRUCTION = re.compile(r"^(FROM|ENV|USER|ENTRYPOINT|CMD|RUN) (.*)$")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """How a container of an image starts."""
-
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -109,8 +107,6 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A health check; times in seconds."""
-
     test: tuple[str, ...]
     interval_s: float
     timeout_s: float
@@ -120,8 +116,6 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service with every variable filled in."""
-
     name: str
     image: str
     dockerfile: str  # empty: a foreign image

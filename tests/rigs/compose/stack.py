@@ -20,7 +20,6 @@ class Health:
     """The state that docker keeps of a container's health check."""
 
     def __init__(self, container: Container, check: Check, pool: ThreadPoolExecutor) -> None:
-        """Begin as ``starting``."""
         self.state, self.output = "starting", ""
         self._container, self._check, self._pool = container, check, pool
         self._started = self._asked = time.monotonic()
@@ -89,7 +88,6 @@ class Stack:
         self._network.__exit__()
 
     def container(self, service: Service, number: int) -> Container:
-        """Return a new container with a network of its own, or with that of the service it shares it with."""
         image = (
             built(self._repository / service.dockerfile, service.target)
             if service.dockerfile
@@ -110,11 +108,9 @@ class Stack:
         return container
 
     def start(self, container: Container) -> None:
-        """Start one container."""
         container.start(self._hosts)
 
     def of(self, service: str) -> list[Container]:
-        """Return the containers of a service."""
         return [one for one in self.containers if one.service.name == service]
 
     def poll(self) -> None:

@@ -35,7 +35,6 @@ PROVISIONING = Path("/etc/grafana/provisioning")
 
 
 def provisioned(kind: str, key: str) -> list[dict[str, Any]]:
-    """Return the entries of all files of a kind."""
     files = sorted((PROVISIONING / kind).glob("*.yml"))
     return [one for file in files for one in yaml.safe_load(file.read_text())[key]]
 
@@ -46,7 +45,6 @@ def filled_in(value: str) -> str:
 
 
 def problems() -> list[str]:
-    """Return what Grafana would show no data for."""
     found = []
     for source in provisioned("datasources", "datasources"):
         authority = filled_in(source["secureJsonData"]["tlsCACert"])
@@ -69,7 +67,6 @@ def problems() -> list[str]:
 
 class _Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        """Answer /api/health."""
         body = json.dumps(problems()).encode()
         self.send_response(200 if body == b"[]" else 503)
         self.send_header(
@@ -80,7 +77,6 @@ class _Page(http.server.BaseHTTPRequestHandler):
 
 
 def serve_grafana() -> None:
-    """Serve on port 3000 until SIGTERM."""
     server = http.server.ThreadingHTTPServer(("0.0.0.0", 3000), _Page)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(os.environ["GF_SERVER_CERT_FILE"], os.environ["GF_SERVER_CERT_KEY"])
@@ -89,7 +85,6 @@ def serve_grafana() -> None:
 
 
 def serve_s3(arguments: Sequence[str]) -> None:
-    """Serve on port 9000 until SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("server", choices=["server"])
     parser.add_argument("data", type=Path)

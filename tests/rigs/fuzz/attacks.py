@@ -93,7 +93,6 @@ class Attack:
 
     @property
     def stage(self) -> str:
-        """The part of the run it aims at."""
         parts = self.subject.split(".")
         return parts[2] if parts[0] == subjects.PREFIX and len(parts) > 2 else parts[0]
 
@@ -124,7 +123,6 @@ class Attacker:
     # ── what the makers share ─────────────────────────────────────────────────────────────────
 
     def real(self, rng: random.Random, kind: str) -> tuple[str, bytes] | None:
-        """Return a real message of a kind."""
         return self._corpus.draw(rng, kind)
 
     def rows(self, rng: random.Random) -> tuple[dict[str, Any], bytes] | None:
@@ -150,7 +148,6 @@ class Attacker:
         return rng.choice((self._corpus.newest_step, self._corpus.num_seen // 8)) + rng.randrange(-3, 40)
 
     def fetch(self, ref: dict[str, Any]) -> bytes | None:
-        """Return an object that a message names."""
         return self._corpus.fetch(ref, self._blobs)
 
 

@@ -22,7 +22,6 @@ class Corpus:
     """Real messages by kind, and the bytes of the objects they name. Thread-safe."""
 
     def __init__(self, run_id: str) -> None:
-        """Start empty."""
         self.run_id = run_id
         self.num_seen = 0
         self.newest_step = 0  # by the trainer's own events

@@ -210,7 +210,6 @@ def taken_ids(attacker: Attacker, rng: random.Random) -> Attack | None:
 
 
 def _next(pack_id: str, rng: random.Random) -> str:
-    """Return the name of a pack that may be issued soon."""
     digits = "".join(c if c.isdigit() else " " for c in pack_id).split()
     number = rng.choice(digits) if digits else "0"
     return pack_id.replace(number, str(int(number) + rng.randrange(1, 9)), 1)

@@ -74,8 +74,6 @@ _SHOWN = 12
 
 @dataclass(slots=True)
 class Trained:
-    """What was trained, and what of it is foreign."""
-
     groups: int = 0
     tokens: int = 0
     versions: int = 0
@@ -87,7 +85,6 @@ class Trained:
     not_defended: dict[str, int] = field(default_factory=dict)  # groups with a fault that is declared as not defended
 
     def add(self, fault: str, text: str) -> None:
-        """Record a group that is not what it claims to be."""
         self.by_fault[fault] = self.by_fault.get(fault, 0) + 1
         if len(self.foreign) < _SHOWN:
             self.foreign.append(f"{fault}: {text}")
@@ -129,8 +126,6 @@ class Evidence:
 
 
 class Judge:
-    """Recomputes what a run trained on."""
-
     def __init__(self, evidence: Evidence, scratch: Path) -> None:
         """Judge by the tasks as they were captured; export weights into ``scratch``."""
         self._evidence, self._scratch, self._blobs, model = evidence, scratch, evidence.blobs, evidence.model
@@ -233,7 +228,6 @@ class Judge:
             self.found.add(fault, text)
 
     def _task_of_data(self, group_id: str) -> dict[str, Any] | None:
-        """Return what the task of an id must have been, by the run's data; None for an id that the data does not have."""
         try:
             key = GroupKey.parse(group_id)
             prompt = self._prompts[key.prompt]

@@ -63,7 +63,6 @@ def _packable(value: Any, depth: int = 0) -> Any:
 
 
 def bytes_of(rng: random.Random, data: bytes, other: bytes = b"") -> tuple[str, bytes]:
-    """Return the name of an operation on the bytes, and its result."""
     raw, name = bytearray(data), rng.choice(("flip", "cut", "extend", "splice", "random", "bomb", "empty", "insert"))
     if name == "flip":
         for _ in range(rng.choice((1, 1, 2, 8, 64))):
@@ -271,7 +270,6 @@ def generated(rng: random.Random, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def generated_fact(rng: random.Random, model: type[Fact]) -> bytes:
-    """Return a message of a fact drawn from its model."""
     return pack([model.schema_tag, generated(rng, model)])[:_MAX_BYTES]
 
 

@@ -30,7 +30,6 @@ _BOMB_TOKENS = 4_000_000
 
 
 def read(data: bytes) -> list[list[Row]]:
-    """Return the rows of each row group of a real pack."""
     file = pq.ParquetFile(pa.BufferReader(data))
     return [file.read_row_group(number).to_pylist() for number in range(file.num_row_groups)]
 
@@ -46,7 +45,6 @@ def write(tables: list[pa.Table], **options: Any) -> bytes:
 
 
 def write_rows(groups: list[list[Row]], schema: pa.Schema = SCHEMA) -> bytes:
-    """Return rows of the given schema as a pack."""
     return write([pa.Table.from_pylist(rows, schema=schema) for rows in groups])
 
 
@@ -93,7 +91,6 @@ def _large(column: list[Any]) -> pa.DataType:
 
 
 def schema_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, bytes]:
-    """Return the name of a change of the schema, and the pack."""
     tables = [pa.Table.from_pylist(rows, schema=SCHEMA) for rows in groups]
     name = rng.choice([*_COLUMNS, *_COLUMNS, "drop", "repeat", "add", "rename", "order", "tag", "no-rows", "nullable"])
     column = rng.choice(
@@ -348,7 +345,6 @@ def bytes_of(rng: random.Random, data: bytes, other: bytes) -> tuple[str, bytes]
 
 
 def described(fields: dict[str, Any], groups: list[list[Row]], key: str, data: bytes, sha256: str) -> dict[str, Any]:
-    """Return the message that describes changed rows as they are, as far as they can be described."""
     fields["pack"] = {"key": key, "size_bytes": len(data), "sha256": sha256}
     for number, (summary, rows) in enumerate(zip(fields["groups"], groups, strict=False)):
         runs = [_triples(row["version_runs"]) for row in rows]

@@ -33,8 +33,6 @@ class Finding:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one run."""
-
     seed: int
     kinds: list[str]
     sent: int = 0
@@ -57,7 +55,6 @@ class Outcome:
     replay: dict[str, Any] = field(default_factory=dict)
 
     def count(self, counts: Mapping[tuple[str, str, str], int]) -> None:
-        """Take the answers of the server."""
         table: dict[str, Counter[str]] = defaultdict(Counter)
         names: dict[str, Counter[str]] = defaultdict(Counter)
         for (kind, name, answer), number in dict(counts).items():
@@ -82,7 +79,6 @@ class Outcome:
             row[fate] = row.get(fate, 0) + 1
 
     def failures(self) -> list[str]:
-        """Return what does not hold; empty if everything does."""
         found = [finding.what for finding in self.findings]
         found += [
             f"the server accepted what it must refuse: {name} ({number} times)"
@@ -101,7 +97,6 @@ class Outcome:
 
 
 def show(outcome: Outcome) -> str:
-    """Return one run as Markdown."""
     columns = [name for name in COLUMNS if any(name in row for row in outcome.table.values())]
     rows = [f"| class | sent | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     for kind, row in outcome.table.items():
@@ -153,11 +148,9 @@ class Recorded:
     """Draws recorded attacks, in their order, once; `Attacker` is what it stands in for."""
 
     def __init__(self, attacks: Sequence[Attack]) -> None:
-        """Send these."""
         self._left = list(attacks)[::-1]
 
     def draw(self, number: int) -> Attack | None:
-        """Return the next one under a new number."""
         if not self._left:
             return None
         attack = self._left.pop()
@@ -180,7 +173,6 @@ def as_line(attack: Attack, blobs: Blobs) -> dict[str, Any]:
 
 
 def from_line(line: str) -> Attack:
-    """Return the attack of a line."""
     found = json.loads(line)
     stored = [(key, base64.b64decode(data)) for key, data in found["stored"]]
     return Attack(

@@ -106,8 +106,6 @@ keep_versions = 100000
 
 
 class FuzzRun:
-    """One run under attack."""
-
     def __init__(self, folder: Path, *, seed: int, kinds: set[str], options: argparse.Namespace) -> None:
         """Make model, data and run file in ``folder``."""
         self.folder, self.seed, self.kinds, self.options = folder, seed, kinds, options
@@ -127,7 +125,6 @@ class FuzzRun:
         )  # fmt: skip
 
     def go(self, seconds: float, recorded: Sequence[Attack] = ()) -> Outcome:
-        """Attack for so many seconds, or send what was recorded; then judge."""
         started = time.monotonic()
         with Servers(self.folder, self.run_id, self._on_event) as servers:
             run = SecuredRun([str(self.run_file)], servers, reward_files=[REWARD_FILE])

@@ -52,14 +52,12 @@ class SecuredNats(NatsServer):
     """nats-server with the configuration of `deploy/nats_config.py` for one run, on a free port of the loopback."""
 
     def __init__(self, folder: Path, run_id: str, *, log: Path) -> None:
-        """Make the passwords of all roles in ``folder``."""
         super().__init__(folder / "nats", log=log)
         self.secrets = folder / "secrets"
         self._run_id = run_id
         make_secrets(self.secrets)
 
     def login(self, role: str) -> NatsSettings:
-        """Return how a role connects."""
         return NatsSettings(url=self.settings.url, user=role, password_file=self.secrets / f"nats_{role}")
 
     def _new_child(self) -> Child:
@@ -133,8 +131,6 @@ _VIOLATION = re.compile(r'permissions violation for publish to "(.*)"', re.IGNOR
 
 
 class Sent(NamedTuple):
-    """What is remembered of every attack."""
-
     number: int
     kind: str
     name: str

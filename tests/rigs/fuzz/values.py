@@ -38,19 +38,16 @@ def integer(rng: random.Random) -> int:
 
 
 def number(rng: random.Random) -> float:
-    """Return a special or a random float."""
     return rng.choice(FLOATS) if rng.random() < 0.7 else rng.uniform(-1e6, 1e6)
 
 
 def text(rng: random.Random) -> str:
-    """Return a hostile text."""
     if rng.random() < 0.8:
         return rng.choice(TEXTS)
     return "".join(chr(rng.randint(1, 0x2FF)) for _ in range(rng.randint(1, 80)))
 
 
 def nested(depth: int) -> Any:
-    """Return a list nested so deep."""
     found: Any = 0
     for _ in range(depth):
         found = [found]
@@ -72,7 +69,6 @@ def leaf(rng: random.Random) -> Any:
 
 
 def same_type(rng: random.Random, value: Any) -> Any:
-    """Return another value of the same type, which the schema may accept."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

@@ -10,8 +10,7 @@ from collections import Counter
 from typing import Any
 
 from penstock.agents.proxy.api.app import ProxyApp
-from penstock.agents.proxy.proxy import path
-from penstock.agents.proxy.session import EpisodeSession
+from penstock.agents.proxy.session import EpisodeSession, path
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 MORE = {"type": "function", "function": {"name": "more", "parameters": {"type": "object"}}}
@@ -42,7 +41,6 @@ class RandomAgent:
     """One episode's agent, for ``num_requests`` requests."""
 
     def __init__(self, app: ProxyApp, episode: EpisodeSession, seed: int, num_requests: int) -> None:
-        """Begin with one conversation."""
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self._app = app
@@ -81,7 +79,6 @@ class RandomAgent:
             await self._ask(self._next_messages())
 
     def _next_messages(self) -> Messages:
-        """Return the history of the next request, changed at random."""
         draw = self._random
         head = draw.choice(self._heads)
         kind = draw.choices(
@@ -224,7 +221,6 @@ class RandomAgent:
 
 
 def _read(reply: bytes) -> dict[str, Any]:
-    """Return the message of an answer, streamed or not."""
     if reply[:1] == b"{":
         return json.loads(reply)["choices"][0]["message"]
     message: dict[str, Any] = {"role": "assistant", "content": ""}

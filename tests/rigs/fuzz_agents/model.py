@@ -16,8 +16,7 @@ from tests.contracts.tiny_model import build_model
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedModel
 
-from penstock.agents.proxy.build_episode import counts_of, messages_json, stored_rows
-from penstock.agents.proxy.rows import TreeRow, TreeRows
+from penstock.agents.proxy.rows import TreeRow, TreeRows, counts_of, messages_json, stored_rows
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode
@@ -29,7 +28,8 @@ from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer, prepare_weights
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer
+from penstock.rollout_service.embedded_engine.model.weights import prepare_weights
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.engines.completion import Completion
@@ -40,8 +40,6 @@ _LONGEST_ANSWER = 64
 
 @dataclass(slots=True)
 class Findings:
-    """What was found wrong, and what was looked at."""
-
     problems: list[str] = field(default_factory=list)
     rows: int = 0
     trained_tokens: int = 0
@@ -49,7 +47,6 @@ class Findings:
 
 
 def check_episode(episode: EpisodeSession, made: TreeRows, recorded: Recorded, engine: Any, findings: Findings) -> None:
-    """Add what is wrong with an episode's rows to ``findings``."""
     num_trained = 0
     for number, row in enumerate(made.rows):
         where = f"episode {episode.id} row {number}"
@@ -141,7 +138,6 @@ PHRASES = [
 
 
 def write_fuzz_model(folder: Path, template: str) -> ChatTokenizer:
-    """Write the files of a model; return its tokenizer."""
     write_model(folder, TEMPLATES[template])
     tokenizer = Tokenizer.from_str(tokenizer_json())
     tokenizer.add_tokens([AddedToken(one, normalized=False) for one in PHRASES])
@@ -152,8 +148,6 @@ def write_fuzz_model(folder: Path, template: str) -> ChatTokenizer:
 
 @dataclass(slots=True)
 class Sampled:
-    """What an engine returned for one prompt."""
-
     prompt: np.ndarray
     token_ids: list[int]
     logprobs: list[float]
@@ -168,7 +162,6 @@ class Recorded:
     num_tokens: int = 0
 
     def add(self, prompt: Sequence[int], token_ids: list[int], logprobs: list[float]) -> None:
-        """Record one answer."""
         ids = np.asarray(prompt, dtype=np.int32)
         self.by_prompt.setdefault(ids.tobytes(), []).append(Sampled(ids, token_ids, logprobs))
         self.num_tokens += len(token_ids)
@@ -263,7 +256,6 @@ class EmbeddedEngine:
         }
 
     def stop(self) -> None:
-        """End the engine's thread."""
         self._thread.stop()
 
 
@@ -278,13 +270,10 @@ def _end(done: asyncio.Future[None], error: Exception | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RecordingSampler:
-    """What an episode samples from; records all that it returns."""
-
     engine: Any
     recorded: Recorded
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
-        """Sample one completion of one prompt."""
         assert n == 1
         (prompt,) = prompts
         ids, logprobs, finish = await self.engine.sample(prompt, sampling)

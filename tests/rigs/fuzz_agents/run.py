@@ -36,10 +36,9 @@ from tests.rigs.fuzz_agents.model import (
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.api.app import ProxyApp
 from penstock.agents.proxy.plan_prompt import PromptPlan, PromptPlanner
-from penstock.agents.proxy.proxy import AgentProxy
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows
-from penstock.agents.proxy.session import AgentModel
+from penstock.agents.proxy.session import AgentModel, AgentProxy
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.facts import Sampling
@@ -51,8 +50,6 @@ _TOGETHER = 16
 
 
 class Fuzzer:
-    """One engine, and the counts of all episodes."""
-
     def __init__(
         self, folder: Path, *, engine: str, seed: int, plant: str = "", templates: tuple[str, ...] = TEMPLATES
     ) -> None:
@@ -87,7 +84,6 @@ class Fuzzer:
         return {} if self._engine is None else self._engine.figures()
 
     def stop(self) -> None:
-        """Stop the engine."""
         if self._engine is not None:
             self._engine.stop()
 

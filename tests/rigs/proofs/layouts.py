@@ -78,7 +78,6 @@ class Layouts(Proof):
             started.kill()
 
     def run(self, number: int, layout: str) -> None:
-        """Train a run and replay it."""
         run_id = f"layout{number}"
         (self.base / "run.toml").write_text(_RUN_FILE % run_id)
         overrides = [f"trainer.{one}" for one in layout.split()]
@@ -108,7 +107,6 @@ def random_model(family: str, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Prove it below a folder."""
     base = folder_of("layouts")
     proof = Layouts(base, {**os.environ, "OMP_NUM_THREADS": "1"}, deadline_s=_DEADLINE_S)
     write_inputs(base, "", num_train=200)

@@ -97,8 +97,6 @@ def forward(port: int) -> None:
 
 
 class Nodes(Proof):
-    """The steps of the proof."""
-
     def __init__(self, base: Path, names: tuple[str, ...], environ: dict[str, str]) -> None:
         super().__init__(base, environ)
         self.names = names

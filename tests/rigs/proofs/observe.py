@@ -57,7 +57,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.rollout_service.engines.embedded.kind import EMBEDDED
+from penstock.rollout_service.engines.embedded import EMBEDDED
 from penstock.rollout_service.engines.sglang.client import SglangClient
 
 
@@ -84,8 +84,6 @@ _RATE = "30s"  # for $__rate_interval: scrapes are two seconds apart
 
 
 class Observed(Proof):
-    """The steps of the proof, and Prometheus' answers."""
-
     def __init__(self, base: Path, url: str) -> None:
         super().__init__(base)
         self.url = url
@@ -96,7 +94,6 @@ class Observed(Proof):
         return answer["data"]["result"]
 
     def alerts(self) -> set[str]:
-        """Names of the alerts that fire."""
         return {one["metric"]["alertname"] for one in self.query('ALERTS{alertstate="firing"}')}
 
 

@@ -55,7 +55,6 @@ _WHILE_DOWN = re.compile(r"error: Failed to load resource: (net::ERR_\w+|the ser
 
 
 def main() -> int:
-    """Run the proof."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120, help="of each run at least")
     parser.add_argument("--pairs", type=int, default=2)
@@ -111,7 +110,6 @@ def quiet(
 
 
 def restarts_and_panels(base: Path, steps: int, chance: random.Random, say: Callable[[str], None]) -> None:
-    """The first run."""
     order = [TRAINER, "nats-server", "s3-server", "console"] * _KILLS_OF_EACH
     chance.shuffle(order)
     with training(base, "restarts") as run:

@@ -64,7 +64,6 @@ class Meter:
 
     @property
     def last(self) -> int:
-        """The newest step that was seen."""
         return max(self._at)
 
 
@@ -94,7 +93,6 @@ def pause(base: Path, run: LocalRun, steps: int) -> None:
 
 
 def steps_of(base: Path, run: str) -> int:
-    """Return the newest step in metrics.jsonl."""
     path = base / "runs" / run / "metrics.jsonl"
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
     return max((row["step"] for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"), default=0)
@@ -109,7 +107,6 @@ def audit(base: Path, run: str) -> None:
 
 
 def wait(condition: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
-    """Wait for a condition; AssertionError after the deadline."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -212,8 +209,6 @@ class Console:
 
 
 class Window:
-    """A chromium with one window on the overview of a run."""
-
     def __init__(self, console: Console, run_id: str) -> None:
         from playwright.sync_api import sync_playwright  # of the extra browser-tests
 

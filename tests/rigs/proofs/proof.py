@@ -38,7 +38,6 @@ class Proof:
     """The steps of a proof in a folder; ``num_failed`` of them do not hold."""
 
     def __init__(self, base: Path, environ: Mapping[str, str] | None = None, *, deadline_s: float = 300.0) -> None:
-        """``deadline_s`` is that of each step and command; ``environ`` that of commands."""
         self.base, self.deadline_s = base, deadline_s
         self.environ = dict(os.environ if environ is None else environ)
         self.runs = base / "runs"
@@ -46,12 +45,10 @@ class Proof:
         self.started: list[Child] = []
 
     def check(self, what: str, holds: bool) -> None:
-        """Print a step, and count it if it does not hold."""
         self.num_failed += not holds
         print(f"{'ok ' if holds else 'BAD'} {what}", flush=True)
 
     def wait(self, what: str, condition: Callable[[], bool], deadline_s: float | None = None) -> bool:
-        """Wait for a condition, and check it."""
         since = time.monotonic()
         while not (holds := condition()) and time.monotonic() - since < (deadline_s or self.deadline_s):
             time.sleep(0.2)
@@ -76,7 +73,6 @@ class Proof:
         return child
 
     def stop_all(self) -> None:
-        """Stop what was started, the newest first."""
         for child in reversed(self.started):
             child.stop()
 

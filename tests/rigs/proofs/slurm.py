@@ -67,14 +67,12 @@ class Queued(Proof):
     """The steps of the proof; the run's id is ``queued``."""
 
     def type(self, *command: str) -> str:
-        """Run a command of Slurm; return what it prints."""
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, check=False, cwd=self.base, timeout=60
         )
         return done.stdout.strip() if done.returncode == 0 else f"{done.stdout}{done.stderr}".strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S*)", self.type("scontrol", "show", "job", number)))
 
 

@@ -92,7 +92,6 @@ class Attack:
         )
 
     async def connections(self, role: str, most: int) -> str:
-        """Open connections until the server refuses one."""
         opened: list[Client] = []
         started = time.monotonic()
         with contextlib.suppress(Exception):
@@ -151,7 +150,6 @@ def _cpu_s(pid: int) -> float:
 
 
 def main() -> None:
-    """Print a line for each attack."""
     parser = argparse.ArgumentParser(prog="python -m tests.rigs.proofs.stolen_logins", description=__doc__)
     parser.add_argument("words", nargs="*", help="only the attacks whose name has one of these words")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds for one attack")

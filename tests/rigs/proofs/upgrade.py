@@ -52,7 +52,6 @@ class Upgrade(Proof):
         self.pythons = {"old": old, "new": Path(sys.executable)}
 
     def use(self, nats: NatsServer, s3: S3Server) -> None:
-        """Use these servers from now on."""
         kept = {name: value for name, value in plain_environ().items() if not name.startswith("PYTHON")}
         self.nats = nats.settings
         self.environ = {  # by hand: the old code may not know every setting that has a name now
@@ -71,7 +70,6 @@ class Upgrade(Proof):
         return self.start(name, *arguments, f"run.dir={self.runs}", python=self.pythons[age])
 
     def services(self) -> set[str]:
-        """Ids of the services that have a heartbeat."""
         with Bus.connect(self.nats, name="proof") as bus:
             return set(running_services("upgraded", bus))
 
@@ -83,12 +81,10 @@ class Upgrade(Proof):
         return child
 
     def train(self, who: str) -> None:
-        """Wait for further steps."""
         wanted = len(self.steps("upgraded")) + _MORE
         self.wait(f"{_MORE} more steps, up to {wanted}, with {who}", lambda: len(self.steps("upgraded")) >= wanted)
 
     def stop(self, child: Child) -> None:
-        """Ask a service to stop, and wait until it has."""
         child.ask_to_stop()
         self.check(
             f"{child.name} stops with exit code {child.wait(self.deadline_s / 5)}",

@@ -17,7 +17,6 @@ LIMITS = ModelLimits(vocab_size=100, context_tokens=20)
 
 
 def check(task: Task, limits: ModelLimits = LIMITS) -> None:
-    """Check a task as the training queue's."""
     check_task(task, limits=limits, split="train", environments=("single_turn", "played"))
 
 
@@ -92,14 +91,12 @@ def test_limits_that_a_config_does_not_name_are_not_checked():
     ],
 )
 def test_limits_are_read_from_the_config(tmp_path: Path, config: dict[str, Any], expected: ModelLimits):
-    """Also for the text part of a vision model."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelLimits.of(tmp_path) == expected
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{"])
 def test_a_config_that_is_none_is_named(tmp_path: Path, content: str):
-    """The path is in the error."""
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(WeightsUnusable, match=r"config\.json is not a model's config"):
         ModelLimits.of(tmp_path)

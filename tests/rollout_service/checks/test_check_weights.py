@@ -18,7 +18,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> Tensors:
-    """A tiny set of weights."""
     torch.manual_seed(0)
     return {"embed": torch.randn(7, 3).to(dtype), "up": torch.randn(3, 5).to(dtype), "steps": torch.arange(3)}
 
@@ -99,7 +98,6 @@ def test_weights_that_would_be_served_wrongly_are_refused(
     "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 )
 def test_nan_is_found_in_every_format(tmp_path: Path, dtype: torch.dtype):
-    """The largest finite value passes, a NaN does not."""
     largest = torch.full((9,), torch.finfo(dtype).max, dtype=torch.float64)
     WeightsCheck().check(write(tmp_path / "good", {"w": largest.to(dtype)}), V0)
     largest[4] = torch.nan
@@ -109,7 +107,6 @@ def test_nan_is_found_in_every_format(tmp_path: Path, dtype: torch.dtype):
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
 def test_a_truncated_file_is_refused(check: WeightsCheck, tmp_path: Path, keep: int):
-    """Truncated at any byte."""
     folder = write(tmp_path / "cut", tensors())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -118,7 +115,6 @@ def test_a_truncated_file_is_refused(check: WeightsCheck, tmp_path: Path, keep: 
 
 
 def test_a_folder_without_weights_is_refused(check: WeightsCheck, tmp_path: Path):
-    """An empty folder is no version."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsUnusable, match=r"no \.safetensors file"):
         check.check(tmp_path / "empty", V1)

@@ -173,7 +173,6 @@ def test_more_requests_than_rows_are_served_exactly(small_engine: EngineUnderTes
 
 
 def test_a_seed_gives_the_same_completion_with_any_other_requests(small_engine: EngineUnderTest) -> None:
-    """A completion depends on sampling_seed only, not on other requests; the n samples of one seed differ."""
     params = {"max_new_tokens": 20, "sampling_seed": 7, "ignore_eos": True}
     alone = small_engine.generate(PROMPT, **params)["output_ids"]
     crowd = [{"max_new_tokens": 15, "ignore_eos": True}] * 9 + [params]
@@ -183,12 +182,6 @@ def test_a_seed_gives_the_same_completion_with_any_other_requests(small_engine: 
     assert first["output_ids"] == alone != second["output_ids"]
 
 
-def test_samples_of_one_prompt_are_computed_once(small_engine: EngineUnderTest) -> None:
-    """All but the first sample of a prompt report its tokens as cached."""
-    replies = small_engine.generate([PROMPT, PROMPT[:3]], n=3, max_new_tokens=1)
-    assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [0, 6, 6, 0, 3, 3]
-
-
 def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> None:
     """A request that never fits into the cache is a 400 that names the limit."""
     error = small_engine.generate(PROMPT, max_new_tokens=7995, expect=400)
@@ -196,7 +189,6 @@ def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> No
 
 
 def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: EngineUnderTest, tmp_path: Path) -> None:
-    """An in-place update with a flush is refused before the weights change."""
     folder = write_changed_copy(small_engine.model, tmp_path / "v1", seed=1)
     with small_engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=6000) as stream:
         small_engine.post("/pause_generation", {"mode": "in_place"})
@@ -220,7 +212,6 @@ def test_an_update_may_abort_what_runs(small_engine: EngineUnderTest) -> None:
 
 
 def test_an_abort_during_a_pause_answers_at_once(small_engine: EngineUnderTest) -> None:
-    """A request that waits in a pause can be aborted without continuing."""
     small_engine.post("/pause_generation", {"mode": "retract"})
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(small_engine.generate, PROMPT, rid="9" * 32, max_new_tokens=5)
@@ -255,12 +246,10 @@ def test_nothing_is_accepted_and_ignored(small_engine: EngineUnderTest, body: di
 
 
 def test_an_empty_rid_aborts_nothing(small_engine: EngineUnderTest) -> None:
-    """An empty prefix, which would match every request, is refused without abort_all."""
     small_engine.post("/abort_request", {}, expect=400)
 
 
 def test_flushing_drops_what_is_kept(small_engine: EngineUnderTest) -> None:
-    """A prompt of an ended sequence is found, and after a flush computed again."""
     prompt = list(range(60, 105))
     small_engine.generate(prompt, max_new_tokens=2)
     assert small_engine.generate(prompt, max_new_tokens=2)["meta_info"]["cached_tokens"] == 44
@@ -295,14 +284,12 @@ def test_images_are_refused_for_a_model_of_text(small_engine: EngineUnderTest) -
 
 
 def test_text_prompts_are_served(small_engine: EngineUnderTest) -> None:
-    """A text prompt is tokenised by the folder's tokenizer."""
     reply = small_engine.post("/generate", {"text": "hello world", "return_prompt_token_ids": True})
     again = small_engine.post("/generate", {"input_ids": reply["prompt_token_ids"]})
     assert again["meta_info"]["prompt_tokens"] == reply["meta_info"]["prompt_tokens"] > 0
 
 
 def test_chat_renders_the_template_and_streams_the_same_text(small_engine: EngineUnderTest) -> None:
-    """A chat answer is the completion of the rendered conversation, whole or in pieces."""
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     params = {"temperature": 0, "max_new_tokens": 12}
     expected = small_engine.post("/generate", {"text": rendered, "sampling_params": params})["text"]
@@ -318,8 +305,6 @@ def test_chat_renders_the_template_and_streams_the_same_text(small_engine: Engin
 
 
 def test_the_metrics_count(small_engine: EngineUnderTest) -> None:
-    """Sampled tokens are counted, and every line is a metric or its description."""
-
     def sampled() -> float:
         lines = small_engine.get("/metrics").splitlines()
         assert all(line.startswith("# ") or len(line.split()) == 2 for line in lines)
@@ -331,7 +316,6 @@ def test_the_metrics_count(small_engine: EngineUnderTest) -> None:
 
 
 def test_the_engine_exits_with_its_parent(tmp_path: Path) -> None:
-    """When its parent is killed with SIGKILL, the engine exits soon after."""
     build_model(tmp_path / "model")
     port_file = tmp_path / "port"
     engine = f"[{sys.executable!r}, '-P', '-m', 'penstock.rollout_service.embedded_engine', '--model-path', {str(tmp_path / 'model')!r}, "

@@ -24,7 +24,7 @@ from tests.contracts.tiny_model import (
 from transformers import AutoModelForCausalLM
 
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
-from penstock.rollout_service.embedded_engine.model.adapter_file import read_adapter
+from penstock.rollout_service.embedded_engine.model.low_rank import read_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 
@@ -100,7 +100,6 @@ def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
-    """The forward pass adapts attention only, and says so."""
     build_model(tmp_path / "model", "qwen3_moe", **MIXTURE)
     config = read_model_config(tmp_path / "model")
     attention = Adapter.random(tmp_path / "model", tmp_path / "ok", seed=0, targets=["q_proj", "v_proj"]).write()

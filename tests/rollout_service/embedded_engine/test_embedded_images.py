@@ -25,14 +25,14 @@ from penstock.protocol.images.processor import ImageProcessor, collapsed, expand
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.embedded_engine import run_engine
+from penstock.rollout_service.embedded_engine.caches import ImageFeatureCache
 from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody
 from penstock.rollout_service.embedded_engine.http.images import ImageReader
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.seen_images import SeenImages
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
-from penstock.rollout_service.engines.embedded.kind import EmbeddedClient
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.embedded import EmbeddedClient
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.image_request import check_expanded, sees
 from penstock.rollout_service.errors import EngineMisconfigured, ReplyRefused, TaskRefused
@@ -57,7 +57,6 @@ class Reference:
         return ids, [part for part in parts if isinstance(part, bytes)]
 
     def expanded(self, prompt: Sequence[int], images: Sequence[bytes]) -> list[int]:
-        """Return the prompt with all tokens of its images."""
         return expanded(prompt, [admit(one) for one in images], self.processor)[0]
 
     def logprobs(self, prompt: Sequence[int], images: Sequence[bytes], completion: Sequence[int]) -> torch.Tensor:
@@ -76,7 +75,6 @@ class Reference:
         return logits.log_softmax(-1)
 
     def of_completion(self, prompt: Sequence[int], images: Sequence[bytes], completion: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a completion."""
         assert self.token not in completion, "transformers would take it for a part of an image; use another seed"
         start = len(self.expanded(prompt, images)) - 1
         table = self.logprobs(prompt, images, completion)
@@ -85,7 +83,6 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that reads images."""
     made = tmp_path_factory.mktemp("vision") / "model"
     build_vision_model(made, eos_token_id=None)
     return made
@@ -93,7 +90,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Reference:
-    """What it computes."""
     return Reference(folder)
 
 
@@ -131,7 +127,6 @@ def engine_in_thread(folder: Path) -> Iterator[str]:
 
 
 def sample(engine: EngineUnderTest, prompts: Any, images: Any, *, expect: int = 200, **fields: Any) -> Any:
-    """Ask for completions of prompts with images."""
     top = {name: fields.pop(name) for name in ("logprob_start_len", "image_positions") if name in fields}
     body = {
         "input_ids": prompts,
@@ -145,12 +140,10 @@ def sample(engine: EngineUnderTest, prompts: Any, images: Any, *, expect: int = 
 
 
 def as_text(image: bytes) -> str:
-    """Return an image as base64."""
     return base64.b64encode(image).decode()
 
 
 def outputs(reply: Any) -> list[float]:
-    """Return the log-probabilities of a completion."""
     return [item[0] for item in reply["meta_info"]["output_token_logprobs"]]
 
 
@@ -255,13 +248,6 @@ def test_what_cannot_be_read_is_refused_by_name(engine: EngineUnderTest, referen
     sample(engine, ids, as_text(SMALL))
 
 
-async def test_a_model_of_text_refuses_images() -> None:
-    """It says that it reads none, and ignores none."""
-    body = GenerateBody(input_ids=[5], image_data=as_text(SMALL))
-    with pytest.raises(Exception, match="the served model reads no images"):
-        await ImageReader(None).read(body)
-
-
 async def test_an_image_is_read_once_and_memory_is_bounded(folder: Path) -> None:
     """Equal images have one number; beyond the memory the one that was used longest ago is dropped, and gets another later."""
     body = GenerateBody(input_ids=[[5], [6], [7]], image_data=[as_text(SMALL), as_text(OTHER), as_text(SMALL)])
@@ -272,7 +258,7 @@ async def test_an_image_is_read_once_and_memory_is_bounded(folder: Path) -> None
     small = ImageReader(read_processor(folder), max_bytes=one.num_bytes)
     [one], [other], [again] = await small.read(body)
     assert len({found.image.number for found in (one, other, again)}) == 3
-    seen = SeenImages(max_bytes=100)
+    seen = ImageFeatureCache(max_bytes=100)
     for number in range(4):
         seen.keep(number, torch.zeros(10))
     assert [number for number in range(4) if seen.find(number) is not None] == [2, 3]
@@ -300,7 +286,6 @@ def test_a_folder_has_the_names_of_the_hub_or_of_the_module(folder: Path, tmp_pa
 
 
 def shown_prompt(reference: Reference, *parts: int | bytes, shown: bytes | None = None) -> ImagePrompt:
-    """Return a prompt as the worker asks for it; ``shown`` are other bytes under the names of its images."""
     ids, images = reference.prompt(*parts)
     admitted = [admit(one) for one in images]
     whole, places = expanded(ids, admitted, reference.processor)

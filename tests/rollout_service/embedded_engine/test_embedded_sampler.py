@@ -20,7 +20,6 @@ def choice(num: int, **fields: torch.Tensor | None) -> Choice:
 
 
 def frequencies(**fields: torch.Tensor | None) -> torch.Tensor:
-    """How often each token is drawn."""
     tokens, _ = sample(LOGITS.expand(DRAWS, -1).clone(), choice(DRAWS, **fields))
     return torch.bincount(tokens, minlength=len(LOGITS)) / DRAWS
 
@@ -44,7 +43,6 @@ def test_tokens_are_drawn_by_their_probability(temperature: float) -> None:
     ],
 )
 def test_filters_exclude_and_renormalise(fields: dict, kept: list[int]) -> None:
-    """Excluded tokens are never drawn; the others keep their proportions."""
     expected = torch.zeros(len(LOGITS))
     expected[kept] = LOGITS.softmax(-1)[kept]
     expected /= expected.sum()
@@ -59,7 +57,6 @@ def test_logprobs_ignore_the_filters() -> None:
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
-    """Greedy rows take the argmax; the others are sampled as without them."""
     greedy = torch.arange(1000) % 2 == 0
     tokens, _ = sample(LOGITS.expand(1000, -1).clone(), choice(1000, greedy=greedy))
     assert (tokens[greedy] == 0).all()

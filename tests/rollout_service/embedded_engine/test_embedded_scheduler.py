@@ -18,12 +18,10 @@ def sequence(prompt: int = 4, new: int = 8, *, token: int = 1, **fields: object)
 
 
 def limits(max_running: int = 64, max_total_tokens: int = 10**6, max_prefill_tokens: int = 10**6) -> Limits:
-    """Limits that bind only where a test sets them."""
     return Limits(max_running, max_total_tokens, max_prefill_tokens)
 
 
 def test_all_start_when_they_fit() -> None:
-    """An idle engine starts all waiting sequences."""
     waiting = deque(sequence() for _ in range(5))
     assert choose_admissions(waiting, [], limits()) == list(waiting)
 
@@ -36,7 +34,6 @@ def test_first_come_first_served() -> None:
 
 
 def test_equal_prompts_count_once() -> None:
-    """Samples of one prompt are computed once, so they fit one pass with any budget."""
     waiting = deque([*(sequence(prompt=100) for _ in range(8)), sequence(prompt=100, token=2)])
     assert len(choose_admissions(waiting, [], limits(max_prefill_tokens=150))) == 8
 
@@ -67,7 +64,6 @@ def test_a_sample_of_a_known_prompt_that_must_be_computed_counts() -> None:
 
 
 def test_a_prompt_longer_than_the_pass_is_computed_alone() -> None:
-    """The size of a pass makes no prompt wait for ever."""
     waiting = deque([sequence(prompt=500), sequence(prompt=5, token=2)])
     assert choose_admissions(waiting, [], limits(max_prefill_tokens=100)) == [waiting[0]]
 
@@ -80,7 +76,6 @@ def test_new_sequences_start_in_eighths() -> None:
 
 
 def test_the_last_waiting_sequence_starts_at_once() -> None:
-    """If all waiting sequences fit, they start together."""
     assert len(choose_admissions(deque([sequence()]), [sequence()] * 63, limits())) == 1
 
 

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from penstock.rollout_service.embedded_engine.caches import PrefixCache
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import EngineStopped
-from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Sampling, Sequence
 
@@ -18,14 +18,12 @@ class BrokenRunner:
     """A runner whose every computation fails, as a bug or exhausted memory would make it."""
 
     running: list[Sequence] = []  # noqa: RUF012  (stays empty)
-    kept = KeptPrefixes(0)
+    kept = PrefixCache(0)
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is computed."""
         return contextlib.nullcontext()
 
     def start(self, newcomers: list[Sequence]) -> list[Sequence]:
-        """Fail."""
         raise RuntimeError(f"cannot allocate memory for {len(newcomers)} prompts")
 
     def remove(self, leaving: list[Sequence]) -> None:
@@ -63,10 +61,7 @@ def test_a_failed_engine_thread_fails_its_jobs() -> None:
 
 
 class StuckRunner(BrokenRunner):
-    """A runner that cannot remove sequences."""
-
     def remove(self, leaving: list[Sequence]) -> None:
-        """Fail."""
         raise RuntimeError(f"cannot move {len(leaving)} rows")
 
 
@@ -86,7 +81,6 @@ class InstantRunner(BrokenRunner):
     """A runner whose sequences end with their first token."""
 
     def start(self, newcomers: list[Sequence]) -> list[Sequence]:
-        """Finish all of them."""
         for sequence in newcomers:
             sequence.output_ids.append(1)
             sequence.finish = FinishReason("length")

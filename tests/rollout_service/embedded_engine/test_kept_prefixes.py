@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tests.contracts.tiny_model import VOCAB, Dense, build_model, write_changed_copy
 from tests.examples import examples
 
-from penstock.rollout_service.embedded_engine.kept_prefixes import FEWEST_TOKENS, NOTHING, KeptPrefixes, Reused
+from penstock.rollout_service.embedded_engine.caches import FEWEST_TOKENS, NOTHING, PrefixCache, Reused
 from penstock.rollout_service.embedded_engine.model.kv_cache import Computed, KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import LowRank, prepare_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer
+from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights
 from penstock.rollout_service.embedded_engine.prompts import prompts_of
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
@@ -31,7 +32,6 @@ Tokens = tuple[int, ...]
 
 
 def prefix(tokens: Tokens, key: str | None = None, adapter: int = 0) -> Prefix:
-    """The prefix of a sequence of these tokens."""
     return (key, adapter), tokens
 
 
@@ -41,13 +41,12 @@ def values_of(tokens: Tokens, start: int, end: int) -> Computed:
     return Computed(hashes.float().view(1, 1, 1, -1, 1), hashes.to(torch.int16).view(-1, 1, 1))
 
 
-def keep(kept: KeptPrefixes, tokens: Tokens, key: str | None = None) -> None:
+def keep(kept: PrefixCache, tokens: Tokens, key: str | None = None) -> None:
     """Keep the stand-ins of these tokens."""
     kept.keep(prefix(tokens, key), lambda start, end: values_of(tokens, start, end))
 
 
 def num_common(first: Tokens, second: Tokens) -> int:
-    """The number of equal tokens at the beginning."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
@@ -63,7 +62,6 @@ def conversations(draw: random.Random, num: int) -> list[Tokens]:
 
 
 def check_found(found: Reused, tokens: Tokens) -> None:
-    """What is found are the values of these tokens, under these tokens."""
     if found.length:
         expected = values_of(tokens, 0, found.length)
         assert torch.equal(torch.cat([part.values for part in found.parts], dim=3), expected.values)
@@ -75,7 +73,7 @@ def check_found(found: Reused, tokens: Tokens) -> None:
 def test_what_is_found_is_what_was_computed_under_these_tokens(seed: int, max_tokens: int) -> None:
     """Values are those of the same tokens behind the same tokens; with room for all of them, the longest common beginning."""
     draw = random.Random(seed)
-    kept, all_kept = KeptPrefixes(max_tokens), list[Tokens]()
+    kept, all_kept = PrefixCache(max_tokens), list[Tokens]()
     for tokens in conversations(draw, 40):
         at_most = draw.choice([len(tokens) - 1, draw.randrange(len(tokens))])
         found = kept.find(prefix(tokens), at_most)
@@ -97,7 +95,7 @@ def test_what_is_found_is_what_was_computed_under_these_tokens(seed: int, max_to
 
 def test_what_was_used_last_stays() -> None:
     """A conversation that goes on outlives those that ended, however many come."""
-    kept = KeptPrefixes(1000)
+    kept = PrefixCache(1000)
     going_on = tuple(range(100))
     keep(kept, going_on)
     for number in range(1, 60):
@@ -109,7 +107,7 @@ def test_what_was_used_last_stays() -> None:
 
 def test_keys_and_adapters_share_nothing() -> None:
     """The same tokens under another key, or with another adapter, are other values."""
-    kept, tokens = KeptPrefixes(1000), tuple(range(50))
+    kept, tokens = PrefixCache(1000), tuple(range(50))
     keep(kept, tokens, "a")
     assert kept.find(prefix(tokens, "b"), 49) == kept.find(prefix(tokens, "a", 1), 49) == NOTHING
     kept.keep(prefix(tokens, None, 1), lambda start, end: values_of(tokens, start, end))
@@ -135,7 +133,6 @@ class Model:
         self.dense = [Dense(one) for one in folders]
 
     def runner(self, max_kept_tokens: int = 10**5, max_tokens: int = 10**5) -> Runner:
-        """A new runner with the first weights."""
         with torch.inference_mode():
             cache = KVCache(self.config, max_tokens=max_tokens, device=CPU, dtype=torch.float32)
             model = Transformer(self.config, device=CPU, dtype=torch.float32)
@@ -151,7 +148,6 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """One model for all tests."""
     return Model(tmp_path_factory.mktemp("model"))
 
 
@@ -167,7 +163,6 @@ def complete(runner: Runner, *batches: list[Sequence]) -> None:
 
 
 def sequence(prompt: Tokens, new: int = 6, **fields: object) -> Sequence:
-    """A sequence of so many new tokens."""
     return Sequence("r", prompt, Sampling(max_new_tokens=new, seed=hash(prompt) % 2**63), **fields)  # pyright: ignore[reportArgumentType]
 
 
@@ -178,7 +173,6 @@ def check_exact(one: Sequence, dense: Dense) -> None:
 
 
 def random_tokens(draw: random.Random, num: int) -> Tokens:
-    """So many tokens."""
     return tuple(draw.randrange(VOCAB) for _ in range(num))
 
 

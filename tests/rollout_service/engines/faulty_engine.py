@@ -52,7 +52,6 @@ class FaultyEngine(JsonServer):
         super().__init__()
 
     def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
-        """Answer as SGLang does, or as the test asks for."""
         if method == "GET":
             return self._get(path)
         if self.api_key and headers["authorization"] != f"Bearer {self.api_key}":
@@ -70,11 +69,9 @@ class FaultyEngine(JsonServer):
         self.wait_until_closed()
 
     def wait_for_requests(self, count: int) -> None:
-        """Wait until so many /generate requests have arrived."""
         wait_for(lambda: len(self.requests) >= count, f"{count} requests at the engine")
 
     def wait_for_pauses(self, count: int) -> None:
-        """Wait until this many pauses and ends of pauses were requested."""
         wait_for(lambda: len(self.pauses) >= count, f"{count} pauses at the engine")
 
     def _get(self, path: str) -> tuple[int, Any]:

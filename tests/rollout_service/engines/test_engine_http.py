@@ -52,7 +52,6 @@ async def _call(url: str, path: str) -> object:
 
 
 def test_a_prompt_is_not_sent_where_an_engine_redirects_to(server: tuple[str, list[str]]) -> None:
-    """A redirection is refused like any other answer that is not 200."""
     url, asked = server
     with pytest.raises(EngineRefused, match="/moved answered 307: no JSON") as caught:
         asyncio.run(_call(url, "/moved"))
@@ -61,14 +60,11 @@ def test_a_prompt_is_not_sent_where_an_engine_redirects_to(server: tuple[str, li
 
 
 def test_what_is_not_json_is_shown(server: tuple[str, list[str]]) -> None:
-    """With the address that sent it."""
     with pytest.raises(ReplyRefused, match=r"/text answered what is not JSON .*: no JSON"):
         asyncio.run(_call(server[0], "/text"))
 
 
 def test_a_closed_client_sends_nothing(server: tuple[str, list[str]]) -> None:
-    """It says so, rather than opening connections again."""
-
     async def late() -> None:
         http = EngineHttp(server[0])
         await http.close()

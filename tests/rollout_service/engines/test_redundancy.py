@@ -49,7 +49,6 @@ def test_a_group_keeps_what_ends_in_time(
 
 
 def test_nothing_closes_a_group_before_enough_have_ended() -> None:
-    """However long it takes."""
     group = RedundantGroup(Redundancy(2, 2, wait=1.0), STARTED_AT)
     group.end(3, STARTED_AT + 5.0)
     assert group.closes_at is None

@@ -13,15 +13,14 @@ from tests.contracts.tiny_model import MIXTURE, build_model
 from tests.groups import make_task
 from tests.rollout_service.embedded_engine.test_embedded_experts import chosen_by_transformers
 
-from penstock.protocol.expert_choices import ExpertChoices, Routers, routers_of
 from penstock.protocol.facts import RouterShape, Sampling
+from penstock.protocol.token_annotations import ExpertChoices, Routers, routers_of
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.completion import Completion, Resumption
+from penstock.rollout_service.engines.completion_sampler import ended_at
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.read_reply import read_experts
-from penstock.rollout_service.engines.stop_strings import ended_at
 from penstock.rollout_service.environments.single_turn import SINGLE_TURN
 from penstock.rollout_service.errors import ReplyRefused, TaskRefused
 
@@ -66,13 +65,11 @@ def _changed(expert: int) -> np.ndarray:
     ],
 )
 def test_an_answer_that_cannot_be_right_is_refused(meta: dict[str, Any], words: str) -> None:
-    """With what was expected and found."""
     with pytest.raises(ReplyRefused, match=words):
         read_experts(meta, ROUTERS, 3, num_tokens=4)
 
 
 def test_tokens_after_a_stop_string_lose_their_experts_too() -> None:
-    """What a completion keeps covers all of its tokens but the last."""
     experts = ExpertChoices(ROUTERS.shape, np.tile(np.array([[[0, 1]] * 2], np.uint8), (9, 1, 1)))
     whole = Completion([1] * 6, [-1.0] * 6, (), "length", "", experts)
     cut = ended_at(whole, 4)
@@ -82,7 +79,6 @@ def test_tokens_after_a_stop_string_lose_their_experts_too() -> None:
 
 
 def test_an_interrupted_completion_has_the_experts_of_its_last_part() -> None:
-    """Which computed the tokens before it again."""
     experts = ExpertChoices(ROUTERS.shape, np.tile(np.array([[[0, 1]] * 2], np.uint8), (6, 1, 1)))
     sequence = Resumption(PROMPTS[1], 9)
     sequence.parts += [
@@ -93,7 +89,6 @@ def test_an_interrupted_completion_has_the_experts_of_its_last_part() -> None:
 
 
 def test_the_routers_of_a_model_are_read_from_its_config() -> None:
-    """By layer; a family whose routers are not known has none."""
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 2}
     assert routers_of(config) == Routers((0, 1, 2, 3, 4, 5), 4, 2)
     assert routers_of({**config, "decoder_sparse_step": 2, "mlp_only_layers": [3]}) == Routers((1, 5), 4, 2)

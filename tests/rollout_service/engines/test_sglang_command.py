@@ -17,7 +17,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine_process import EngineProcess, group_members
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.engines.sglang.kind import sglang_command, sglang_environ
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.errors import EngineUnreachable
 from penstock.rollout_service.settings import RolloutSettings
@@ -32,12 +32,10 @@ def flags(number: int = 0, **changes: Any) -> list[str]:
 
 
 def pairs(words: list[str]) -> set[tuple[str, str]]:
-    """Each argument with the one after it."""
     return set(itertools.pairwise(words))
 
 
 def test_settings_become_flags():
-    """Each setting is the flag of its name, and the weights' folder and version are passed."""
     words = flags(
         python="/opt/sglang/bin/python", tp_size=4, ep_size=2, dp_size=2, mem_fraction_static=0.8, dtype="bfloat16",
         context_length=4096, attention_backend="fa3", quantization="fp8", extra_args=("--enable-fp32-lm-head",),
@@ -90,7 +88,6 @@ def test_a_second_engine_takes_the_next_gpus():
 
 
 def test_a_command_of_ones_own_replaces_python():
-    """The flags are appended to a container's command."""
     words = sglang_command(SglangSettings(command=("docker", "run", "sglang")))(Path("m"), V7, Path("p"))
     at = words.index("docker")
     assert words[at : at + 4] == ["docker", "run", "sglang", "--model-path"]
@@ -109,13 +106,11 @@ def test_a_command_of_ones_own_replaces_python():
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], reply: str):
-    """The error names the setting."""
     with pytest.raises(ConfigError, match=reply.replace("(", r"\(")):
         load(RolloutSettings, overrides=["run.id=demo", *overrides])
 
 
 def test_several_urls_are_several_engines():
-    """They are separated by commas; a trailing slash is ignored."""
     settings = load(
         RolloutSettings,
         overrides=["run.id=demo", "worker.engine=sglang-url", "worker.engine_url=http://a:1/, https://b:2"],
@@ -136,7 +131,6 @@ def as_server(source: str) -> SglangSettings:
 
 
 async def test_a_server_gets_a_port_and_shows_its_flags(tmp_path: Path):
-    """The port in its flags is the one that requests use."""
     command = sglang_command(as_server("import sys, time; print(*sys.argv, flush=True); time.sleep(60)"))
     log = tmp_path / "engine.log"
     process, url = await EngineProcess.start(command, tmp_path, V7, log=log, deadline_s=20)
@@ -173,7 +167,6 @@ async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tm
 
 
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path):
-    """The log names it with the reason."""
     engine = ManagedEngine(
         sglang_command(SglangSettings(python=Path("/nowhere/python"))),
         SglangClient,

@@ -11,12 +11,9 @@ from tests.contracts.tiny_model import write_tokenizer
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.adapter_table import AdapterTable
-from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
-from penstock.rollout_service.engines.detokenizer import Detokenizer
-from penstock.rollout_service.engines.resumption import Resumption
-from penstock.rollout_service.engines.stop_strings import first_end
+from penstock.rollout_service.engines.adapter_loader import AdapterTable
+from penstock.rollout_service.engines.completion import Completion, Resumption
+from penstock.rollout_service.engines.completion_sampler import CompletionSampler, Detokenizer, SampleRequest, first_end
 from penstock.rollout_service.errors import EngineMisconfigured
 
 EOS = 2  # "<|im_end|>", a special token
@@ -24,14 +21,12 @@ EOS = 2  # "<|im_end|>", a special token
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tokenizer of a tiny model."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     return folder
 
 
 def spelt(folder: Path, text: str) -> list[int]:
-    """Return the tokens of a text, one for each byte."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -58,7 +53,6 @@ async def complete(folder: Path, parts: Sequence[Sequence[int]], stop: tuple[str
 
 
 async def test_tokens_beyond_the_string_are_dropped(folder: Path) -> None:
-    """As from SGLang, which misses a string that is spelt with more tokens than it expects."""
     tokens = spelt(folder, "so <answer>4</answer> and on")
     one = await complete(folder, [tokens], ("</answer>", "nowhere"))
     assert one.text == "so <answer>4</answer>"
@@ -78,7 +72,6 @@ async def test_a_string_across_an_update_is_found(folder: Path) -> None:
 
 
 async def test_a_part_beyond_the_string_leaves_no_run(folder: Path) -> None:
-    """A version all of whose tokens are dropped is not named."""
     first, second = spelt(folder, "4</a>5"), spelt(folder, "6")
     one = await complete(folder, [first, second], ("</a>",))
     assert one.version_runs == ((PolicyVersion(0), 0, 5),)
@@ -92,7 +85,6 @@ async def test_a_string_at_the_last_token_ends_by_it(folder: Path) -> None:
 
 
 async def test_without_the_string_the_end_is_the_engines(folder: Path) -> None:
-    """The text is without the stop token, as without stop strings."""
     tokens = [*spelt(folder, "4</ans"), EOS]
     one = await complete(folder, [tokens], ("</answer>",))
     assert (one.text, one.token_ids, one.finish_reason) == ("4</ans", tokens, "stop")
@@ -101,14 +93,12 @@ async def test_without_the_string_the_end_is_the_engines(folder: Path) -> None:
 
 
 async def test_the_text_of_a_special_token_can_be_given(folder: Path) -> None:
-    """It is searched with special tokens, and the text that is scored is without them."""
     tokens = [*spelt(folder, "4"), EOS, *spelt(folder, "5")]
     one = await complete(folder, [tokens], ("<|im_end|>",))
     assert (one.token_ids, one.text) == (tokens[:-1], "4")
 
 
 def test_a_character_of_several_tokens_counts_when_it_is_whole(folder: Path) -> None:
-    """The end is the token with the last byte of the string."""
     tokens = spelt(folder, "a✓b")
     decode = Detokenizer(folder)
     assert len(tokens) == 5

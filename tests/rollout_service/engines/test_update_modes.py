@@ -15,10 +15,9 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.completion import Completion, Resumption
+from penstock.rollout_service.engines.engine_client import UpdateMode, mode_of
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.update_mode import UpdateMode, mode_of
 from penstock.rollout_service.errors import EngineAborted, EngineMisconfigured, WeightsNotApplied
 
 V1, V2 = PolicyVersion(1), PolicyVersion(2)
@@ -68,7 +67,6 @@ def test_going_back_to_an_older_version_waits_for_what_runs():
 async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path, mode: UpdateMode
 ):
-    """After a failed update it remains paused until one succeeds."""
     faulty_engine.refuse_loads = 1
     with pytest.raises(WeightsNotApplied):
         await client.load_weights(model, V1, mode)
@@ -143,7 +141,6 @@ async def test_an_interrupted_completion_is_resumed_from_its_prefix(
 
 
 async def test_an_abort_by_another_client_fails_the_request(faulty_engine: FaultyEngine, client: SglangClient):
-    """Another client aborted it: the reason is unknown, so the whole pack is requeued."""
     faulty_engine.rewrite = cut
     with pytest.raises(EngineAborted):
         await client.generate([[5, 6]], SAMPLING, 1)
@@ -174,7 +171,6 @@ def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]]
 
 
 def test_a_part_that_was_cut_at_its_last_token_ended_by_length():
-    """No tokens remain to be requested."""
     sequence = Resumption([1], max_new_tokens=2)
     sequence.parts.append(Completion([3, 4], [-1.0, -1.0], (VersionRun(V1, 0, 2),), "abort", ""))
     assert not sequence.is_cut

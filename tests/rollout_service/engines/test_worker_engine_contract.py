@@ -12,7 +12,7 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.embedded.command import embedded_command
+from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.engine_process import EngineProcess
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.errors import (
@@ -30,7 +30,6 @@ V0, V1 = PolicyVersion(0), PolicyVersion(1)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model, untrained."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, seed=0)
     return folder
@@ -52,7 +51,6 @@ def engine_url(request: pytest.FixtureRequest, model: Path, tmp_path_factory: py
 
 
 async def test_completions_are_in_the_order_of_their_prompts(engine_url: str):
-    """``n`` completions of each prompt, whole and consistent, each stamped with the version."""
     client = SglangClient(engine_url)
     prompts = [[5, 6, 7], [8, 9], [10]]
     groups = await client.generate(prompts, SAMPLING, 4)
@@ -90,7 +88,6 @@ async def test_requests_and_swaps_may_overlap(engine_url: str, model: Path):
 
 
 async def test_weights_that_are_not_there_are_refused(engine_url: str, tmp_path: Path):
-    """The old version is served on."""
     client = SglangClient(engine_url)
     before = await client.served_version()
     with pytest.raises(WeightsNotApplied, match="version 9"):
@@ -100,7 +97,6 @@ async def test_weights_that_are_not_there_are_refused(engine_url: str, tmp_path:
 
 
 async def test_stop_strings_are_sent_to_the_engine(model: Path):
-    """It can end there; without any, the request is as before."""
     with FaultyEngine() as engine:
         client = SglangClient(engine.url)
         await client.load_weights(model, V0)
@@ -112,7 +108,6 @@ async def test_stop_strings_are_sent_to_the_engine(model: Path):
 
 
 async def test_an_engine_that_is_not_there_is_named():
-    """The error holds the address."""
     client = SglangClient("http://127.0.0.1:9")
     with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9/generate"):
         await client.generate([[5]], SAMPLING, 1)
@@ -120,7 +115,6 @@ async def test_an_engine_that_is_not_there_is_named():
 
 
 async def test_a_missing_answer_is_an_error_at_the_deadline():
-    """The deadline is named."""
     with FaultyEngine() as engine:
         engine.flow.clear()
         client = SglangClient(engine.url, request_deadline_s=0.2)
@@ -131,7 +125,6 @@ async def test_a_missing_answer_is_an_error_at_the_deadline():
 
 @pytest.mark.parametrize(("status", "words"), [(500, "answered 500: .*out of luck"), (400, "answered 400")])
 async def test_an_http_error_is_shown(status: int, words: str):
-    """The error contains the engine's text."""
     with FaultyEngine() as engine:
         engine.status = status
         client = SglangClient(engine.url)
@@ -150,7 +143,6 @@ async def test_an_http_error_is_shown(status: int, words: str):
     ],
 )
 async def test_an_answer_of_another_form_is_refused(answer: object, words: str):
-    """A reply without one row for each completion is not used at all."""
     with FaultyEngine() as engine:
         engine.rewrite = lambda rows: answer
         client = SglangClient(engine.url)

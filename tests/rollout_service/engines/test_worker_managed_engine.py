@@ -32,7 +32,6 @@ def faulty_engine_command(folder: Path, version: PolicyVersion, port_file: Path)
 
 
 def script(source: str) -> LaunchCommand:
-    """An 'engine' that is a line of Python."""
     return lambda folder, version, port_file: [sys.executable, "-c", source]
 
 
@@ -98,7 +97,6 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def child_of(engine: ManagedEngine) -> int:
-    """The engine's process id."""
     assert engine._process is not None
     return engine._process.pid
 
@@ -127,12 +125,10 @@ def prepared_by(engine: ManagedEngine) -> int:
 
 
 def has_process(pid: int) -> bool:
-    """Whether a process runs, or has not been reaped."""
     return Path(f"/proc/{pid}").exists()
 
 
 async def test_a_prepared_process_becomes_the_engine(tmp_path: Path, model: Path):
-    """It serves the first version; the engine after it is started as if nothing had been prepared."""
     engine = build(preparable_command, tmp_path, 240.0, prepare=PREPARE)
     await engine.prepare()
     prepared = prepared_by(engine)
@@ -146,7 +142,6 @@ async def test_a_prepared_process_becomes_the_engine(tmp_path: Path, model: Path
 
 
 async def test_without_its_prepared_process_an_engine_starts_all_the_same(tmp_path: Path, model: Path):
-    """Killed before there were weights: another process is started with them."""
     engine = build(preparable_command, tmp_path, 240.0, prepare=PREPARE)
     await engine.prepare()
     prepared = prepared_by(engine)
@@ -158,7 +153,6 @@ async def test_without_its_prepared_process_an_engine_starts_all_the_same(tmp_pa
 
 
 async def test_a_prepared_process_ends_with_a_worker_that_never_had_weights(tmp_path: Path):
-    """It is killed and reaped."""
     engine = build(preparable_command, tmp_path, 240.0, prepare=PREPARE)
     await engine.prepare()
     prepared = prepared_by(engine)
@@ -180,7 +174,6 @@ async def test_a_killed_engine_is_restarted_on_the_newest_version(tmp_path: Path
 
 
 async def test_an_engine_that_exits_during_a_swap_is_restarted_with_the_new_version(tmp_path: Path, model: Path):
-    """The load that killed it succeeds by starting from the new weights."""
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         os.kill(child_of(engine), signal.SIGKILL)
@@ -265,7 +258,6 @@ async def test_a_first_start_that_fails_shows_the_log(tmp_path: Path, model: Pat
 
 
 async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, model: Path):
-    """The deadline is named, and the child has exited."""
     engine = build(script("import time; print('loading', flush=True); time.sleep(600)"), tmp_path, start_deadline_s=0.3)
     with pytest.raises(EngineUnreachable, match=r"opened no port within 0\.3 s"):
         await engine.load(model, V0)

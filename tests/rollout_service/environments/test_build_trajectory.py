@@ -48,7 +48,6 @@ def replies(draw: st.DrawFn) -> tuple[list[int], Row]:
 
 
 def read(row: Row, num_prompt_tokens: int = 2, max_new_tokens: int = 64) -> Completion:
-    """Read a row as the client does."""
     return read_completion(row, num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens)
 
 
@@ -110,14 +109,12 @@ def good_row() -> Row:
 
 
 def test_a_valid_row_is_read():
-    """The row that the refusals below start from is itself accepted."""
     assert read(good_row()) == Completion(
         [7, 8, 2], [-0.1, -0.2, -0.3], (VersionRun(PolicyVersion(4), 0, 3),), "stop", "abc"
     )
 
 
 def meta(row: Row) -> Row:
-    """The part of a row that describes it."""
     return row["meta_info"]
 
 
@@ -152,7 +149,6 @@ def meta(row: Row) -> Row:
     ],
 )
 def test_a_row_that_contradicts_itself_is_refused(words: str, spoil: Callable[[Row], object]):
-    """Each contradiction is named; nothing is built from such a row."""
     row = good_row()
     spoil(row)
     with pytest.raises(ReplyRefused, match=words):
@@ -171,13 +167,11 @@ def test_token_ids_are_numbers(ids: list[Any]):
 
 
 def test_more_tokens_than_requested_are_refused():
-    """A completion longer than ``max_new_tokens`` was not sampled as requested."""
     with pytest.raises(ReplyRefused, match="3 completion tokens, expected 1 to 2"):
         read(good_row(), max_new_tokens=2)
 
 
 def test_an_aborted_sample_is_not_data():
-    """An abort raises its own error, so that the pack is retried."""
     row = good_row()
     meta(row)["finish_reason"] = {"type": "abort", "message": "out of memory"}
     with pytest.raises(EngineAborted, match="out of memory"):

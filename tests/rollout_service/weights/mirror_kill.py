@@ -27,7 +27,6 @@ def _kill_this_process(*_: object) -> None:
 
 
 def arm(mirror: Mirror, point: str) -> None:
-    """Have the next fetch killed at a point."""
     reader: Any = mirror._reader
     bring, count = reader.bring, [0]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.protocol.facts import WeightsApplied
-from penstock.rollout_service.weights import engine_votes
-from penstock.rollout_service.weights.engine_votes import EngineVotes
+from penstock.rollout_service.weights import weight_announcements
+from penstock.rollout_service.weights.weight_announcements import EngineVotes
 
 
 def applied(worker: str, checksum: str, *, version: int = 3, layout: str = "1-a") -> WeightsApplied:
@@ -24,14 +24,12 @@ def applied(worker: str, checksum: str, *, version: int = 3, layout: str = "1-a"
 
 
 def test_equal_engines_agree():
-    """Equal checksums, other versions and other layouts are no disagreement."""
     votes = EngineVotes()
     facts = [applied("a", "x"), applied("b", "x"), applied("c", "y", version=4), applied("d", "y", layout="2-b")]
     assert [votes.add(fact) for fact in facts] == [None] * 4
 
 
 def test_the_less_frequent_checksum_is_the_minority():
-    """One engine against two is the minority, also when it was the first."""
     votes = EngineVotes()
     votes.add(applied("wrong", "y"))
     votes.add(applied("a", "x"))
@@ -60,8 +58,8 @@ def test_the_last_report_of_an_engine_counts():
 
 def test_what_is_kept_of_invented_reports_is_bounded(monkeypatch: pytest.MonkeyPatch):
     """A login of a worker may report any texts for any number of workers and versions: each worker of the run reads them."""
-    monkeypatch.setattr(engine_votes, "_MAX_WORKERS", 20)
-    monkeypatch.setattr(engine_votes, "_MAX_VOTES", 50)
+    monkeypatch.setattr(weight_announcements, "_MAX_WORKERS", 20)
+    monkeypatch.setattr(weight_announcements, "_MAX_VOTES", 50)
     votes = EngineVotes()
     for version in range(1, 101):
         for worker in range(30):

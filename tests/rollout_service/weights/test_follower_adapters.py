@@ -24,7 +24,6 @@ LONG = 2400  # tokens: seconds of generation
 
 
 def versions_of(groups: Iterable[Group]) -> list[set[int]]:
-    """The versions that sampled each group's tokens."""
     return [{run.version for row in group.trajectories for run in row.version_runs} for group in groups]
 
 
@@ -40,12 +39,10 @@ def check(groups: Iterable[Group], models: dict[int, Dense]) -> None:
 
 
 def url_of(worker: Child) -> str:
-    """The URL of the worker's newest engine."""
     return re.findall(r'"url": "([^"]+)"', worker.log_tail(200))[-1]
 
 
 def adapters_of(worker: Child) -> set[str]:
-    """The adapters that the worker's engine has."""
     models = httpx.get(f"{url_of(worker)}/v1/models").json()["data"]
     return {model["id"] for model in models if model["id"].startswith("policy@")}
 
@@ -134,7 +131,6 @@ def test_the_model_is_loaded_once(
 def test_an_unusable_adapter_is_refused_and_the_answer_is_served(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ) -> None:
-    """Corrupt or refused by the engine, it is announced as refused, and the one before is still served."""
     trainer_side.publish(0)
     trainer_side.publish_adapter(1)
     start_worker("w0", *attached(faulty_engine))
@@ -160,7 +156,6 @@ def test_an_unusable_adapter_is_refused_and_the_answer_is_served(
 def test_models_and_adapters_may_alternate(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ) -> None:
-    """A trainer that changes from adapters to models is followed: the model is loaded, and the adapters are removed."""
     trainer_side.publish(0)
     trainer_side.publish_adapter(1)
     start_worker("w0", *attached(faulty_engine))

@@ -12,7 +12,6 @@ V = PolicyVersion
 
 
 def manifest(name: str) -> BlobRef:
-    """A reference to some manifest."""
     return BlobRef(key=name, size_bytes=1, sha256="0" * 64)
 
 
@@ -48,7 +47,6 @@ def test_an_announcement_waits_for_the_head() -> None:
 
 
 def test_no_announcement_replaces_a_manifest_that_the_head_named() -> None:
-    """Of a version that only announcements named the last one counts, as for a version that was published again."""
     published = PublishedVersions()
     published.add(V(5), manifest("named"))
     published.add(V(7), manifest("newest"))
@@ -61,7 +59,6 @@ def test_no_announcement_replaces_a_manifest_that_the_head_named() -> None:
 
 
 def test_announcements_count_where_the_head_cannot_be_read() -> None:
-    """Its bytes may be damaged; workers go on."""
     published = PublishedVersions()
     published.announce(V(4), manifest("d"))
     published.add_announced()
@@ -73,7 +70,6 @@ def test_announcements_count_where_the_head_cannot_be_read() -> None:
 
 
 def test_the_oldest_announcements_are_removed() -> None:
-    """An evaluation may pin any of the last versions, and none before them."""
     published = PublishedVersions()
     for version in range(MAX_VERSIONS + 2):
         published.add(V(version), manifest(str(version)))
@@ -83,7 +79,6 @@ def test_the_oldest_announcements_are_removed() -> None:
 
 
 async def test_a_refusal_ends_the_wait_for_a_version() -> None:
-    """Other refusals do not."""
     published = PublishedVersions()
     for version in (1, 2):
         published.add(V(version), manifest(str(version)))
@@ -93,4 +88,4 @@ async def test_a_refusal_ends_the_wait_for_a_version() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     published.refuse(V(2))
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)

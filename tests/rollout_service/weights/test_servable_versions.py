@@ -10,7 +10,7 @@ import pytest
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.errors import EngineError, EngineRefused, WeightsNotApplied, WeightsUnusable
+from penstock.rollout_service.errors import EngineError, EngineRefused
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
@@ -54,8 +54,6 @@ class _Engine:
 
 
 class _Permits:
-    """Always gives a permit."""
-
     @contextlib.asynccontextmanager
     async def permit(self) -> AsyncIterator[None]:
         yield
@@ -128,19 +126,7 @@ async def test_unused_adapters_are_unloaded() -> None:
     assert worker.servable.adapters == {4}
 
 
-async def test_a_refused_adapter_changes_nothing() -> None:
-    """The version before it is still served, and WeightsUnusable is raised."""
-    worker = _Worker()
-    await worker.give(1, base=0)
-    worker.engine.fails = WeightsNotApplied("another rank")
-    with pytest.raises(WeightsUnusable, match="another rank"):
-        await worker.give(2, base=0)
-    await worker.ask()
-    assert worker.engine.calls[-1] == ("generate", 1)
-
-
 async def test_another_model_removes_the_adapters_of_the_one_before() -> None:
-    """It is loaded with a pause, then its adapter; a request pinned to a removed adapter is refused."""
     worker = _Worker()
     await worker.give(1, base=0)
     swapped = await worker.give(8, base=7)

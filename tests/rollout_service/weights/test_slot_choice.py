@@ -7,13 +7,12 @@ import pytest
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest_chain import Held
-from penstock.rollout_service.weights.slot_choice import SlotContents, nearest_source, slot_to_write
+from penstock.rollout_service.weights.mirror_slot import SlotContents, nearest_source, slot_to_write
 
 EMPTY = SlotContents(base=None, servable=None)
 
 
 def holding(version: int) -> SlotContents:
-    """A slot that can be served."""
     return SlotContents(base=Held(PolicyVersion(version), f"root-{version}"), servable=PolicyVersion(version))
 
 
@@ -38,19 +37,16 @@ def torn(version: int) -> SlotContents:
 def test_the_slot_to_write_holds_no_version_in_use(
     slots: list[SlotContents], in_use: tuple[int, ...], expected: int
 ) -> None:
-    """The regular slots come first; a slot that holds a version in use is never chosen."""
     assert slot_to_write(slots, [PolicyVersion(version) for version in in_use]) == expected
 
 
 def test_more_versions_in_use_than_slots_is_an_error() -> None:
-    """The error names the versions."""
     slots = [holding(version) for version in (1, 2, 3, 4)]
     with pytest.raises(ConfigError, match=r"all 4 model folders are in use at once, by versions \[1, 2, 3, 4\]"):
         slot_to_write(slots, [PolicyVersion(version) for version in (1, 2, 3, 4)])
 
 
 def test_the_source_of_a_copy_is_the_newest_servable_version_that_is_not_newer() -> None:
-    """Torn slots and newer versions are no sources."""
     slots = [holding(4), torn(6), holding(5), holding(9)]
     assert nearest_source(slots, PolicyVersion(7)) == 2
     assert nearest_source(slots, PolicyVersion(4)) == 0

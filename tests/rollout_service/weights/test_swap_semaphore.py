@@ -13,7 +13,6 @@ from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore, num_p
 
 
 def beat(bus: Bus, run_id: str, *workers: str) -> None:
-    """Write heartbeats of workers."""
     live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
     for worker in workers:
         fact = Heartbeat(role="rollout", service_id=worker, at=0.0, state="")
@@ -21,13 +20,11 @@ def beat(bus: Bus, run_id: str, *workers: str) -> None:
 
 
 def leases(bus: Bus, run_id: str) -> list[str]:
-    """The permits that are taken."""
     return [entry.key for entry in bus.key_value(streams.lease_bucket(run_id).bucket).wait().entries().wait()]
 
 
 @pytest.mark.parametrize(("workers", "share", "expected"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
 def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, expected: int):
-    """A single worker needs no permit; of several at least one may swap."""
     assert num_permits(workers, share) == expected
 
 
@@ -56,7 +53,6 @@ async def test_permits_are_limited_and_released(bus: Bus, run_streams: str):
 
 
 async def test_a_worker_swaps_without_a_permit_after_the_deadline(bus: Bus, run_streams: str):
-    """A worker that gets no permit swaps without one, and the holder keeps its own."""
     await asyncio.to_thread(beat, bus, run_streams, "w0", "w1")
     async with SwapSemaphore(bus, run_id=run_streams, worker_id="w0", max_share=0.5).permit():
         async with SwapSemaphore(bus, run_id=run_streams, worker_id="w1", max_share=0.5, deadline_s=0.1).permit():

@@ -12,8 +12,6 @@ from penstock.rollout_service.weights.weight_announcements import WeightAnnounce
 
 
 class _Bus:
-    """Accepts every publication."""
-
     def publish(self, *_: Any, **__: Any) -> Pending[None]:
         async def done() -> None:
             return None

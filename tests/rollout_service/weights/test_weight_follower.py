@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import structlog
-import torch
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.trainer_side import TrainerSide, attached
@@ -20,7 +19,6 @@ from penstock.deploy.processes.child import Child
 from penstock.protocol import subjects
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.key_value import Entry, KeyValue
-from penstock.protocol.weights.digest import tensor_digest, weights_digest
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
@@ -28,7 +26,6 @@ StartWorker = Callable[..., Child]
 
 
 async def test_a_worker_that_is_stopped_as_a_version_is_announced_stops():
-    """A version announced at the same time does not swallow the cancellation."""
     parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "announcements", "swap"))
     follower = WeightFollower(**parts, servable=ServableVersions(parts["engine"]), run_id="r")
     following = asyncio.create_task(follower._wait_for_change())
@@ -41,8 +38,6 @@ async def test_a_worker_that_is_stopped_as_a_version_is_announced_stops():
 
 @pytest.mark.parametrize("value", [b"\xff", b"{}", b"[" * 5000, b'{"schema": "head.v9"}'])
 async def test_a_head_that_cannot_be_read_ends_no_worker(value: bytes):
-    """It is logged, and the worker still follows announcements."""
-
     class State:
         async def get(self, key: str, *, may_lag: bool = False) -> Entry:
             assert may_lag
@@ -57,12 +52,10 @@ async def test_a_head_that_cannot_be_read_ends_no_worker(value: bytes):
 
 
 def versions_of(groups: Iterable[Group]) -> set[int]:
-    """All versions that sampled any token."""
     return {run.version for group in groups for row in group.trajectories for run in row.version_runs}
 
 
 def applied_by(trainer_side: TrainerSide, worker_id: str) -> list[int]:
-    """The versions a worker announced as applied, in order."""
     return [fact.version for fact in trainer_side.applied if fact.worker_id == worker_id]
 
 
@@ -84,7 +77,6 @@ def test_a_late_worker_starts_with_the_newest_version(
 def test_a_worker_waits_for_the_first_version(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Started before the trainer, it logs that it waits for the trainer, and then works."""
     worker = start_worker("w0", *attached(faulty_engine))
     wait_for(lambda: "waiting for the trainer to publish weights" in worker.log_tail(), "the worker to log it")
     trainer_side.publish(0)
@@ -92,7 +84,6 @@ def test_a_worker_waits_for_the_first_version(
 
 
 def test_versions_are_followed(trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine):
-    """Each published version is applied, announced with its checksum, and the same on every worker."""
     with FaultyEngine() as other:
         start_worker("w0", *attached(faulty_engine))
         start_worker("w1", *attached(other))
@@ -162,7 +153,6 @@ def test_a_full_disk_keeps_the_version_before_until_there_is_space(
 def test_a_missed_announcement_is_repaired_by_the_head(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A version that only the head names is followed too."""
     trainer_side.publish(0)
     start_worker("w0", *attached(faulty_engine))
     trainer_side.wait_applied("w0", 0)
@@ -192,7 +182,6 @@ def test_what_is_announced_beyond_the_head_is_not_served(
 def test_an_older_version_is_never_loaded(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A late or repeated announcement of an older version is ignored."""
     late = trainer_side.publish(3, announce=False)
     trainer_side.publish(5)
     start_worker("w0", *attached(faulty_engine))
@@ -222,18 +211,6 @@ def test_corrupt_weights_are_refused_and_the_old_version_is_still_served(
     trainer_side.publish(2)
     trainer_side.wait_applied("w0", 2)
     assert applied_by(trainer_side, "w0") == [0, 1, 2]
-
-
-def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    """A corrupt config is refused like a corrupt shard."""
-    trainer_side.publish(0, corrupt="config.json")
-    start_worker("w0", *attached(faulty_engine))
-    wait_for(lambda: trainer_side.refused, "the refusal")
-    trainer_side.source.answer()
-    trainer_side.wait_applied("w0", 0)
-    assert [version for version, _ in faulty_engine.loads] == ["0"]
 
 
 def test_an_update_that_is_refused_once_is_retried(
@@ -310,19 +287,6 @@ def test_an_evaluation_is_sampled_by_exactly_its_version(
     assert versions_of(trainer_side.collect_groups(1)) == {5}
 
 
-def test_an_evaluation_waits_for_the_announcement_of_its_version(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    """A task that arrives before the weights it is pinned to is generated once they are published."""
-    trainer_side.publish(0)
-    worker = start_worker("w0", *attached(faulty_engine))
-    trainer_side.issue("eval-0", [make_task("eval.v1.p0.s0", split="eval", pinned_version=1)])
-    wait_for(lambda: (beat := trainer_side.heartbeat("w0")) and beat.figures["packs_held"] == 1, "the task to be taken")
-    trainer_side.publish(1)
-    assert versions_of(trainer_side.collect_groups(1)) == {1}
-    assert worker.alive
-
-
 def test_an_evaluation_whose_weights_were_deleted_is_dead_lettered(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
@@ -343,7 +307,6 @@ def test_an_evaluation_whose_weights_were_deleted_is_dead_lettered(
 def test_an_evaluation_sampled_by_another_version_is_not_announced(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Tokens of another version than the pinned one are refused, and the pack is generated again."""
     trainer_side.publish(1)
     trainer_side.publish(2)
     start_worker("w0", *attached(faulty_engine))
@@ -384,7 +347,6 @@ def test_an_engine_that_serves_other_weights_is_not_used(
 def test_an_engine_that_reports_other_weights_than_the_manifest_is_not_used(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Where an engine's checksum is that of its files, it is compared with the manifest, without any other engine."""
     faulty_engine.checksum, faulty_engine.sharding = "0" * 64, {"engine": "embedded"}
     trainer_side.publish(1)
     worker = start_worker("w0", *attached(faulty_engine))
@@ -414,26 +376,3 @@ def test_forged_checksums_stop_no_worker(
     trainer_side.wait_applied("w0", 2)
     assert worker.alive
     assert [version for version, _ in faulty_engine.loads] == (["1", "1", "2"] if layout == "engine" else ["1", "2"])
-
-
-def test_a_late_joiner_serves_the_head_after_one_swap(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    """40 versions behind, a worker reads one full snapshot and 40 patches, and its engine loads once."""
-    tensors = trainer_side.tensors(0)
-    facts = [trainer_side.publish(0)]
-    for version in range(1, 41):
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        for tensor in tensors.values():
-            tensor.view(-1)[version::200] += 0.1
-        facts.append(trainer_side.source.publish(version, tensors))
-    start_worker("w0", *attached(faulty_engine))
-    trainer_side.wait_applied("w0", 40)
-    assert [version for version, _ in faulty_engine.loads] == ["40"]
-    [applied] = trainer_side.applied
-    weights = sum(fact.num_bytes for fact in facts)
-    assert weights <= applied.num_bytes < weights + 30_000  # config and tokenizer
-    assert applied.checksum == weights_digest(
-        tensor_digest(name, "float32", t.shape, t.view(-1).view(torch.uint8).numpy().data)
-        for name, t in tensors.items()
-    )

@@ -17,8 +17,6 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 
 class _Engine:
-    """Loads every version at once."""
-
     version: PolicyVersion | None = None
 
     async def load(self, folder: Path, version: PolicyVersion, mode: str = "drain") -> None:
@@ -26,8 +24,6 @@ class _Engine:
 
 
 class _Permits:
-    """Counts the permits taken."""
-
     num_taken = 0
 
     @contextlib.asynccontextmanager

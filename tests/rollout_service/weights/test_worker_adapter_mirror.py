@@ -19,7 +19,6 @@ from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 
 @pytest.fixture
 def mirror(blobs: Blobs, trainer_side: TrainerSide, tmp_path: Path) -> Iterator[Mirror]:
-    """A worker's copies."""
     opened = Mirror(blobs, tmp_path / "copies", trainer_side.run_id)
     yield opened
     opened.close()

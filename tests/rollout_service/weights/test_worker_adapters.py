@@ -18,7 +18,7 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
-from penstock.rollout_service.engines.embedded.command import embedded_command
+from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
@@ -34,7 +34,6 @@ EXACT = 1e-5
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model for adapters."""
     folder = tmp_path_factory.mktemp("model") / "model"
     build_model(folder)
     return folder
@@ -42,27 +41,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path) -> dict[PolicyVersion, Adapter]:
-    """Versions 1 and 2."""
     return {version: Adapter.random(model, model.parent / str(version), seed=version).write() for version in (V1, V2)}
 
 
 @pytest.fixture
 def server() -> Iterator[FaultyEngine]:
-    """A server that serves version 0."""
     with FaultyEngine(version="0") as engine:
         yield engine
 
 
 @pytest.fixture
 async def client(server: FaultyEngine) -> AsyncIterator[SglangClient]:
-    """A client of it."""
     client = SglangClient(server.url, request_deadline_s=10)
     yield client
     await client.close()
 
 
 def attached(server: FaultyEngine) -> AttachedEngine:
-    """The engine of one server."""
     return AttachedEngine(SglangClient(server.url, request_deadline_s=10), start_deadline_s=10)
 
 
@@ -92,7 +87,6 @@ async def test_a_request_for_an_adapter_that_is_not_loaded_is_not_sent(
 
 
 async def test_an_adapter_that_is_not_listed_is_not_loaded(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """A server that confirms and does not list the adapter, or refuses it, has not applied the version."""
     server.lose_adapters = True
     with pytest.raises(WeightsNotApplied, match="did not load policy@3"):
         await client.load_adapter(tmp_path, V3)
@@ -107,7 +101,6 @@ async def test_an_adapter_that_is_not_listed_is_not_loaded(server: FaultyEngine,
 async def test_a_server_without_adapters_is_an_error_that_names_the_setting(
     server: FaultyEngine, client: SglangClient, tmp_path: Path
 ):
-    """The error of a server that was started without adapters names the setting to change."""
     server.refuse_adapters = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
     with pytest.raises(WeightsNotApplied, match=r"set sglang\.max_lora_rank"):
         await client.load_adapter(tmp_path, V3)
@@ -116,7 +109,6 @@ async def test_a_server_without_adapters_is_an_error_that_names_the_setting(
 async def test_tokens_of_an_adapter_on_another_base_are_refused(
     server: FaultyEngine, client: SglangClient, tmp_path: Path
 ):
-    """A reply that was computed on another base than the adapter was loaded on is refused."""
     await client.load_adapter(tmp_path, V3)
     server.version = "1"
     with pytest.raises(ReplyRefused, match="computed with base weights of version 1, expected version 0"):
@@ -142,11 +134,6 @@ async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client
     assert set(server.adapters) == {"policy@2"}
 
 
-async def test_unloading_an_unknown_adapter_does_nothing(server: FaultyEngine, client: SglangClient):
-    """A version that is not loaded needs no unload."""
-    await client.unload_adapter(V3)
-
-
 async def test_new_weights_remove_the_adapters_of_the_old(model: Path, adapters: dict[PolicyVersion, Adapter]):
     """An attached server that loads other weights drops the adapters; a load without weights is refused."""
     with FaultyEngine() as server:
@@ -165,7 +152,6 @@ async def test_new_weights_remove_the_adapters_of_the_old(model: Path, adapters:
 
 
 async def test_adapters_of_an_earlier_worker_are_unloaded(model: Path):
-    """A worker that attaches to a server unloads the adapters of the worker before it, and no others."""
     with FaultyEngine() as server:
         server.info = {"enable_lora": True}
         server.adapters = {"policy@7": "/gone", "other": "/else"}
@@ -176,7 +162,6 @@ async def test_adapters_of_an_earlier_worker_are_unloaded(model: Path):
 
 
 async def test_a_restarted_server_is_given_its_adapters_again(model: Path, adapters: dict[PolicyVersion, Adapter]):
-    """A server that was restarted with the same label is given the adapters; with another label, its weights too."""
     with FaultyEngine() as server:
         engine = attached(server)
         await engine.load(model, V0)
@@ -211,7 +196,6 @@ async def test_all_engines_of_a_pool_get_an_adapter(model: Path, adapters: dict[
 
 
 async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[PolicyVersion, Adapter], tmp_path: Path):
-    """After SIGKILL a managed engine is ready only with the weights and every adapter; both compute as before."""
     engine = ManagedEngine(
         embedded_command(WorkerSettings()),  # pyright: ignore[reportCallIssue]
         SglangClient,
@@ -282,7 +266,6 @@ def test_an_adapter_that_some_engine_would_compute_wrongly_is_not_sent(
 
 
 def test_an_adapter_of_all_linear_layers_fits(model: Path, tmp_path: Path):
-    """``all-linear`` names every linear layer but the embedding and the output head."""
     one = Adapter.random(model, tmp_path / "adapter", seed=1)
     one.config["target_modules"] = "all-linear"
     check_adapter(one.write().folder, V1, model)

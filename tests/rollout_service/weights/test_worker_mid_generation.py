@@ -65,7 +65,6 @@ def check(groups: list[Group], models: dict[int, Dense]) -> set[int]:
 def test_versions_are_applied_while_a_pack_generates(
     trainer_side: TrainerSide, start_worker: StartWorker, models: dict[int, Dense], mode: str
 ):
-    """Two versions are loaded before the pack is complete; it has tokens of each, all exact."""
     trainer_side.publish(0)
     worker = start_worker("w0", f"worker.update_mode={mode}")
     trainer_side.wait_applied("w0", 0, 60)

@@ -27,7 +27,6 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
-from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 OpenMirror = Callable[..., Mirror]
 BUCKET_BYTES = 4096
@@ -35,7 +34,6 @@ BUCKET_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder for config and tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -52,7 +50,6 @@ class Run:
         self.facts: dict[int, WeightsPublished] = {}
 
     def publish(self, version: int, *, corrupt: tuple[str, ...] = ()) -> WeightsPublished:
-        """Publish the next version."""
         random = torch.Generator().manual_seed(version)
         state = {
             name: tensor.clone()
@@ -71,7 +68,6 @@ class Run:
         return self.facts[version]
 
     def manifest(self, version: int) -> VersionManifest:
-        """The manifest that was announced for a version."""
         return VersionManifest.from_json(self.blobs.get(self.facts[version].manifest))
 
     def fetch(self, mirror: Mirror, version: int, *, keep: tuple[int, ...] = ()) -> MirroredVersion:
@@ -94,7 +90,6 @@ class Run:
 
 @pytest.fixture
 def run(bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path) -> Run:
-    """A run without versions."""
     return Run(bus, blobs, run_streams, model_folder)
 
 
@@ -129,15 +124,6 @@ def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirr
     assert folders == [folders[0], folders[1]] * 5
 
 
-def test_a_version_is_fetched_once(run: Run, open_mirror: OpenMirror) -> None:
-    """The second request is answered from disk."""
-    mirror = open_mirror()
-    run.publish(0)
-    first = run.fetch(mirror, 0)
-    again = run.fetch(mirror, 0)
-    assert (again.folder, again.num_bytes) == (first.folder, 0)
-
-
 def test_a_late_joiner_applies_snapshot_and_patches_in_one_pass(run: Run, open_mirror: OpenMirror) -> None:
     """40 versions behind, it reads one full snapshot and 40 patches, each once."""
     for version in range(41):
@@ -149,20 +135,7 @@ def test_a_late_joiner_applies_snapshot_and_patches_in_one_pass(run: Run, open_m
     assert mirrored.num_bytes == sum(manifest.num_bytes for manifest in manifests) + small
 
 
-def test_a_new_worker_starts_at_the_newest_full_snapshot(bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
-    """A worker without weights starts at the newest full snapshot that the head names."""
-    run = Run(bus, blobs, run_streams, model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=5))
-    for version in range(13):
-        run.publish(version)
-    anchor = run.manifest(12).anchor
-    assert anchor is not None
-    assert anchor.version == 10
-    mirrored = run.fetch(open_mirror(), 12)
-    run.assert_is(mirrored, 12)
-
-
 def test_an_older_version_is_written_to_a_third_folder(run: Run, open_mirror: OpenMirror) -> None:
-    """A pinned version that no folder holds is written to a third one, and the others do not change."""
     mirror = open_mirror()
     for version in range(6):
         run.publish(version)
@@ -178,7 +151,6 @@ def test_an_older_version_is_written_to_a_third_folder(run: Run, open_mirror: Op
 
 @pytest.mark.parametrize("what", [".pack", "manifest.json"])
 def test_a_corrupt_object_is_refused_and_the_answer_is_accepted(run: Run, open_mirror: OpenMirror, what: str) -> None:
-    """A version is served only when all of it is verified; the trainer's answer is accepted."""
     mirror = open_mirror()
     run.publish(0)
     run.publish(1)
@@ -194,33 +166,6 @@ def test_a_corrupt_object_is_refused_and_the_answer_is_accepted(run: Run, open_m
     following = run.fetch(mirror, 3, keep=(2,))
     run.assert_is(following, 3)
     assert following.num_bytes == run.facts[3].num_bytes  # the full snapshot is on the disk, in the other folder
-
-
-def test_a_corrupt_full_snapshot_is_refused(run: Run, open_mirror: OpenMirror) -> None:
-    """A worker without weights still has none, not wrong ones."""
-    run.publish(0, corrupt=("00002-of-00005.safetensors",))
-    mirror = open_mirror()
-    with pytest.raises(WeightsUnusable, match=r"version 0: .*sha256"):
-        run.fetch(mirror, 0)
-    assert mirror.held() == []
-    run.facts[0] = run.source.answer()
-    run.assert_is(run.fetch(mirror, 0), 0)
-
-
-def test_a_manifest_of_another_version_or_an_older_lease_is_refused(
-    bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path, open_mirror: OpenMirror
-) -> None:
-    """A manifest must name the announced version, and a trainer that lost its lease is not followed."""
-    run = Run(bus, blobs, run_streams, model_folder, epoch=2)
-    mirror = open_mirror()
-    fact = run.publish(4)
-    with pytest.raises(WeightsUnusable, match="is of version 4"):
-        mirror.fetch(PolicyVersion(5), fact.manifest)
-    run.fetch(mirror, 4)
-    former = WeightsSource(bus, blobs, run_streams, model_folder, epoch=1, bucket_bytes=BUCKET_BYTES)
-    stale = former.publish(5, run.states[4])
-    with pytest.raises(WeightsUnusable, match="lost its lease"):
-        mirror.fetch(PolicyVersion(5), stale.manifest, newest=True)
 
 
 def test_after_a_missing_object_the_newest_full_snapshot_is_fetched(run: Run, open_mirror: OpenMirror) -> None:
@@ -283,7 +228,6 @@ def test_a_killed_fetch_is_repaired(run: Run, tmp_path: Path, open_mirror: OpenM
 
 
 def test_copies_of_workers_that_no_longer_run_are_removed(run: Run, tmp_path: Path, open_mirror: OpenMirror) -> None:
-    """A locked folder, and one that is no cache folder, are not touched."""
     run.publish(0)
     killed, running = (open_mirror(name) for name in ("killed", "running"))
     folders = [run.fetch(mirror, 0).folder for mirror in (killed, running)]
@@ -295,7 +239,6 @@ def test_copies_of_workers_that_no_longer_run_are_removed(run: Run, tmp_path: Pa
 
 
 def test_a_closed_mirror_leaves_no_copies(run: Run, open_mirror: OpenMirror) -> None:
-    """`close` removes what was fetched."""
     run.publish(0)
     mirror = open_mirror()
     folder = run.fetch(mirror, 0).folder
@@ -304,7 +247,6 @@ def test_a_closed_mirror_leaves_no_copies(run: Run, open_mirror: OpenMirror) -> 
 
 
 def test_two_workers_of_one_id_do_not_share_a_folder(open_mirror: OpenMirror) -> None:
-    """The second worker's error asks for another id."""
     first = open_mirror("w0")
     with pytest.raises(ConfigError, match=r"another worker with the same worker\.id is running"):
         open_mirror("w0")

@@ -42,7 +42,6 @@ async def pinned(gate: VersionGate, engine: SwappedEngine, version: int, iterati
 
 
 async def follow(gate: VersionGate, engine: SwappedEngine) -> None:
-    """Swap to the newest version, as the follower does."""
     async with gate.swap():
         await engine.load(engine.newest)
 
@@ -70,7 +69,7 @@ async def test_a_pinned_version_is_served_while_it_is_held(seed: int):
             await follow(gate, engine)
     await follow(gate, engine)
     assert engine.version == engine.newest
-    await asyncio.wait_for(gate.wait_for_ordinary(), 5)
+    await asyncio.wait_for(gate.wait_for_ordinary(), 60)
 
 
 async def test_training_waits_while_an_older_version_is_evaluated():
@@ -94,15 +93,14 @@ async def test_training_waits_while_an_older_version_is_evaluated():
     assert not training.done()
     assert engine.version == 3
     hold.set()
-    await asyncio.wait_for(asyncio.gather(evaluation, swap, training), 5)
+    await asyncio.wait_for(asyncio.gather(evaluation, swap, training), 60)
     assert engine.version == 5
 
 
 async def test_training_does_not_wait_while_the_newest_version_is_evaluated():
-    """Only swaps wait for such a pin."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), is_older=lambda: False):
-        await asyncio.wait_for(gate.wait_for_ordinary(), 5)
+        await asyncio.wait_for(gate.wait_for_ordinary(), 60)
 
 
 async def test_packs_of_one_evaluation_share_their_pin():
@@ -122,12 +120,11 @@ async def test_a_swap_lingers_for_the_next_pack_of_an_evaluation_unless_ordinary
     await pinned(gate, engine, 0, 1)
     assert engine.loads == 0
     with gate.ordinary_waiting():
-        await asyncio.wait_for(swap, 5)
+        await asyncio.wait_for(swap, 60)
     assert engine.version == 1
 
 
 async def test_after_a_failed_load_the_next_swap_admits_training():
-    """The error is raised in the evaluation; the next swap admits training."""
     gate = VersionGate(linger_s=0.0)
 
     async def fail() -> None:
@@ -139,11 +136,10 @@ async def test_after_a_failed_load_the_next_swap_admits_training():
     assert gate.serves_older
     async with gate.swap():
         pass
-    await asyncio.wait_for(gate.wait_for_ordinary(), 5)
+    await asyncio.wait_for(gate.wait_for_ordinary(), 60)
 
 
 async def test_a_cancelled_waiter_does_not_block_swaps():
-    """A pin that is cancelled while it waits does not keep swaps waiting."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), is_older=lambda: False):
         waiting = asyncio.create_task(pinned(gate, engine, 7, 1))
@@ -151,4 +147,4 @@ async def test_a_cancelled_waiter_does_not_block_swaps():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    await asyncio.wait_for(follow(gate, engine), 5)
+    await asyncio.wait_for(follow(gate, engine), 60)

@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.chosen_parts import ALL, LOSSES
 from penstock.trainer.algorithm.presets import ALIASES, PRESETS, REFUSED, canonical
-from penstock.trainer.algorithm.registries import ALL, LOSSES
-from penstock.trainer.commands.algorithm_tables import with_reference
-from penstock.trainer.critic_settings import CriticSettings
+from penstock.trainer.commands.algorithm_reference import with_reference
+from penstock.trainer.model_settings import CriticSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 LOSS_OPTIONS = {name: loss.option_names for name, loss in LOSSES.built_in.items()}
@@ -41,7 +41,6 @@ def test_every_preset_has_its_row_and_its_formula(name: str) -> None:
 
 
 def test_the_table_names_nothing_that_does_not_exist() -> None:
-    """Its rows are the presets."""
     assert set(ROWS) - {"preset", "---"} == set(PRESETS)
 
 
@@ -50,7 +49,6 @@ def test_the_table_names_nothing_that_does_not_exist() -> None:
     *(("critic", name) for name in CriticSettings.model_fields),
 ])  # fmt: skip
 def test_every_setting_is_explained(section: str, name: str) -> None:
-    """By its name in a run file; so is each of its values."""
     assert _is_named(name)
     model = AlgorithmSettings if section == "algorithm" else CriticSettings
     annotation: Any = model.model_fields[name].annotation
@@ -60,7 +58,6 @@ def test_every_setting_is_explained(section: str, name: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSS_OPTIONS)
 def test_the_page_names_the_options_of_every_loss(loss: str) -> None:
-    """The table of parts names the loss in the row of every setting that the loss reads, and in no other of them."""
     table = PAGE.split("| setting | what it is | read by |")[1].split("The section `critic`")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| `")]
     for names, _, readers in rows:
@@ -78,12 +75,10 @@ def test_every_part_is_named(name: str) -> None:
 
 
 def test_the_tables_of_the_parts_are_up_to_date() -> None:
-    """They are made from the files of the parts by a command."""
     assert with_reference(PAGE) == PAGE, "run python -m penstock.trainer.commands.algorithm_reference"
 
 
 def test_the_page_names_what_is_not_offered_and_every_alias_is_a_preset() -> None:
-    """Refused names are on the page; every alias means a preset, and no alias has a preset's name."""
     assert all(_is_named(name) for name in REFUSED if name != "crossentropy")
     assert all(canonical(alias) in PRESETS for alias in ALIASES)
     assert not ALIASES.keys() & PRESETS.keys()

@@ -16,8 +16,8 @@ from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.ledger import Ledger
@@ -176,7 +176,6 @@ def test_a_teacher_beside_a_correction_and_as_a_reference(trained: dict[str, lis
 
 
 def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:
-    """Such a group is dropped under its own reason."""
     box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_signal=True)
     drop = box.offer(ready(1, (1.0, 1.0)))
     assert drop is not None
@@ -188,7 +187,6 @@ def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:
 
 
 def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> None:
-    """Only the others are trained on, as in a batch of them alone."""
     groups = [ready(1, (1.0, 0.0, 0.0)), ready(2, (0.5, 0.5, 0.5))]
     plan = plan_of(groups, AlgorithmSettings(drop_zero_advantage=True))
     alone = plan_of(groups[:1], AlgorithmSettings())
@@ -198,7 +196,6 @@ def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> 
 
 
 def test_a_batch_whose_every_trajectory_is_filtered_is_kept_whole() -> None:
-    """Its advantages are 0, and its figures are still reported."""
     plan = plan_of([ready(1, (0.5, 0.5))], AlgorithmSettings(drop_zero_advantage=True))
     assert len(plan.rows) == 2
     assert {r.advantage for r in plan.rows} == {0.0}
@@ -285,7 +282,6 @@ def test_groups_without_a_baseline_are_issued_again_under_remax() -> None:
 
 
 def test_cut_answers_can_be_left_out() -> None:
-    """DAPO's overlong filtering, counted."""
     found = credit_rule(AlgorithmSettings(mask_truncated=True), longest=10)(
         [Scored([1.0, 0.0, 1.0], [3, 10, 3], [False, True, False])]
     )

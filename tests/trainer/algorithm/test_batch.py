@@ -101,7 +101,6 @@ def test_a_group_over_the_budget_is_split_and_repeats_its_prompt() -> None:
 
 
 def test_one_group_is_divided_over_ranks() -> None:
-    """Ranks that would wait for the only group compute a part of it each."""
     rows = [_row([7] * 50 + [n] * 51, list(range(50, 101))) for n in range(8)]
     prefixes = prefixes_of([row.token_ids for row in rows], [row.loss_mask for row in rows])
     plan = plan_micro_batches([101] * 8, budget_tokens=1000, num_ranks=2, prefixes=prefixes)
@@ -121,7 +120,6 @@ def test_plan_balances_cost_over_ranks() -> None:
 
 
 def test_the_error_for_a_too_long_row_names_the_settings_to_change() -> None:
-    """A trajectory over the budget is an error that names the settings, and is not truncated."""
     with pytest.raises(BatchDoesNotFit, match=r"200 tokens.*micro_batch_tokens = 100.*max_new_tokens"):
         plan_micro_batches([10, 200], budget_tokens=100)
 

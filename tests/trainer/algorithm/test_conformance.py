@@ -23,13 +23,14 @@ from penstock.trainer.algorithm import kl as kl_
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.corrections.age_band import inside_age_band
-from penstock.trainer.algorithm.corrections.effective_sample_size import effective_share, learning_rate_factor
 from penstock.trainer.algorithm.corrections.importance import importance_weights
 from penstock.trainer.algorithm.corrections.m2po import m2po_mask
 from penstock.trainer.algorithm.corrections.opsm import off_policy_sequence_mask
 from penstock.trainer.algorithm.corrections.ratios import (
     approximate_proximal,
     bernoulli_kl,
+    effective_share,
+    learning_rate_factor,
     log_weights,
     total_variation,
 )
@@ -1053,7 +1054,6 @@ RUN = [i for i in CASES if i not in DISAGREEMENTS and i not in OTHER_RULES]
 
 @pytest.mark.parametrize("case_id", RUN)
 def test_equals_the_public_implementation(case_id: str) -> None:
-    """Value and gradient are those of the implementation that the case was taken from."""
     case = CASES[case_id]
     adapter = _adapter(case_id)
     assert adapter is not None, f"no function of ours answers for {case_id}"

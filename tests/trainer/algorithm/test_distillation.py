@@ -15,12 +15,12 @@ from tests.trainer.algorithm.test_full_kl import OTHER, POLICY, VOCABULARY, _rea
 from tests.trainer.learner.test_shared_prompts import _row as row_of
 from torch import Tensor
 
-from penstock.protocol.teacher_scores import TeacherRow
+from penstock.protocol.token_annotations import TeacherRow
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.distillation import kl_from_teacher
 from penstock.trainer.algorithm.kl import kl_full
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 

@@ -12,7 +12,6 @@ from penstock.trainer.errors import EngineMismatch
 
 
 def seen(mean_abs: float, num_tokens: int = 1000) -> Mismatch:
-    """A comparison of so many tokens."""
     return Mismatch(num_tokens=num_tokens, mean_abs=mean_abs, max_abs=10 * mean_abs, kl_k1=0.0, kl_k3=mean_abs**2 / 2)
 
 
@@ -25,7 +24,6 @@ def check_after_start(limit: float | None = 0.1, max_violations: int = 3) -> Eng
 
 @pytest.mark.parametrize("mean_abs", [0.11, 5.0, math.inf, math.nan])
 def test_a_violation_at_the_first_comparison_stops_the_run(mean_abs: float):
-    """The error names what to check."""
     with pytest.raises(EngineMismatch, match=r"version 4.*at the first comparison.*temperature.*dtype.*tokenizer"):
         EngineCheck(limit=0.1, max_violations=3).check(seen(mean_abs), 4)
 
@@ -50,7 +48,6 @@ def test_steps_without_fresh_tokens_are_no_comparisons():
 
 
 def test_without_a_limit_it_never_stops():
-    """A limit of None reports and never stops."""
     check = check_after_start(limit=None, max_violations=1)
     for _ in range(5):
         check.check(seen(3.0), 1)

@@ -37,7 +37,6 @@ def _turns(*rewards: float, states: Sequence[str] = (), tokens: int = 2) -> list
 
 
 def _group(*episodes: tuple[float, list[Turn]]) -> Scored:
-    """Episodes of a total reward and turns."""
     lengths = [sum(turn.end - turn.start for turn in turns) for _, turns in episodes]
     rewards = [reward for reward, _ in episodes]
     return Scored(rewards, lengths, [False] * len(episodes), turns=[turns for _, turns in episodes])
@@ -112,7 +111,6 @@ def test_a_replay_reads_the_rows_that_were_trained() -> None:
 
 
 def test_rows_share_a_prompt_only_where_they_begin_alike() -> None:
-    """A sub-agent's row does not count as one that begins with the prompt of its group."""
     _, plan = _ready()
     assert sorted(row for share in plan.micro_batches for part in share for row in part) == list(range(6))
     assert by_trajectory([_ready()[0]], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]) == [7.0, 8.0, 16.0, 32.0]
@@ -141,7 +139,6 @@ def test_what_no_turn_was_given_is_in_the_last_one() -> None:
 
 
 def test_turns_of_one_state_are_compared_where_states_are_known() -> None:
-    """With ``turn_baseline = state`` a turn is compared with those that chose in the same situation, at any number."""
     group = _group((1.0, _turns(0.0, 1.0, states=("a", "b"))), (0.0, _turns(0.0, 0.0, states=("b", "c"))))
     assert _credit(group, name="return_to_go", turn_baseline="state").turns == [[0.0, 0.5], [-0.5, 0.0]]
 
@@ -223,13 +220,11 @@ def test_successes_of_too_few_turns_are_left_out() -> None:
 
 
 def test_turns_are_credited_only_with_rewards_as_they_are() -> None:
-    """A normalised total and turns that are not would not add up."""
     with pytest.raises(ValueError, match="reward_norm changes the rewards of whole episodes"):
         AlgorithmSettings(name="gigpo", reward_norm="batch")
 
 
 def test_an_overlong_penalty_judges_the_longest_turn() -> None:
-    """Many short turns are not one long answer."""
     group = _group((1.0, _turns(0.0, 0.0, 0.0, tokens=4)), (1.0, _turns(0.0, tokens=10)))
     found = _credit(group, name="reinforce", overlong_buffer=0.5)
     assert found.rewards == [1.0, 0.0]

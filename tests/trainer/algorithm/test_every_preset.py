@@ -22,17 +22,16 @@ from tests.trainer.learner.test_shared_prompts import SCORER, VOCABULARY
 from torch import Tensor
 
 from penstock.protocol.facts import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
-from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, first_sampled
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.algorithm.distillation import of_teacher, top_of_teacher
 from penstock.trainer.algorithm.estimators.gae import gae
-from penstock.trainer.algorithm.objective import Objective, Outcome
+from penstock.trainer.algorithm.objective import Objective, Outcome, build_objective
 from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.token_credit import TokenCredit
@@ -154,8 +153,6 @@ def outcome_of(rule: Objective, logprobs: Tensor, batch: MicroBatch, teacher_kl:
 
 @dataclass
 class Trained:
-    """The results of a step."""
-
     loss: float
     gradients: dict[tuple[bytes, bytes], Tensor]  # of every sampled token's log-probability
     sums: dict[str, float]
@@ -193,7 +190,6 @@ def train(
     name: str, groups: Sequence[ReadyGroup], *, spread: float = 0.3, budget: int = 10_000, num_ranks: int = 1,
     version: int = 3,
 ) -> Trained:  # fmt: skip
-    """Make a step as the ranks together would."""
     section, policy = section_of(name), Policy(spread, {})
     plan = plan_of(groups, section, budget=budget, num_ranks=num_ranks, version=version)
     held = {(0, group.scored.generated.row_group): group.group for group in groups}
@@ -252,7 +248,6 @@ def test_micro_batches_and_ranks_change_nothing(
 @examples(6)
 @given(batch=some_batch, seed=st.integers(0, 1000))
 def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: int) -> None:
-    """Groups in another order, and the trajectories of each in another order: the same for every token."""
     section, order = section_of(name), random.Random(seed)
     if section.advantage == "pass_at_k":  # of equally good answers the first is the best, and leads by 0
         assume(all(len({one.reward for one in members}) == len(members) for members in batch))

@@ -7,8 +7,8 @@ import torch
 
 from penstock.protocol.config.run_file import load
 from penstock.trainer.algorithm.algorithm_settings import RECORDED
+from penstock.trainer.algorithm.chosen_parts import ESTIMATORS
 from penstock.trainer.algorithm.estimators.interface import Outcomes
-from penstock.trainer.algorithm.registries import ESTIMATORS
 from penstock.trainer.settings import TrainerSettings
 
 ONE = ["model.path=m", "rollout.group_size=1"]
@@ -25,12 +25,10 @@ def test_exactly_the_group_relative_estimators_give_a_group_of_one_nothing(name:
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"])
 def test_the_algorithms_that_the_error_names_train_on_groups_of_one(name: str) -> None:
-    """They have another baseline than the group's mean."""
     assert load(TrainerSettings, overrides=[*ONE, f"algorithm.name={name}"]).settings.rollout.group_size == 1
 
 
 def test_stored_groups_and_recorded_runs_are_not_refused() -> None:
-    """The size of stored groups is that of their run; and a run that was recorded stays readable."""
     assert load(TrainerSettings, overrides=[*ONE, "data.from_run=other"]).settings.rollout.group_size == 1
     recorded = {"model": {"path": "m"}, "rollout": {"group_size": 1}}
     assert TrainerSettings.model_validate(recorded, context=RECORDED).rollout.group_size == 1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.trainer.algorithm.tokens import lengths, sample, seeds
 
+from penstock.trainer.algorithm.chosen_parts import LOSSES as REGISTRY
 from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
 from penstock.trainer.algorithm.losses.cispo import cispo
 from penstock.trainer.algorithm.losses.covariance import clip_cov
@@ -28,7 +29,6 @@ from penstock.trainer.algorithm.losses.tokens import PolicyLoss, Sequences, Toke
 from penstock.trainer.algorithm.losses.topr import topr, topr_token
 from penstock.trainer.algorithm.losses.turn_ratio import turn_ratio
 from penstock.trainer.algorithm.losses.vespo import vespo
-from penstock.trainer.algorithm.registries import LOSSES as REGISTRY
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -163,7 +163,6 @@ def test_token_truncation_caps_the_weight_in_the_gradient() -> None:
 
 
 def test_the_two_clips_are_counted_separately() -> None:
-    """The clip and the dual clip are counted separately, each only where it set the gradient to 0."""
     # ratio: 1.5, A>0: clip; 1.5, A<0: dual 1.2; 0.5, A<0: clip; 0.5, A>0: free; 1.1: free
     tokens = _tokens([1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, -1.0, 1.0, -1.0])
     terms = ppo_clip(tokens, clip_low=0.2, clip_high=0.2, dual_clip=1.2)
@@ -183,7 +182,6 @@ def test_ce_gppo_without_betas_has_the_gradient_of_ppo() -> None:
 
 
 def test_gspo_token_equals_gspo_for_one_advantage_per_sequence() -> None:
-    """The two differ only where advantages differ within a sequence."""
     one, other = _tokens([1.1, 0.95, 1.3], [1.0] * 3), _tokens([1.1, 0.95, 1.3], [1.0] * 3)
     gspo(one, **CLIP).loss.sum().backward()
     gspo_token(other, **CLIP).loss.sum().backward()

@@ -13,9 +13,8 @@ from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
-from penstock.trainer.algorithm.objective import PolicyGradient
-from penstock.trainer.algorithm.registries import LOSSES
+from penstock.trainer.algorithm.chosen_parts import LOSSES
+from penstock.trainer.algorithm.objective import PolicyGradient, build_objective
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.settings import TrainerSettings
 
@@ -39,7 +38,6 @@ def micro_batch(given: Given, **logprobs: torch.Tensor) -> MicroBatch:
 
 
 def test_ratios_are_against_the_policy_before_a_batch_of_several_optimizer_steps() -> None:
-    """Against the sampler, where a batch is one optimizer step or it is asked for; the former is scored in any case."""
     assert objective().anchor == "behaviour"
     assert not objective().needs_proximal
     for many in (TWICE, {"minibatches": 2}):
@@ -103,7 +101,6 @@ def test_every_loss_with_a_ratio_takes_it_against_the_proximal_policy(loss: str)
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused(settings: dict[str, object], text: str) -> None:
-    """Before anything is loaded, with what to write."""
     given = [f"algorithm.{key}={json.dumps(value)}" for key, value in settings.items()]
     with pytest.raises(ConfigError, match=text):
         load(TrainerSettings, overrides=["model.path=m", "rollout.groups_per_step=8", *given])

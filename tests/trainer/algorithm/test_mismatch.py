@@ -44,7 +44,6 @@ def flattened(found: dict) -> dict[str, float]:
 @examples(25)
 @given(rows=lengths, seed=seeds, cut=st.integers(0, 6), spread=st.sampled_from([0.0, 0.3, 400.0]))
 def test_splitting_a_batch_changes_no_figure(rows: list[int], seed: int, cut: int, spread: float) -> None:
-    """One micro-batch or two, an empty one included: the same figures, and all finite."""
     current, behaviour, ages, _ = invented(rows, seed, spread)
     edge = sum(rows[:cut])
     first = (
@@ -65,7 +64,6 @@ def test_splitting_a_batch_changes_no_figure(rows: list[int], seed: int, cut: in
 
 
 def test_equal_policies_have_no_distance() -> None:
-    """Every distance is 0, every ratio 1."""
     found = figures(invented([4, 0, 3], 1, spread=0.0))
     for name in ("kl_behaviour", "kl_behaviour_k1", "logprob_gap", "logprob_gap_max", "chi2_token", "chi2_sequence"):
         assert found[name] == 0.0

@@ -90,7 +90,7 @@ shown = format_config(loaded)
 without_torch = "torch" not in sys.modules
 import torch
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 
 credit = credit_rule(settings, longest=9)([Scored([1.0, 0.5], [1, 2], [False, False])])
@@ -166,7 +166,6 @@ def test_one_file_is_a_choice_of_settings_objective_and_credit(copy: Path) -> No
     ],
 )
 def test_errors_about_a_new_part_contain_the_fix(copy: Path, overrides: list[str], reply: str) -> None:
-    """Its options are checked like every other key."""
     done = run(copy, "-m", "penstock.trainer", "config", "model.path=m", *overrides)
     assert done.returncode == 2
     assert reply in done.stderr

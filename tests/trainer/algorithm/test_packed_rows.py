@@ -47,7 +47,6 @@ def test_every_row_is_in_the_stream_and_attends_to_itself_alone(drawn: tuple[lis
 
 
 def test_a_prompt_and_its_answers_are_a_tree_of_one_level() -> None:
-    """The prompt is there once at any length, and each answer after it; another prompt is another tree."""
     prompt = np.arange(5000, dtype=np.int32)
     answers = [np.append(prompt, np.full(3, 6000 + n, np.int32)) for n in range(3)]
     packed = pack([*answers, prompt[1:9]], [5000] * 3 + [8])

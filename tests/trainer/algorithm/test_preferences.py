@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.examples import examples
 
-from penstock.trainer.algorithm.preferences.registry import PREFERENCE_LOSSES
+from penstock.trainer.algorithm.preferences.interface import PREFERENCE_LOSSES
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.dpo_settings import DpoSettings
-from penstock.trainer.learner.pairs.pair_batches import answer_sums, answer_weights, build_pairs
-from penstock.trainer.learner.pairs.preference_objective import Answers, Preference, coupled_loss
+from penstock.trainer.learner.preference_objective import (
+    Answers,
+    Preference,
+    answer_sums,
+    answer_weights,
+    build_pairs,
+    coupled_loss,
+)
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "trl" / "losses.json").read_text())
 # TRL 1.16 itself refuses to weigh aot, which sorts the answers of a batch
@@ -163,7 +169,6 @@ def test_settings_that_do_nothing_or_contradict_are_refused(keys: dict[str, Any]
 
 
 def test_a_loss_of_ones_own_is_one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a file, with options of its own in [dpo.options]."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "from pydantic import Field\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.presets import ALIASES, PRESETS
 
 UNPROTECTED = {"dual_clip": None, "stale_negative_weight": 1.0, "ess_level": "off"}
@@ -36,14 +36,12 @@ def test_every_setting_of_a_preset_is_as_it_was_recorded(name: str) -> None:
 
 
 def test_the_default_is_as_it_was_recorded() -> None:
-    """It was called `grpo`, and trains as before under its own name."""
     found = AlgorithmSettings().model_dump(mode="json")
     assert {key: found[key] for key in RECORDED["grpo"]} == RECORDED["grpo"] | {"name": "async_grpo"}
     assert build_objective(AlgorithmSettings()).options == RECORDED["presets"]["grpo"]["options"]
 
 
 def test_no_preset_and_no_alias_is_missing() -> None:
-    """Presets may be added; each alias still names its preset."""
     assert set(RECORDED["presets"]) <= set(PRESETS)
     for alias, name in RECORDED["aliases"].items():
         assert AlgorithmSettings(name=alias) == AlgorithmSettings(name=name)

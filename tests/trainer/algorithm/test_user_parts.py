@@ -15,10 +15,10 @@ from penstock.protocol.config.run_file import Loaded, config_document, format_co
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
-from penstock.trainer.recovery.environment_fingerprint import differences, environment_fingerprint
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.recovery.recorded_settings import changed_settings, read_settings
+from penstock.trainer.recovery.run_record_writer import differences, environment_fingerprint
 from penstock.trainer.settings import TrainerSettings
 
 PARTS = '''
@@ -117,7 +117,6 @@ def test_options_of_user_code_are_shown_recorded_and_read_back(code: str) -> Non
 
 
 def test_settings_that_an_older_version_recorded_are_read_with_its_defaults() -> None:
-    """Every key is in the record, also an option whose default was another and which the loss does not read."""
     document = config_document(load(TrainerSettings, overrides=["model.path=m", "algorithm.name=reinforce"]))
     document["settings"]["algorithm"] |= {"dual_clip": 1.2, "stale_negative_weight": 0.5, "ess_level": "token"}
     settings, _ = read_settings(json.dumps(document).encode(), where="here")
@@ -171,7 +170,6 @@ def test_what_user_code_may_not_do_is_refused(code: str) -> None:
 
 
 def test_two_corrections_of_one_name_are_refused(code: str, tmp_path: Path) -> None:
-    """What a step reports by the name of a correction is about one correction."""
     (tmp_path / "others.py").write_text(PARTS)
     loaded = settings(f'algorithm.corrections=["{code}:below", "others.py:below"]')
     with pytest.raises(ValueError, match="two corrections are named 'below'"):

@@ -16,7 +16,7 @@ from tests.trainer.learner.rank_check import how
 
 from penstock.protocol.config.run_file import load
 from penstock.protocol.facts import BlobRef, ScoredGroup
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.planning import Planner

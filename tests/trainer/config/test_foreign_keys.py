@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from penstock.console.tracking.settings import TrackSettings
+from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.config_show import as_document, load_all
-from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED, SYSTEMS, Alias, advice
+from penstock.protocol.config.foreign_config import ABSENT, ALIASES, REFUSED, RENAMED, SYSTEMS, Alias, advice
 from penstock.protocol.config.run_file import load
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings
 
 GUIDE_KEYS = [
     line.split("\t") for line in (Path(__file__).parents[2] / "data" / "guide_keys.tsv").read_text().splitlines()
 ]
+NUM_KEYS = {"AgentRL": 42, "HelloAgents": 18, "verl-guide": 22, "ROLL": 124, "platform": 77}
 ROOM = ["trainer.micro_batch_tokens=100000", "trainer.steps=10000"]
 
 # A value for each setting that an alias sets, and what else must be set for it to have an effect.
@@ -75,7 +77,6 @@ def refusal(overrides: list[str]) -> list[str]:
 
 
 def test_every_taken_key_sets_its_settings_in_some_service() -> None:
-    """The value arrives, and its origin names the key that was written."""
     assert len(ALIASES) > 230
     for key, alias in ALIASES.items():
         written, *needs = VALUES[alias.keys[0]]
@@ -89,14 +90,10 @@ def test_every_taken_key_sets_its_settings_in_some_service() -> None:
         document = as_document(load_all([], [*path, *room, *needs, f"{key}={written}"], {}))
         for ours in alias.keys:
             assert document["origins"][ours] == f"override as {key}"
-            node = document["settings"]
-            for part in ours.split("."):
-                node = node[part]
-            assert str(node).lower().replace("'", '"') == written
+            assert str(value_of(document["settings"], ours)).lower().replace("'", '"') == written
 
 
 def test_every_other_key_is_answered_and_none_is_unknown() -> None:
-    """All of them at once: a line each, with the answer of the table."""
     told = {**RENAMED, **ABSENT}
     assert len(told) > 750
     lines = refusal(["model.path=m", *(f"{key}=1" for key in told)])
@@ -126,33 +123,31 @@ def test_systems_differ_in_one_key_only() -> None:
     assert {key for key, found in answers.items() if len(found) > 1} == {"train_batch_size"}
 
 
-@pytest.mark.parametrize(("guide", "given", "kind", "answer"), GUIDE_KEYS)
-def test_every_key_of_the_guides_has_its_answer(guide: str, given: str, kind: str, answer: str) -> None:
-    """With the values of the guides: the setting and its value, or what to write, or why not."""
-    overrides = [*ROOM[:1], *given.split(" ")] if kind == "taken" else [*ROOM[:1], given]
-    sets_path = "model.path = " in answer or given.startswith("model.path=")
-    overrides += [] if sets_path else ["model.path=m"]
-    if kind == "answered":
-        [line] = refusal(overrides)
-        assert answer in line
-        assert "unknown key" not in line
-        return
-    ours, _, value = answer.partition(" = ")
-    service = TrackSettings if ours.startswith("track") else TrainerSettings
-    node: Any = load(service, overrides=overrides).settings
-    for part in ours.split("."):
-        node = (
-            node[int(part)] if isinstance(node, list) else node[part] if isinstance(node, dict) else getattr(node, part)
-        )
-    assert str(node) == value
+@pytest.mark.parametrize("guide", NUM_KEYS)
+def test_every_key_of_the_guides_has_its_answer(guide: str) -> None:
+    keys = [line[1:] for line in GUIDE_KEYS if line[0] == guide]
+    assert len(keys) == NUM_KEYS[guide]
+    for given, kind, answer in keys:
+        overrides = [*ROOM[:1], *given.split(" ")] if kind == "taken" else [*ROOM[:1], given]
+        sets_path = "model.path = " in answer or given.startswith("model.path=")
+        overrides += [] if sets_path else ["model.path=m"]
+        if kind == "answered":
+            [line] = refusal(overrides)
+            assert answer in line, given
+            assert not re.search("unknown key|did you mean", line), given
+            continue
+        ours, _, value = answer.partition(" = ")
+        service = TrackSettings if ours.startswith("track") else TrainerSettings
+        assert str(value_of(load(service, overrides=overrides).settings, ours)) == value, given
 
 
-def test_all_five_guides_are_read() -> None:
-    """The data holds the keys of each."""
-    guides = [line[0] for line in GUIDE_KEYS]
-    assert {guide: guides.count(guide) for guide in dict.fromkeys(guides)} == {
-        "AgentRL": 42, "HelloAgents": 18, "verl-guide": 22, "ROLL": 124, "platform": 77,
-    }  # fmt: skip
+def value_of(settings: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(settings, list):
+            settings = settings[int(part)]
+        else:
+            settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
+    return settings
 
 
 def test_hydras_forms_of_an_override_are_read() -> None:
@@ -192,6 +187,54 @@ def test_one_side_of_the_clip_overrules_both(order: int) -> None:
     ],
 )
 def test_a_key_without_its_sections_is_recognised(written: str, hint: str) -> None:
-    """Wrappers drop the sections, and write dashes."""
     with pytest.raises(ConfigError, match=re.escape(hint)):
         load(TrainerSettings, overrides=["model.path=m", *written.split()])
+
+
+def test_verls_never_is_an_evaluation_at_both_ends() -> None:
+    """`trainer.test_freq = -1` evaluates at no step in between."""
+    given = ["model.path=m", "data.eval=e.jsonl", "trainer.test_freq=-1"]
+    assert load(TrainerSettings, overrides=given).settings.eval.every == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("trainer.save_steps=5", "did you mean trainer.checkpoint_every?"),
+        ("trainer.learning_rate=1e-4", "did you mean trainer.lr?"),
+        ("rollout.num_generations=8", "did you mean rollout.group_size?"),
+        ("rollout.colour=red", "known here: rollout.group_size, rollout.groups_per_step"),
+        ("rollout.temprature=1.0", "did you mean rollout.temperature?"),
+    ],
+)
+def test_a_foreign_key_in_a_section_is_answered_as_without_one(written: str, hint: str) -> None:
+    """What another project writes elsewhere, or without a section, is not taken for a misspelt key that looks alike."""
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        load(TrainerSettings, overrides=["model.path=m", written])
+
+
+def test_a_setting_that_is_given_under_two_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.lr is given twice, as trainer.lr and as learning_rate"):
+        load(TrainerSettings, overrides=["model.path=m", "trainer.lr=1e-3", "learning_rate=1e-4"])
+
+
+def test_a_value_that_does_not_exist_here_is_refused_under_both_names() -> None:
+    """The error names the key of Penstock, its possible values, and the key that was written."""
+    with pytest.raises(ConfigError, match=r"override as loss_agg_mode: algorithm.aggregation: expected .*token-mean"):
+        load(TrainerSettings, overrides=["model.path=m", "loss_agg_mode=mean"])
+
+
+def test_every_key_that_an_error_recommends_exists() -> None:
+    sections = {**RolloutSettings.model_fields, **TrainerSettings.model_fields}
+    assert not set(ALIASES) & {*RENAMED, *ABSENT, *REFUSED}
+    told = [*ABSENT.values(), *RENAMED.values(), *(" ".join(alias.keys) for alias in ALIASES.values())]
+    named = re.findall(
+        rf"\b({'|'.join(sections)})((?:\.[a-z_]+)+)", " ".join(told).replace("metrics.jsonl", "the file")
+    )
+    assert len(named) > 150
+    for section, rest in named:
+        model = sections[section].annotation
+        first, *deeper = rest.strip(".").split(".")
+        assert first in model.model_fields, f"{section}{rest}"  # type: ignore[union-attr]
+        if deeper and first != "map":
+            assert deeper[0] in model.model_fields[first].annotation.model_fields  # type: ignore[union-attr]

@@ -7,20 +7,14 @@ import sys
 from pathlib import Path
 from typing import get_args, get_origin
 
-import numpy as np
 import pytest
-import torch
 from pydantic import BaseModel
 
 from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer import model_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
-from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.build_objective import build_objective
-from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.attention_choice import NAMES
 from penstock.trainer.settings import TrainerSettings
@@ -33,7 +27,6 @@ TAUGHT = {"on_policy_distillation": (TEACHER,), "gkd": (TEACHER, "teacher.top_k=
 
 
 def preset(name: str) -> list[str]:
-    """Return the overrides that choose a preset, with what it needs."""
     return ["model.path=m", f"algorithm.name={name}", *TAUGHT.get(name, ())]
 
 
@@ -50,7 +43,6 @@ def test_the_model_folder_is_the_only_required_setting():
 
 @pytest.mark.parametrize("section", sorted(TrainerSettings.model_fields))
 def test_every_setting_is_described(section: str):
-    """Each field of each section has a description."""
     assert section in SECTIONS
     model = TrainerSettings.model_fields[section].annotation
     assert isinstance(model, type)
@@ -61,7 +53,6 @@ def test_every_setting_is_described(section: str):
 
 
 def test_foreign_names_lead_to_settings_that_exist():
-    """Each name that the table of other projects' names recommends is a key of the trainer."""
     for name, target in RENAMED.items():
         for dotted in target.split(" (")[0].split(" and "):
             section, _, key = dotted.partition(".")
@@ -239,7 +230,6 @@ def test_foreign_names_lead_to_settings_that_exist():
     ],
 )
 def test_errors_about_contradictions_contain_the_fix(overrides: list[str], reply: str):
-    """Settings that contradict each other are refused with the fix."""
     with pytest.raises(ConfigError) as caught:
         settings(*overrides)
     assert reply in str(caught.value)
@@ -260,14 +250,14 @@ def test_settings_load_and_are_shown_without_torch():
 import sys
 sys.modules |= dict.fromkeys(("torch", "deepspeed", "transformers"))  # importing one of them raises ImportError
 from penstock.protocol.config.run_file import format_config, load
-from penstock.trainer.algorithm.registries import ALL
+from penstock.trainer.algorithm.chosen_parts import ALL
 from penstock.trainer.settings import TrainerSettings
 assert all(registry.built_in for registry in ALL)
 for name in sys.argv[1:]:
     format_config(load(TrainerSettings, overrides=name.split()))
 """
     presets = [" ".join(preset(name)) for name in PRESETS]
-    subprocess.run([sys.executable, "-c", code, *presets], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *presets], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -339,39 +329,7 @@ def test_a_shown_configuration_of_another_loss_reads_back():
     ],
 )
 def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: str):
-    """An alias of a name is accepted."""
     assert settings(f"algorithm.name={theirs}").algorithm.name == ours
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_trains(name: str):
-    """Objective and credit of every preset give a finite loss and gradient on a small batch."""
-    section = settings(*preset(name)).algorithm
-    baseline = (0.25, 2) if section.needs_baseline else None
-    groups = [
-        Scored([1.0, 0.0, 0.5], [3, 4, 2], [False, True, False], baseline=baseline),
-        Scored([0.0, 0.0], [1, 4], [False, False], baseline=baseline),
-    ]
-    found = credit_rule(section, longest=4)(groups)
-    lengths = [3, 4, 2, 1, 4]
-    rows = [
-        Row(
-            np.arange(n + 1, dtype=np.int32), np.array([False] + [True] * n),
-            np.full(n + 1, -1.0, dtype=np.float32), advantage, weight / sum(lengths),
-            teacher=TeacherRow(np.full(n, -1.5, np.float32), np.zeros((n, 0), np.int32), np.zeros((n, 0), np.float32)),
-        )
-        for n, advantage, weight in zip(lengths, found.advantages, found.weights, strict=True)
-    ]  # fmt: skip
-    batch = build(rows)
-    logprobs = (batch.behaviour_logprobs + torch.linspace(-0.4, 0.4, sum(lengths))).requires_grad_()
-    objective = build_objective(section)
-    kl = -logprobs if objective.needs_teacher_kl else None  # of a teacher that is certain of the sampled tokens
-    outcome = objective(logprobs, batch, None, None, kl)
-    outcome.loss.backward()
-    assert torch.isfinite(outcome.loss)
-    assert logprobs.grad is not None
-    assert torch.isfinite(logprobs.grad).all()
-    assert logprobs.grad.abs().sum() > 0
 
 
 def test_the_reference_of_an_earlier_record_is_parked() -> None:
@@ -398,7 +356,6 @@ def test_the_dtype_follows_the_gpus_that_the_trainer_sees(tmp_path: Path, monkey
 
 
 def test_an_attention_that_there_is_not_is_refused_with_the_names() -> None:
-    """Every backend can be named."""
     with pytest.raises(ConfigError, match=r"trainer\.attention.*flash-3"):
         settings("trainer.attention=flash2")
     assert [settings(f"trainer.attention={name}").trainer.attention for name in NAMES] == list(NAMES)

@@ -53,7 +53,6 @@ def settings(folder: Path, **sections: dict[str, Any]) -> TrainerSettings:
     ],
 )
 def test_what_is_not_exact_with_images_is_refused(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
-    """With the setting and what to do, for a model that reads images alone."""
     model = model_folder(tmp_path / "model")
     check_vision(settings(model))
     check_vision(settings(model, model={"train_vision_tower": True}))
@@ -64,21 +63,18 @@ def test_what_is_not_exact_with_images_is_refused(tmp_path: Path, sections: dict
 
 
 def test_a_setting_for_a_tower_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """It would do nothing."""
     text = model_folder(tmp_path / "text", {"model_type": "qwen3"})
     with pytest.raises(ConfigError, match=r"train_vision_tower = true, and .* reads text alone"):
         check_vision(settings(text, model={"train_vision_tower": True}))
 
 
 def test_commands_that_read_text_refuse_such_a_model(tmp_path: Path) -> None:
-    """`penstock sft`, `dpo`, `rm` and `eval`."""
     refuse_vision(settings(model_folder(tmp_path / "text", {"model_type": "qwen3"})), "sft")
     with pytest.raises(ConfigError, match="`penstock sft` reads text alone"):
         refuse_vision(settings(model_folder(tmp_path / "model")), "sft")
 
 
 def test_environments_that_would_not_show_the_images_are_refused(tmp_path: Path) -> None:
-    """They render the messages of a row themselves."""
     chosen = settings(model_folder(tmp_path / "model"), rollout={"environment": "tools"})
     check_environments(chosen, {None: 0})
     with pytest.raises(ConfigError, match=r"3 rows of data.train have images, and the environment tools .*use rollout"):

@@ -95,7 +95,6 @@ def reference(folders: dict[str, Path]) -> dict[str, object]:
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_tokens_equal_those_of_transformers(folders, reference, name, chat, add_generation_prompt):
-    """Texts and token ids equal those of apply_chat_template."""
     tokenizer = ChatTokenizer.read(folders[name])
     text = tokenizer.render(chat, add_generation_prompt=add_generation_prompt)
     expected = reference[name]
@@ -106,7 +105,6 @@ def test_tokens_equal_those_of_transformers(folders, reference, name, chat, add_
 
 
 def test_tokens_decode_to_their_text(folders):
-    """Decoding the ids of a byte-level tokenizer returns the text."""
     tokenizer = ChatTokenizer.read(folders["qwen_like"])
 
     @given(st.text(max_size=40))
@@ -150,7 +148,6 @@ def test_end_tokens_come_from_all_three_files(tmp_path: Path):
     ],
 )
 def test_an_unusable_folder_is_named_with_its_file(tmp_path: Path, spoil, reply: str):
-    """The error names every missing or invalid file, with a fix."""
     folder = write_folder(tmp_path / "m", PLAIN)
     spoil(folder)
     with pytest.raises(UnsupportedModel) as caught:
@@ -161,7 +158,6 @@ def test_an_unusable_folder_is_named_with_its_file(tmp_path: Path, spoil, reply:
 
 
 def test_a_chat_that_the_template_refuses_is_malformed_data(folders):
-    """An error of the template is reported as malformed data."""
     tokenizer = ChatTokenizer.read(folders["plain"])
     with pytest.raises(MalformedData, match="chat template refuses the chat: no robots"):
         tokenizer.render([{"role": "robot", "content": "beep"}], add_generation_prompt=True)
@@ -176,6 +172,5 @@ def test_templates_run_in_a_sandbox(tmp_path: Path, template: str):
 
 
 def test_the_tokenizer_needs_neither_torch_nor_transformers():
-    """The module imports in a process that loads neither torch nor transformers."""
     code = "import sys, penstock.protocol.chat_tokenizer; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

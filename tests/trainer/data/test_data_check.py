@@ -11,7 +11,6 @@ import pytest
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.trainer.__main__ import main
-from penstock.trainer.commands.data_check import length_statistics
 from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN, Problems
 
 
@@ -34,7 +33,6 @@ def test_a_good_file_is_described(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_report_is_also_json(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """With --json every file is one object on its own line."""
     files = [str(folder / "sft.jsonl"), str(folder / "train.jsonl")]
     assert main(["data-check", *files, "--json"]) == 0
     sft, train = map(json.loads, capsys.readouterr().out.splitlines())
@@ -63,7 +61,6 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_of_many_different_problems_only_the_first_are_listed():
-    """The number of the other rows is said."""
     problems = Problems()
     for number in range(MAX_PROBLEMS_SHOWN + 5):
         problems.add(f"x:{number}", f"problem {number}")
@@ -86,8 +83,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, c
 
 def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The message has the command."""
-    with pytest.raises(SystemExit):
-        main(["data-check", "x.jsonl", "run.toml"])
+    assert main(["data-check", "x.jsonl", "run.toml"]) == 2
     assert (
         "run.toml is a run file, no data; type: penstock data check x.jsonl --run run.toml" in capsys.readouterr().err
     )
@@ -107,8 +103,7 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
         in (capsys.readouterr().out)
     )
     for wrong in (["--map", "promt=x"], ["--map", "prompt"], ["--format", "xml"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(["data-check", str(path), *wrong])
+        assert main(["data-check", str(path), *wrong]) == 2
 
 
 def test_a_likely_map_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -139,12 +134,6 @@ def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFix
     assert "sft with 1 rows" in printed
 
 
-def test_no_lengths_have_no_statistics():
-    """The statistics of no lengths are None."""
-    assert length_statistics([]) is None
-    assert length_statistics([3, 1]) == {"min": 1, "mean": 2.0, "median": 2, "p95": 2, "max": 3}
-
-
 def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Every value has its origin: file and line, preset or override; --json prints the same."""
     file = tmp_path / "run.toml"
@@ -162,7 +151,6 @@ def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest
 
 
 def test_a_refusal_exits_with_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A refusal is one message on stderr, without a traceback."""
     assert main(["config", "model.pth=x"]) == 2
     assert "unknown key model.pth; did you mean model.path?" in capsys.readouterr().err
     assert main(["data-check", "x", "--model", str(tmp_path / "no")]) == 2
@@ -182,7 +170,7 @@ def test_config_and_data_check_start_without_torch(command: list[str]):
         f"try: main({command!r})\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, stdout=subprocess.DEVNULL)
 
 
 def test_the_tests_of_rows_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

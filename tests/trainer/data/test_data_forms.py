@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 from tests.trainer.data.test_chat_template import PLAIN, write_folder
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -17,13 +18,13 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.__main__ import main
-from penstock.trainer.assemble import _open_data
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_files import open_rows
-from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData, UnsupportedModel
+from penstock.trainer.preflight import open_data
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
 USER = {"role": "user", "content": "q"}
@@ -79,7 +80,7 @@ def test_the_forms_of_other_projects_are_read(row, form, contents, truth, source
     """ShareGPT, Alpaca, OpenRLHF and messages as JSON text give prompt, ground truth, source and the answer to imitate."""
     data = DataSettings()
     row = rename(row, data, nested_texts=False)
-    assert detect(row) == form
+    assert detect(row).name == form
     prompt = prompt_row(row, data)
     assert [message["content"] for message in prompt.chat] == contents
     assert (prompt.ground_truth, prompt.data_source, json.loads(prompt.extra_info)) == (truth, source, extra)
@@ -153,7 +154,6 @@ def test_a_last_answer_is_said_or_becomes_the_ground_truth(tmp_path: Path, model
 
 
 def test_every_column_has_its_use(tmp_path: Path, model: Path):
-    """The notes name the columns by use, and those that nothing reads."""
     row = {
         "prompt": "q",
         "completion": "a",
@@ -217,7 +217,6 @@ def test_arguments_reach_the_template(tmp_path: Path, model: Path):
 
 
 def test_a_message_that_the_template_leaves_out_is_said(tmp_path: Path, model: Path):
-    """A template that skips the messages of a role is named with the number of rows."""
     row = {"messages": [USER, ANSWER, {"role": "tool", "content": "42"}, USER], "weight": 0}
     row["messages"][0] = {**USER, "weight": 0}
     hints = opened(write(tmp_path, row), model).notes[0].hints()
@@ -272,7 +271,7 @@ def test_the_evaluation_set_is_not_cut(tmp_path: Path, model: Path):
         f"data.eval={path}",
         "data.train_max_samples=2",
     ]
-    data = _open_data(load(TrainerSettings, overrides=overrides).settings)
+    data = open_data(load(TrainerSettings, overrides=overrides).settings)
     assert data.train is not None
     assert (len(data.train), [len(source.prompts) for source in data.eval]) == (2, [5])
     overrides[-1] = "data.train_max_samples=-1"
@@ -290,8 +289,7 @@ def test_data_check_reads_a_run_file(tmp_path: Path, model: Path, capsys: pytest
     assert (report["rows"], report["overlong"]) == (2, 1)
     assert report["columns"]["grpo"] == {"prompt": ["prompt"]}
     assert main(["data-check", str(path), 'data.ignore=["prompt"]']) == 1
-    with pytest.raises(SystemExit, match="2"):
-        main(["data-check"])
+    assert main(["data-check"]) == 2
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -316,7 +314,6 @@ def test_arrow_files_are_read(tmp_path: Path, is_file: bool):
 
 
 def test_unknown_formats_are_refused_in_settings():
-    """data.format takes the names of the documented forms only."""
     with pytest.raises(ConfigError, match=r"data.format"):
         load(TrainerSettings, overrides=["model.path=m", "data.format=dpo"])
 
@@ -345,3 +342,25 @@ def test_the_forms_read_before_are_read_as_before(tmp_path: Path, model: Path):
         hashlib.sha256(repr((found, loaded.fingerprint)).encode()).hexdigest()
         == "548cb16361d31da54b4a0a87b27bed3d9ef8fade814ef80d1208a8e037fb0189"
     )
+
+
+OWN_FORMAT = """
+from penstock.trainer.data.row_formats.row_format import RowFormat
+
+exam = RowFormat(name="exam", columns="task, solution", required=("task", "solution"), prompt="task", ground_truth="solution")
+"""
+
+
+def test_a_form_of_ones_own_is_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named in ``data.format``; its file is run when rows are read, and not when settings are."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"format": "exam.py:exam"}
+    DataSettings.model_validate(settings)  # the file does not exist yet
+    (tmp_path / "exam.py").write_text(OWN_FORMAT)
+    prompt = read({"task": "2+2?", "solution": "4", "level": 3}, **settings)
+    assert [message["content"] for message in prompt.chat] == ["2+2?"]
+    assert (prompt.ground_truth, json.loads(prompt.extra_info)) == ('"4"', {"level": 3})
+    with pytest.raises(MalformedData, match="column solution: missing in a row of format exam"):
+        read({"task": "2+2?"}, **settings)
+    with pytest.raises(ValidationError, match="did you mean 'sharegpt'"):
+        DataSettings.model_validate({"format": "sharegtp"})

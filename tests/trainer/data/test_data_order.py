@@ -13,7 +13,6 @@ from penstock.trainer.data.data_order import DataOrder, Place
 
 @given(st.integers(1, 300), st.integers(0, 2**64), st.integers(0, 5), st.booleans())
 def test_every_prompt_is_used_once_in_every_epoch(num_prompts: int, seed: int, epoch: int, shuffle: bool):
-    """The positions of an epoch are a permutation of the prompts, and `position_of` inverts it."""
     order = DataOrder(num_prompts, seed, shuffle)
     positions = range(epoch * num_prompts, (epoch + 1) * num_prompts)
     places = [order.at(position) for position in positions]
@@ -23,7 +22,6 @@ def test_every_prompt_is_used_once_in_every_epoch(num_prompts: int, seed: int, e
 
 
 def test_order_depends_on_seed_and_epoch():
-    """Every seed and epoch has its own order; without shuffling it is the file's."""
     orders = {
         tuple(DataOrder(100, seed).at(epoch * 100 + i).prompt for i in range(100))
         for seed in (0, 1)
@@ -47,6 +45,5 @@ def test_adjacent_rows_are_separated():
 
 
 def test_an_order_without_prompts_is_refused():
-    """Zero prompts raise ValueError."""
     with pytest.raises(ValueError, match="at least one prompt"):
         DataOrder(0, 0)

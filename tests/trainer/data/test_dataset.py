@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data import dataset
 from penstock.trainer.data.dataset import PromptSet, reward_name
+from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN
 from penstock.trainer.data.row_files import fingerprint, open_rows
-from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -163,7 +163,6 @@ def test_columns_with_other_names_are_mapped(tmp_path: Path, tokenizer: ChatToke
 
 
 def test_reward_names_follow_source_then_name_then_service():
-    """by_source overrides name; without either the reward service chooses by data_source."""
     both = RewardSettings(name="mine", by_source={"gsm8k": "special"})
     assert reward_name(both, "gsm8k") == "special"
     assert reward_name(both, "other") == "mine"
@@ -197,7 +196,6 @@ def test_reward_names_follow_source_then_name_then_service():
     ],
 )
 def test_a_malformed_row_is_reported_with_line_and_column(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
-    """The error of a malformed row has file, line, column, expected and got."""
     path = write(tmp_path, [FLAT, FLAT, row])
     with pytest.raises(MalformedData) as caught:
         prompts(path, tokenizer)
@@ -213,7 +211,6 @@ def test_a_malformed_row_is_reported_with_line_and_column(tmp_path: Path, tokeni
     ],
 )
 def test_a_row_without_an_answer_cannot_be_imitated(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
-    """The error names the missing column and how to map it."""
     with pytest.raises(MalformedData) as caught:
         turns(write(tmp_path, [row]), tokenizer)
     assert f":1: {reply}" in str(caught.value)
@@ -246,7 +243,6 @@ def test_a_row_without_an_answer_cannot_be_imitated(tmp_path: Path, tokenizer: C
 def test_a_broken_file_is_reported_with_its_position(
     tmp_path: Path, tokenizer: ChatTokenizer, name, content, reply: str
 ):
-    """Damaged files are refused with the line at which reading stopped."""
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(MalformedData) as caught:
@@ -255,7 +251,6 @@ def test_a_broken_file_is_reported_with_its_position(
 
 
 def test_a_parquet_row_is_reported_by_its_number(tmp_path: Path, tokenizer: ChatTokenizer):
-    """Parquet has no lines: rows are counted from 1."""
     path = write(tmp_path, [VERL, {**VERL, "prompt": []}], "parquet")
     with pytest.raises(MalformedData, match=r"data\.parquet: row 2: column prompt: expected"):
         prompts(path, tokenizer)
@@ -272,14 +267,7 @@ def test_all_malformed_rows_are_refused_together(tmp_path: Path, tokenizer: Chat
     assert lines[-1] == "and 10 rows with other problems"
 
 
-def test_a_missing_file_is_refused(tmp_path: Path, tokenizer: ChatTokenizer):
-    """The error names a missing file."""
-    with pytest.raises(MalformedData, match=r"nowhere\.jsonl: not readable \(No such file"):
-        prompts(tmp_path / "nowhere.jsonl", tokenizer)
-
-
 def test_a_missing_mapped_column_is_reported(tmp_path: Path, tokenizer: ChatTokenizer):
-    """The error names the mapping and the columns that exist."""
     with pytest.raises(MalformedData, match=r":1: column q: missing \(data.map.prompt\); the row has prompt"):
         prompts(write(tmp_path, [{"prompt": "x"}]), tokenizer, map={"prompt": "q"})
     with pytest.raises(MalformedData, match=r"column reward_model: missing in a row of format verl"):
@@ -302,14 +290,6 @@ def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, tokeniz
         turns(answered, tokenizer, max_tokens=10)
 
 
-def test_only_the_first_samples_are_read(tmp_path: Path, tokenizer: ChatTokenizer):
-    """data.max_samples counts rows over all files, in their order."""
-    first, second = write(tmp_path, [FLAT] * 3), write(tmp_path, [{**FLAT, "prompt": "b"}] * 3, "json")
-    loaded = prompts([first, second], tokenizer, max_samples=4)
-    assert len(loaded) == 4
-    assert "user\nb" in loaded[3].text
-
-
 def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenizer: ChatTokenizer):
     """A row that has become malformed since the start is refused, and other content has another fingerprint."""
     path = write(tmp_path, [FLAT, FLAT])
@@ -326,7 +306,6 @@ def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenize
 def test_the_prompts_used_last_are_not_read_again(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept up to a number of tokens; what is dropped is read again, and is the same."""
     path = write(tmp_path, [FLAT | {"prompt": f"sort {number}"} for number in range(10, 20)])
     prompts = PromptSet.open([path], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer)
     numbers: list[int] = []
@@ -342,7 +321,6 @@ def test_the_prompts_used_last_are_not_read_again(
 
 
 def test_a_template_that_renders_answers_differently_is_refused(tmp_path: Path):
-    """A template whose answers do not start with its own generation prompt is refused for SFT."""
     write_model(tmp_path, seed=0)
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -353,7 +331,6 @@ def test_a_template_that_renders_answers_differently_is_refused(tmp_path: Path):
 
 
 def test_a_completion_always_ends(tmp_path: Path):
-    """If the template writes no end token, one is added."""
     write_model(tmp_path, seed=0)
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -361,16 +338,6 @@ def test_a_completion_always_ends(tmp_path: Path):
     tokenizer = ChatTokenizer.read(tmp_path)
     turn = turns(write(tmp_path, [{"prompt": "a", "response": "b"}]), tokenizer)[0]
     assert text_of(tokenizer, turn.token_ids) == "user:aassistant:b<|im_end|>"
-
-
-def test_the_quickstarts_files_are_readable(tmp_path: Path, tokenizer: ChatTokenizer):
-    """The files of the quickstart open as turns and as prompts."""
-    write_data(tmp_path, seed=0, num_sft=5, num_train=7, num_eval=3)
-    assert len(turns(tmp_path / "sft.jsonl", tokenizer)) == 5
-    loaded = prompts(tmp_path / "train.jsonl", tokenizer, reward=None)
-    assert len(loaded) == 7
-    assert loaded.rows_by_reward == {"auto": 7}
-    assert loaded[0].reward.data_source == "sort_digits"
 
 
 json_values = st.recursive(
@@ -425,7 +392,7 @@ def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatT
 
 def test_detection_prefers_the_more_specific_format():
     """A row with columns of several formats is read in the more specific one."""
-    assert detect({"messages": [], "prompt": "x"}) == "messages"
-    assert detect({"prompt": "x", "reward_model": {}}) == "verl"
-    assert detect({"prompt": "x", "completion": "y", "ground_truth": "z"}) == "trl"
-    assert detect({"question": "x", "answer": "y"}) == "question_answer"
+    assert detect({"messages": [], "prompt": "x"}).name == "messages"
+    assert detect({"prompt": "x", "reward_model": {}}).name == "verl"
+    assert detect({"prompt": "x", "completion": "y", "ground_truth": "z"}).name == "trl"
+    assert detect({"question": "x", "answer": "y"}).name == "question_answer"

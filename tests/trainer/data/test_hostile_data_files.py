@@ -27,7 +27,6 @@ Write = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """The quickstart's."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder / "model", seed=0)
     return ChatTokenizer.read(folder / "model")
@@ -97,7 +96,6 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 def test_a_hostile_data_file_is_refused(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, name: str, write: Write, expected: str
 ) -> None:
-    """The error has the file, the line where there is one, and what was found."""
     if "long line" in expected or "a line of more" in expected:
         monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 4096)
     monkeypatch.setattr(row_files, "_SMALL_BYTES", 1024**2)
@@ -131,7 +129,6 @@ def test_a_repeated_text_is_held_once(tmp_path: Path) -> None:
     ],
 )
 def test_hostile_turns_are_refused(tmp_path: Path, tokenizer: ChatTokenizer, text: str) -> None:
-    """Rows to imitate are refused with file and line too."""
     (tmp_path / "d.jsonl").write_text(text)
     with pytest.raises(MalformedData, match=r"d\.jsonl:1: "):
         TurnSet.open([tmp_path / "d.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=512)

@@ -118,7 +118,6 @@ def test_a_usual_template_is_unchanged_by_the_limits(template: str, expected: st
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model folder."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -189,7 +188,6 @@ REPLACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "h"}, "conte
 def test_a_hostile_tokenizer_folder_is_refused(
     model: Path, tmp_path: Path, change: Callable[[Path], object], expected: str
 ) -> None:
-    """The error names the file."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     change(folder)

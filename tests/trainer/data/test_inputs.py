@@ -119,7 +119,6 @@ def test_what_was_downloaded_is_used_without_the_hub(endpoint: str, tmp_path: Pa
     ],
 )
 def test_what_the_hub_refuses_is_reported(endpoint: str, name: str, reply: str):
-    """An unknown id and a failing hub are told apart."""
     with pytest.raises(ConfigError, match=reply):
         model_folder(Path(name), "model.path")
 
@@ -210,7 +209,6 @@ def test_what_is_not_one_choice_is_refused(names: list[str], split, pattern: str
 
 
 def test_a_local_folder_is_a_data_set(tmp_path: Path):
-    """The files of the split are read from the folder, in the order of their names."""
     for name in ("train-1.jsonl", "train-0.jsonl", "test.jsonl"):
         (tmp_path / name).write_text("{}\n")
     assert data_files([tmp_path], "data.train", "train") == [tmp_path / "train-0.jsonl", tmp_path / "train-1.jsonl"]

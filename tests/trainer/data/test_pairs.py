@@ -11,12 +11,11 @@ import pytest
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.trainer.commands import data_rows
+from penstock.trainer.__main__ import main
 from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.dataset import PromptSet
-from penstock.trainer.data.pair_rows import pair_row
-from penstock.trainer.data.pairs import PairSet
-from penstock.trainer.data.row_formats import rename
+from penstock.trainer.data.pairs import PairSet, pair_row
+from penstock.trainer.data.read_rows import rename
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -61,7 +60,6 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
-    """A prompt, and two chats that end with the answers."""
     row, keys = FORMS[form]
     data = DataSettings.model_validate(keys)
     found = pair_row(rename(row, data, nested_texts=False), data)
@@ -103,7 +101,6 @@ def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
     ],
 )
 def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:
-    """The error names the column, what was expected and what is there."""
     with pytest.raises(MalformedData) as caught:
         pair_row(row, DataSettings())
     assert expected in str(caught.value)
@@ -161,7 +158,6 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
 
 
 def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many as are asked for, wherever pairs are among the rows."""
     write_model(tmp_path / "model", seed=0)
     rows = [FORMS["texts"][0] if number % 2 == 0 else {"prompt": f"p{number}"} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -169,7 +165,7 @@ def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: py
         f'run.id = "r"\nmodel.path = "{tmp_path / "model"}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
         "algorithm.dpo_coefficient = 1.0\n"
     )
-    assert data_rows.main(["--run-file", str(tmp_path / "run.toml"), "--number", "2"]) == 0
+    assert main(["data-rows", "--run-file", str(tmp_path / "run.toml"), "--number", "2"]) == 0
     printed = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["p1", "p5"]
 

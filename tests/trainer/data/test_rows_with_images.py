@@ -20,9 +20,9 @@ from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
-from penstock.trainer.data.image_rows import ImageRows
+from penstock.trainer.data.read_rows import turn_rows
 from penstock.trainer.data.row_files import fingerprint
-from penstock.trainer.data.row_formats import turn_rows
+from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import CheckpointError, MalformedData
 from penstock.trainer.groups.dispatch_state import DispatchState, order_id
 from penstock.trainer.settings import DataSettings
@@ -133,7 +133,6 @@ def test_a_parquet_file_of_a_hugging_face_data_set(folder: Path, processor: Imag
 
 
 def test_the_same_words_about_another_picture_are_another_prompt(folder: Path, processor: ImageProcessor) -> None:
-    """They are not counted as repeated; the same words about the same picture are."""
     path = folder / "same.jsonl"
     names = ("one.png", "two.jpg", "one.png")
     rows = [parts({"type": "image", "image": f"pictures/{name}"}, TEXT) for name in names]
@@ -164,7 +163,6 @@ def test_the_same_words_about_another_picture_are_another_prompt(folder: Path, p
 def test_what_cannot_be_trained_on_is_refused_by_row(
     folder: Path, processor: ImageProcessor, row: dict[str, Any], words: str
 ) -> None:
-    """With file, line and column, before the run starts."""
     with pytest.raises(MalformedData, match=rf"rows\.jsonl:1.*{words}"):
         prompt_of(folder, processor, row)
 
@@ -178,7 +176,6 @@ def test_a_model_that_reads_text_is_never_trained_blind(folder: Path) -> None:
 
 
 def test_sft_reads_no_images(folder: Path) -> None:
-    """Neither in a column nor in the messages."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(MalformedData, match="column images: what is read is text alone"):
         turn_rows({"messages": chat, "images": ["pictures/one.png"]}, DataSettings())
@@ -187,7 +184,6 @@ def test_sft_reads_no_images(folder: Path) -> None:
 
 
 def test_a_picture_that_changes_during_the_run_is_noticed(folder: Path, processor: ImageProcessor) -> None:
-    """Its file is read again when its task is issued."""
     (folder / "pictures/own.png").write_bytes(ONE)
     path = folder / "rows.jsonl"
     path.write_text(json.dumps(parts({"type": "image", "image": "pictures/own.png"})) + "\n")
@@ -198,7 +194,6 @@ def test_a_picture_that_changes_during_the_run_is_noticed(folder: Path, processo
 
 
 def test_the_images_of_an_instruction_stay_before_its_input(folder: Path, processor: ImageProcessor) -> None:
-    """Of a row with instruction and input, as Alpaca has them, whose instruction is a chat with parts."""
     rows = [
         {"instruction": parts(FILE, TEXT)["messages"], "input": "more"},
         {"instruction": parts(TEXT)["messages"], "input": "more"},
@@ -211,7 +206,6 @@ def test_the_images_of_an_instruction_stay_before_its_input(folder: Path, proces
 
 
 def test_texts_around_an_image_are_not_said_to_be_left_out(folder: Path, processor: ImageProcessor) -> None:
-    """The template writes the image between them; a text that it does not write is said."""
     path = folder / "rows.jsonl"
     path.write_text(
         json.dumps(parts({"type": "text", "text": "What is"}, FILE, {"type": "text", "text": "this?"})) + "\n"
@@ -245,7 +239,6 @@ def test_another_picture_in_the_same_file_is_another_data_set(folder: Path, proc
 
 
 def test_a_file_without_images_keeps_its_fingerprint(folder: Path, processor: ImageProcessor) -> None:
-    """It is that of its bytes, as runs have recorded it."""
     path = folder / "rows.jsonl"
     path.write_text(json.dumps(parts(TEXT)) + "\n")
     assert opened(path, processor).fingerprint == fingerprint([path])

@@ -11,7 +11,7 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.run_length import known_steps, with_steps
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.settings import TrainerSettings
 
@@ -44,7 +44,6 @@ def test_epochs_count_the_rows_that_are_not_left_out(folder: Path, epochs: str, 
 
 
 def test_steps_of_the_command_line_replace_epochs_of_the_run_file(folder: Path) -> None:
-    """In one place they contradict each other."""
     file = folder / "run.toml"
     file.write_text("[trainer]\nepochs = 2\n")
     loaded = load(TrainerSettings, files=[file], overrides=overrides(folder, "trainer.steps=7"))
@@ -63,7 +62,6 @@ def test_steps_of_the_command_line_replace_epochs_of_the_run_file(folder: Path) 
     ],
 )
 def test_a_length_that_does_not_fit_is_refused_once_it_is_known(folder: Path, more: list[str], problem: str) -> None:
-    """Not against the default number of steps, which does not hold."""
     loaded = load(TrainerSettings, overrides=overrides(folder, *more))
     with pytest.raises(ConfigError, match=problem):
         with_steps(loaded)
@@ -78,14 +76,16 @@ def test_a_resumed_or_finished_run_of_epochs_is_recognised(folder: Path) -> None
     record.write_text(json.dumps(config_document(with_steps(loaded))))
     assert changed_settings(record, json.dumps(config_document(loaded)).encode()) == []
     (folder / "r" / "trainer.json").write_text('{"run_id": "r", "complete": true, "steps": 5}')
-    said = finished_run.notice(loaded.settings)
+    said = resume_checks.finished_notice(loaded.settings)
     assert said is not None
     assert "is finished: 5 of 5 steps" in said
     assert "raise trainer.epochs" in said
-    assert finished_run.notice(load(TrainerSettings, overrides=overrides(folder, "trainer.epochs=3")).settings) is None
+    assert (
+        resume_checks.finished_notice(load(TrainerSettings, overrides=overrides(folder, "trainer.epochs=3")).settings)
+        is None
+    )
 
 
 def test_stored_groups_have_no_epochs() -> None:
-    """Rows of a data file are what an epoch counts."""
     with pytest.raises(ConfigError, match=r"set trainer\.steps"):
         load(TrainerSettings, overrides=["model.path=m", "data.from_run=other", "trainer.epochs=1"])

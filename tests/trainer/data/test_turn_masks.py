@@ -77,7 +77,6 @@ def test_markers_make_a_chat_one_example(models: dict[str, ChatTokenizer], tmp_p
 
 
 def test_turns_make_each_answer_an_example(models: dict[str, ChatTokenizer], tmp_path: Path) -> None:
-    """So do templates without markers, and the mask `turns` with any template."""
     for name, mask in (("plain", "auto"), ("marked", "turns")):
         turns = read(tmp_path, models[name], mask)  # pyright: ignore[reportArgumentType]
         assert trained(turns, models[name]) == [["12<|im_end|>"], ["34<|im_end|>"]]
@@ -93,7 +92,6 @@ def test_markers_without_an_end_token_are_counted(models: dict[str, ChatTokenize
 
 
 def test_a_template_that_changes_marked_text_is_refused() -> None:
-    """What is trained would not be what the model is given; a text that looks like a mark is only text."""
     assert ChatTemplate("a{% generation %}b{% endgeneration %}c").render_marked([]) == [
         ("a", False),
         ("b", True),

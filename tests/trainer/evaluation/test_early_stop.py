@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.trainer.eval_settings import BestBy, EvalSettings, EvalSource
-from penstock.trainer.evaluation.early_stop import EarlyStop, stored_scores
 from penstock.trainer.evaluation.eval_result import EvalResult
+from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, stored_scores
 
 DATA = [Path("x.jsonl")]
 
@@ -31,13 +31,11 @@ def test_a_run_ends_after_so_many_evaluations_without_a_better_result() -> None:
 
 
 def test_without_a_limit_a_run_never_ends_early() -> None:
-    """0 is the default."""
     stop = EarlyStop(0, [(step, 0.0) for step in range(50)])
     assert (stop.ended, stop.document()) == (None, None)
 
 
 def test_a_repeated_evaluation_counts_once() -> None:
-    """A trainer that was killed evaluates the same step again."""
     stop = EarlyStop(2, [(0, 0.5), (4, 0.4)])
     stop.add(4, "m", 0.3)
     assert stop.ended is None
@@ -63,7 +61,6 @@ def test_a_resumed_session_counts_the_evaluations_before_it(tmp_path: Path) -> N
 
 
 def test_versions_are_compared_by_the_named_metric() -> None:
-    """Named as people read it; a metric that is not measured gives no score."""
     result = EvalResult(
         step=1, version=1, num_prompts=2, num_samples=4, accuracy=0.25, reward_mean=0.3, pass_at={4: 0.5}, completion_tokens_mean=1.0,
         truncated_share=0.0, eval_s=1.0, success="r ≥ 1", split="aime",
@@ -76,7 +73,6 @@ def test_versions_are_compared_by_the_named_metric() -> None:
 
 
 def test_a_source_has_its_own_settings_and_those_of_eval() -> None:
-    """What a source does not set is as in [eval]; data.eval is the source eval."""
     settings = EvalSettings(
         every=5, temperature=0.5, source={"aime": EvalSource(data=DATA, every=20, samples=8, max_new_tokens=99)}
     )
@@ -100,7 +96,6 @@ def test_a_source_has_its_own_settings_and_those_of_eval() -> None:
     ],
 )
 def test_a_metric_that_is_not_measured_is_refused(best_by: str, message: str) -> None:
-    """When the run file is read, not after the first evaluation."""
     settings = EvalSettings(best_by=best_by, source={"aime": EvalSource(data=DATA, samples=8, temperature=1.0)})
     with pytest.raises(ValueError, match=message.replace("(", "\\(")):
         settings.best(has_data_eval=True)
@@ -116,6 +111,5 @@ def test_a_metric_that_is_not_measured_is_refused(best_by: str, message: str) ->
     ],
 )
 def test_a_source_that_cannot_be_evaluated_is_refused(name: str, source: EvalSource, message: str) -> None:
-    """With the key and the fix."""
     with pytest.raises(ValidationError, match=message):
         EvalSettings(source={name: source})

@@ -26,10 +26,15 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.eval_settings import EvalSettings, EvalSource
-from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, pass_at_k
-from penstock.trainer.evaluation.evaluate import EvaluatedSource, Evaluator
+from penstock.trainer.evaluation.eval_result import (
+    EvalResult,
+    EvaluatedSource,
+    LostEvaluation,
+    SuccessRules,
+    pass_at_k,
+)
+from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
-from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
@@ -89,7 +94,6 @@ class Scene:
 def scene(
     bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> Iterator[Scene]:
-    """A bootstrapped run with a running evaluator."""
     with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
         scene = Scene(Connections(run_streams, bus, blobs), tmp_path, producer)
         with scene.evaluator:
@@ -98,7 +102,6 @@ def scene(
 
 
 def half_right(task: Task, version: PolicyVersion) -> Answer:
-    """One of two completions is right, for every other prompt."""
     group, _ = recite(task, version)
     return group, (1.0, 0.0) if int(task.group_id.rsplit("p", 1)[1]) % 2 else (0.0, 0.5)
 
@@ -151,7 +154,6 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
 
 
 def test_a_forged_group_of_another_version_does_not_end_an_evaluation(scene: Scene) -> None:
-    """It is a dead letter, and the real group is waited for."""
     scene.producer.limit = 0
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
@@ -216,7 +218,6 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
 
 
 def test_groups_of_an_earlier_sessions_evaluation_are_held_against_its_settings(scene: Scene) -> None:
-    """One of another size is refused, if the earlier session's settings are recorded."""
     scene.evaluator._settings_before = (TaskSettings(2, 8, "maze"), TaskSettings(3, 8, "maze"))
     scene.publish(V3)
     scene.publisher.wait_until_published(V3, 20.0)
@@ -266,7 +267,6 @@ def _say_dead(scene: Scene, *group_ids: str) -> None:
 
 
 def test_dead_lettered_groups_make_the_evaluation_fail(scene: Scene) -> None:
-    """An evaluation without one of its groups has no accuracy; the reason of the dead letter is in the error."""
     scene.producer.limit = 0
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
@@ -324,7 +324,6 @@ def two_sources(
 
 
 def test_every_source_has_its_own_prompts_samples_and_result(two_sources: Scene) -> None:
-    """Both are of the same version, which stays pinned until the last of them is over."""
     scene = two_sources
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
@@ -337,7 +336,6 @@ def test_every_source_has_its_own_prompts_samples_and_result(two_sources: Scene)
 
 
 def test_only_the_sources_that_are_due_are_evaluated(two_sources: Scene) -> None:
-    """Each has its own interval; at start and end all are due."""
     settings = EvalSettings(every=4, source={"hard": EvalSource(data=[Path("x")], every=6)})
     schedule = EvaluationSchedule(two_sources.evaluator, settings, ["eval", "hard"], num_steps=13)
     due = {step: schedule._due(step) for step in range(14) if schedule.is_due(step)}

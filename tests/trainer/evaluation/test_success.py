@@ -8,8 +8,7 @@ from tests.groups import make_generated, make_groups, make_scored
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import RewardRequest, ScoredGroup
 from penstock.protocol.rewards_offered import RewardsOffered
-from penstock.trainer.evaluation.eval_result import EvalResult, summarise
-from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.evaluation.eval_result import EvalResult, SuccessRules, summarise
 
 OFFER = RewardsOffered(
     run_id="t", replica="r", at=0.0, names=("exact_match", "gsm8k", "mine"), by_source={"openai/gsm8k": "gsm8k"},
@@ -52,7 +51,6 @@ def test_without_a_rule_there_is_no_accuracy(rewards: tuple[float, ...]):
 
 
 def test_weights_that_sum_to_half_are_judged_by_a_part():
-    """A reward made of parts may say which of its parts must reach what."""
     group = scored(0.5, 0.1, 0.4, correct=(1.0, 0.0, 1.0), form=(1.0, 1.0, 0.0))
     assert result({"mine": {"correct": 1.0}}, RewardRequest(name="mine"), group).accuracy == pytest.approx(2 / 3)
     both = result({"mine": {"correct": 1.0, "form": 1.0}}, RewardRequest(name="mine"), group)
@@ -81,6 +79,5 @@ def test_a_set_of_several_rewards_needs_a_rule_for_each():
 
 
 def test_the_run_file_has_precedence():
-    """What the run file says of a built-in grader replaces its own rule."""
     found = result({"exact_match": 0.5}, RewardRequest(name="exact_match"), scored(0.5, 0.0))
     assert (found.accuracy, found.success) == (0.5, "exact_match ≥ 0.5")

@@ -70,16 +70,13 @@ class Fork:
 
     @property
     def out(self) -> str:
-        """Its stdout so far."""
         return self._out.read_text()
 
     @property
     def err(self) -> str:
-        """Its stderr so far."""
         return self._err.read_text()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to its first process."""
         pid = self.processes[0].pid
         assert pid is not None
         os.kill(pid, number)
@@ -93,10 +90,9 @@ class Fork:
         return self.out
 
     def kill(self) -> None:
-        """Kill it with SIGKILL; idempotent."""
         for process in self.processes:
             process.kill()
-            process.join(10.0)
+            process.join(60.0)
 
 
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
@@ -134,7 +130,6 @@ class ForkedTrainer:
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code."""
         with self._lock:
             self._process.join(timeout)
             if (code := self._process.exitcode) is None:
@@ -142,6 +137,5 @@ class ForkedTrainer:
             return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)

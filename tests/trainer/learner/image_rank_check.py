@@ -18,12 +18,11 @@ from penstock.protocol.images.admission import AdmittedImage, admit
 from penstock.protocol.images.processor import ImageProcessor, expanded, read_processor
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.stream_images import PlacedImages, StoredImage
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.trainable import Optimisation
-from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
 
 HOW = Optimisation(

@@ -22,19 +22,18 @@ from torch import Tensor, nn
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.captured_state import CapturedPart
-from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.load_model import load_language_model, load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.optimizer_state import part_of
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.shard_files import Fragment
+from penstock.trainer.learner.step_watch import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
-from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
 
 NUM_STEPS = 3
@@ -124,7 +123,6 @@ def mixture(folder: Path) -> Path:
 
 
 def micro_batches(dims: ParallelDims, *, replays: bool = False) -> list[MicroBatch]:
-    """Return this rank's micro-batches."""
     chosen = with_experts(rows()) if replays else rows()
     tokens, masks = [row.token_ids for row in chosen], [row.loss_mask for row in chosen]
     prefixes = prefixes_of(tokens, masks, [row.experts for row in chosen])
@@ -135,7 +133,6 @@ def micro_batches(dims: ParallelDims, *, replays: bool = False) -> list[MicroBat
 
 
 def with_one_key_head(model: Path, folder: Path) -> Path:
-    """Write a model with the first key head of another one."""
     shutil.copytree(model, folder)
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
@@ -296,7 +293,6 @@ class Cases:
         self.results[name] = trained(model or self.model, own, plain, replace(HOW, **changes), dims)
 
     def measure(self, name: str, dims: ParallelDims, changes: Mapping[str, Any]) -> None:
-        """Add what `measured` returns."""
         own = self.folder / f"{name}-{self.ranks.num_ranks}"
         own.mkdir(exist_ok=True)
         self.results[name] = measured(self.model, own, replace(HOW, **changes), dims)

@@ -19,7 +19,7 @@ from penstock.protocol.packs import group_pack
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs, pair_figures
+from penstock.trainer.learner.pair_planner import open_mixed_pairs, pair_figures
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
@@ -46,12 +46,10 @@ class PackFolder:
         self._folder = folder
 
     def get(self, ref: BlobRef) -> bytes:
-        """Return the bytes of a pack."""
         return (self._folder / ref.key).read_bytes()
 
 
 def settings(folder: Path, changes: dict[str, Any]) -> TrainerSettings:
-    """Return the settings of a way."""
     given: dict[str, dict[str, Any]] = {
         "run": {"id": "mixed", "dir": folder / "runs", "seed": 7},
         "model": {"path": folder / "model"},
@@ -100,7 +98,6 @@ def trained(folder: Path, way: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def line(learner: Learner, planner: Planner, batch: list[ReadyGroup]) -> dict[str, Any]:
-    """Make a step and return its figures."""
     learned = learn(planner, learner, batch, 0, keep_groups="all")
     figures, kept = learned.figures, learned.figures.kept
     assert kept is not None
@@ -147,7 +144,6 @@ def by_hand(folder: Path) -> dict[str, Any]:
 
 
 def logprob(model: torch.nn.Module, prompt: Any, answer: Any) -> Tensor:
-    """Return the log-probability of an answer."""
     ids = torch.tensor([*prompt, *answer], dtype=torch.int64)
     scores = model(ids[None]).logits[0].float().log_softmax(-1)
     return scores[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).sum()

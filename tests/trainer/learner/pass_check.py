@@ -23,8 +23,8 @@ from penstock.protocol.config.run_file import load
 from penstock.protocol.facts import GroupScored, decode
 from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.estimators.gae import gae
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.learner.critic import Regression, load_critic
 from penstock.trainer.learner.learner import Learner

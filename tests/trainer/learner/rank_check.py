@@ -24,8 +24,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import factor_pairs
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import credit_rule
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
@@ -38,11 +38,9 @@ from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
 from penstock.trainer.learner.trainable import Optimisation
-from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
-from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.snapshot import AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
 from penstock.trainer.ranks import Ranks
@@ -201,8 +199,6 @@ def lead(
 
 @dataclass(frozen=True)
 class Scene:
-    """What every case is built from."""
-
     model: Path
     blobs: Blobs
     dims: ParallelDims

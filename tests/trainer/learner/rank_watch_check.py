@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from penstock.trainer.rank_watch import RankActivity, RankWatch, answer_watch, end_process
+from penstock.trainer.rank_orders import RankActivity, RankWatch, answer_watch, end_process
 from penstock.trainer.ranks import Ranks
 
 NUM_MEETINGS = 50

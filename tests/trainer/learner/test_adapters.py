@@ -34,9 +34,8 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.publish import Publisher, republication_is_due
 from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
-from penstock.trainer.publishing.version_refusals import republication_is_due
 from penstock.trainer.publishing.version_writer import Written
 
 CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("q",))
@@ -44,7 +43,6 @@ CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("q",))
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder for config and tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -52,7 +50,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
-    """A bootstrapped run."""
     return Connections(run_streams, bus, blobs)
 
 
@@ -239,7 +236,6 @@ def test_republications_end_where_they_do_not_help() -> None:
 def test_old_adapters_are_collected_and_their_base_is_kept(
     connections: Connections, model_folder: Path, tmp_path: Path
 ) -> None:
-    """The base is kept for the adapters that are; a worker or an evaluation at an older adapter keeps that one."""
     publisher, base = Publisher(connections, model_folder=model_folder), a_base()
     publish(publisher, 0, base, whole=True)
     for version in range(1, 10):

@@ -19,10 +19,9 @@ from penstock.trainer.errors import NoAttentionKernel
 from penstock.trainer.learner.attention import backends, cpu_flash, cuda_flash, flex
 from penstock.trainer.learner.attention.cpu_flash import CpuFlash
 from penstock.trainer.learner.attention.cuda_flash import CudaFlash
-from penstock.trainer.learner.attention.dense import DenseMask
 from penstock.trainer.learner.attention.flex import Flex
 from penstock.trainer.learner.attention.models import attention_of, head_sizes
-from penstock.trainer.learner.attention.sdpa import Sdpa
+from penstock.trainer.learner.attention.sdpa import DenseMask, Sdpa
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 
@@ -181,8 +180,6 @@ def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
 
 
 class _Wrong(CpuFlash):
-    """Rows attend to one another."""
-
     name = "flash"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
@@ -226,8 +223,6 @@ def test_a_backend_that_fails_or_is_not_exact_is_refused_at_every_head_size(faul
 
 
 def test_the_comparison_reports_a_device_without_memory_as_such() -> None:
-    """A kernel is not blamed for a full device."""
-
     class Full(CpuFlash):
         def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -239,7 +234,6 @@ def test_the_comparison_reports_a_device_without_memory_as_such() -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of the backends."""
     monkeypatch.setattr(backends, "_choice", backends._Choice())
 
 
@@ -269,7 +263,6 @@ def test_without_a_kernel_only_small_matrices_are_computed_by_the_definition(mon
 
 @pytest.mark.usefixtures("fresh")
 def test_a_backend_that_is_named_is_used_or_refused_and_nothing_takes_its_place() -> None:
-    """At any number of tokens, the definition included."""
     query = _heads(32)
     for name in ("cpu-flash", "sdpa", "dense"):
         backends.use(name)

@@ -124,9 +124,9 @@ def test_ranks_change_nothing() -> None:
     def rank(number: int) -> None:
         def add_up(figures: list[float]) -> list[float]:
             left[number] = list(figures)
-            meeting.wait(10)
+            meeting.wait(60.0)
             total = [a + b for a, b in zip(*left, strict=True)]
-            meeting.wait(10)
+            meeting.wait(60.0)
             return total
 
         mine = build(some[number * 3 : number * 3 + 3])
@@ -136,7 +136,7 @@ def test_ranks_change_nothing() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60.0)
     torch.testing.assert_close(torch.cat(found), alone.micro_batches[0].advantages, rtol=1e-5, atol=1e-6)
 
 
@@ -148,7 +148,6 @@ def test_a_critic_of_zeros_credits_every_token_with_the_reward() -> None:
 
 
 def test_a_kl_in_the_reward_is_subtracted_token_by_token() -> None:
-    """With a reference, each token's KL is subtracted from its own reward, and later tokens' KL from its return."""
     some = build([_row(3, 3, 1.0)])
     some = replace(some, reference_logprobs=torch.tensor([-0.5, 0.0, -2.0]))
     found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(3)], kl_coefficient=0.1)
@@ -190,7 +189,6 @@ def _scorer() -> ValueScorer:
 
 
 def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
-    """Completions that share one copy of their prompt have the values and gradients of whole rows."""
     scorer, found = _scorer(), []
     some = [_row(5, 1 + n % 4, 1.0) for n in range(6)]
     for n, row in enumerate(some):
@@ -212,7 +210,6 @@ def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
 
 
 def test_a_value_is_of_the_state_before_its_token() -> None:
-    """Neither the token itself nor later tokens change its value."""
     scorer, row = _scorer(), _row(3, 4, 1.0)
     before = scorer(build([row]).input_ids, build([row]).predictors).detach()
     row.token_ids[5] = (row.token_ids[5] + 1) % VOCABULARY  # the third sampled token

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import GroupGenerated, Sampling, Task, TaskIssued
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -45,7 +45,7 @@ from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.packs.task_source import ReceivedPack
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.collect import Collector
@@ -67,7 +67,6 @@ class Lookup(Environment):
     name = "lookup"
 
     async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Episode]]:
-        """Play all episodes of all tasks one after the other."""
         return [[await self._play(task, number, sampler) for number in range(task.group_size)] for task in tasks]
 
     async def _play(self, task: Task, number: int, sampler: Sampler) -> Episode:
@@ -109,7 +108,6 @@ class FromModel:
         self._model, self._random = model, torch.Generator().manual_seed(1)
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
-        """Sample one completion of each prompt."""
         return [[self._one(list(prompt)) for _ in range(n)] for prompt in prompts]
 
     @torch.no_grad()
@@ -136,11 +134,9 @@ class Sgd:
         """Nothing to prepare."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients."""
         loss.backward()
 
     def update(self, lr_scale: float = 1.0, *, ends_batch: bool = True) -> Any:
-        """Step; every step ends a batch here."""
         with torch.no_grad():
             for parameter in self._module.parameters():
                 parameter -= LR * lr_scale * parameter.grad
@@ -149,26 +145,20 @@ class Sgd:
 
 
 class Issued:
-    """The tasks that are outstanding."""
-
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = {task.group_id: task for task in tasks}
         self.dropped: list[Any] = []
 
     def promise(self, group_id: str) -> TaskPromise:
-        """What its task asked for."""
         return TaskPromise.of(self.tasks[group_id])
 
     def outstanding(self) -> list[str]:
-        """All."""
         return list(self.tasks)
 
     def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        """Take every group once."""
         return not holds(group_id)
 
     def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
-        """None is."""
         return False
 
     def pause(self, is_paused: bool) -> None:
@@ -219,13 +209,12 @@ async def _score(bus: Bus, blobs: Blobs, run_id: str) -> None:
 
 async def _next(bus: Bus, consumer: Any, kind: Any) -> Delivery[Any]:
     inbox, found = await bus.inbox(consumer, kind), []
-    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "a message", 15.0)
+    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "a message")
     return found[0]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The quickstart's model."""
     write_model(tmp_path / "model", seed=0)
     return tmp_path / "model"
 
@@ -250,7 +239,6 @@ def _learner(settings: TrainerSettings, model: nn.Module, blobs: Any = None) -> 
 
 
 def _turns(group: ReadyGroup) -> Iterator[tuple[int, Any, Any]]:
-    """Yield the number of the episode, the row and the turn, of every turn."""
     for number, episode in enumerate(group.group.episodes):
         for row in episode.rows:
             yield from ((number, row, turn) for turn in row.turns)

@@ -18,9 +18,9 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import NotEstimated, UnsupportedModel
-from penstock.trainer.learner import adapter, expert_tensors, router_replay
+from penstock.trainer.learner import adapter, experts
 from penstock.trainer.learner.attention.models import pair_cost
-from penstock.trainer.learner.health.flops import pass_cost
+from penstock.trainer.learner.flops import pass_cost
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.settings import TrainerSettings
@@ -42,16 +42,15 @@ def tiny(family: str) -> Any:
 
 @pytest.mark.parametrize("family", sorted(CLASSES))
 def test_experts_are_published_as_model_folders_name_them(tmp_path: Path, family: str) -> None:
-    """Names, shapes and values of what is published are those of the folder that transformers writes."""
     model = tiny(family)
     assert model.config.model_type == family
-    expert_tensors.check_family(model, family)
+    experts.check_family(model, family)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     published, shapes = {}, {}
     for name, parameter in model.named_parameters():
-        published |= dict(expert_tensors.parts(name, parameter.detach(), family))
-        shapes |= dict(expert_tensors.published(name, tuple(parameter.shape), family))
+        published |= dict(experts.parts(name, parameter.detach(), family))
+        shapes |= dict(experts.published(name, tuple(parameter.shape), family))
     assert published.keys() == shapes.keys() == stored.keys()
     for name, tensor in stored.items():
         assert tuple(tensor.shape) == shapes[name]
@@ -59,10 +58,9 @@ def test_experts_are_published_as_model_folders_name_them(tmp_path: Path, family
 
 
 def test_a_family_whose_files_are_not_known_is_refused() -> None:
-    """What engines could not find is not trained."""
     with pytest.raises(UnsupportedModel, match=r"model_type mixtral has experts \(model\.layers\.0\.mlp\.experts"):
-        expert_tensors.check_family(tiny("qwen3_moe"), "mixtral")
-    expert_tensors.check_family(nn.Linear(2, 2), "llama")
+        experts.check_family(tiny("qwen3_moe"), "mixtral")
+    experts.check_family(nn.Linear(2, 2), "llama")
 
 
 def test_adapters_of_a_mixture_are_those_of_attention() -> None:
@@ -93,7 +91,6 @@ def written(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder."""
     return written(tmp_path_factory.mktemp("mixture") / "model")
 
 
@@ -191,7 +188,6 @@ def test_replayed_experts_compute_what_each_row_alone_would(
 
 
 def test_without_experts_the_routers_choose_again(folder: Path) -> None:
-    """A pass that is given none is that of the model alone, also after one that was."""
     model = loaded(folder)
     rows = rows_of(model, random_after=0)
     scorer = CompletionScorer(model, 1.0)
@@ -219,7 +215,7 @@ def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> Non
     ):
         check_routers(tmp_path / "dense", router_replay=True)
     with pytest.raises(UnsupportedModel, match="has routers of no kind"):
-        router_replay.install(loaded(tmp_path / "dense"))
+        experts.install(loaded(tmp_path / "dense"))
     sliding = loaded(folder).config
     sliding.use_sliding_window, sliding.sliding_window = True, 8
     with pytest.raises(

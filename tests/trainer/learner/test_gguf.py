@@ -20,8 +20,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import gguf_model
-from penstock.trainer.learner.gguf_header import is_gguf, read_header
-from penstock.trainer.learner.gguf_model import model_folder, with_model_folders
+from penstock.trainer.learner.gguf_model import is_gguf, model_folder, read_header, with_model_folders
 from penstock.trainer.settings import TrainerSettings
 
 WORDS = "the package gguf"
@@ -29,7 +28,6 @@ WORDS = "the package gguf"
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The bytes of a tiny GGUF file."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write_gguf(path)
     return path.read_bytes()
@@ -37,7 +35,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def file(tmp_path: Path, written: bytes) -> Path:
-    """A tiny GGUF file."""
     path = tmp_path / "tiny.gguf"
     path.write_bytes(written)
     return path
@@ -83,7 +80,6 @@ def test_values_that_describe_a_larger_model_than_the_tensors_are_refused(tmp_pa
 
 
 def test_without_the_package_the_error_says_what_to_install(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GGUF is an optional extra."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
     with pytest.raises(ConfigError, match=rf"needs {WORDS}; install it: pip install 'penstock\[gguf\]'"):
@@ -93,7 +89,6 @@ def test_without_the_package_the_error_says_what_to_install(file: Path, monkeypa
 def test_a_conversion_by_another_process_is_waited_for_until_a_deadline(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock is the kernel's, so that of a killed process is free."""
     monkeypatch.setattr(gguf_model, "_LOCK_DEADLINE_S", 0.0)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     with file.with_name(f".tiny-{digest}.lock").open("a") as held:
@@ -154,7 +149,6 @@ def test_a_malformed_header_is_refused(tmp_path: Path, data: bytes, reason: str)
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, written: bytes) -> None:
-    """Whatever is missing at the end."""
     path = tmp_path / "cut.gguf"
     assert read_header_of(path, written) is None
     for length in range(0, len(written) // 4, 97):

@@ -15,19 +15,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.build_objective import build_objective
-from penstock.trainer.algorithm.collapse_check import PATIENCE, CollapseCheck
+from penstock.trainer.algorithm.engine_check import PATIENCE, CollapseCheck
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import PolicyCollapsed, TrainingDiverged
 from penstock.trainer.learner.adapter import Lora, attach
-from penstock.trainer.learner.health.flops import Load, Work, load_of, pass_cost
-from penstock.trainer.learner.health.layer_groups import KINDS, layer_groups
-from penstock.trainer.learner.health.outliers import WINDOW, Outliers
-from penstock.trainer.learner.health.peak_flops import peak_of
+from penstock.trainer.learner.flops import Load, Work, load_of, pass_cost, peak_of
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.step_watch import KINDS, WINDOW, Outliers, layer_groups
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.telemetry.speed import speed_fields
+from penstock.trainer.telemetry.metrics import speed_fields
 
 ALONE = ParallelDims(SimpleNamespace(rank=0, num_ranks=1))  # type: ignore[arg-type]
 
@@ -77,7 +75,6 @@ def test_the_limit_follows_the_median_of_the_recent_norms() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model."""
     path = tmp_path_factory.mktemp("health") / "model"
     write_model(path, seed=0)
     return path
@@ -165,7 +162,6 @@ class _Stub:
 
 
 def test_a_loss_that_is_not_finite_makes_no_step(folder: Path) -> None:
-    """The error names the step; the optimizer is not asked."""
     scorer = CompletionScorer(load_language_model(folder, HOW, ALONE), 1.0)
     alone: Any = SimpleNamespace(sum=list, maximum=list)
     policy = Policy(_Stub(scorer), scorer, alone)  # type: ignore[arg-type]

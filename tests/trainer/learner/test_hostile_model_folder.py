@@ -38,7 +38,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(original: Path, tmp_path: Path) -> Path:
-    """A copy to change."""
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
@@ -160,7 +159,6 @@ def _not_a_number(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_hostile_model_folder_is_refused(model: Path, change: Change, expected: str) -> None:
-    """The error names folder or file; nothing of the folder was executed."""
     change(model)
     with pytest.raises(UnsupportedModel, match=expected), ends_within(30):
         load_language_model(model, HOW, ParallelDims(Ranks.__new__(Ranks)))
@@ -186,7 +184,6 @@ def test_a_link_out_of_the_folder_is_not_published(model: Path) -> None:
 
 
 def test_links_of_the_hugging_face_cache_are_followed(model: Path, tmp_path: Path) -> None:
-    """There every file is a link into the folder of blobs beside the snapshots."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
     blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)

@@ -171,7 +171,6 @@ def test_a_packed_stream_equals_transformers_row_by_row(folder: Path, processor:
 
 
 def test_a_frozen_tower_has_no_gradient(folder: Path, processor: ImageProcessor) -> None:
-    """The rest learns as before."""
     rows = some_rows(processor)
     reader = ImageReader(Store([*IMAGES, TWIN]).get, processor)
     both = []
@@ -262,7 +261,6 @@ def test_an_image_is_what_its_row_says_or_is_refused(processor: ImageProcessor) 
 
 
 def image_group(processor: ImageProcessor, *, version: int = 0) -> Group:
-    """A group of two completions of a prompt with an image."""
     row = make_row(processor, [[5], IMAGES[0], [6]], [7])
     assert row.images is not None
     prompt = tuple(row.token_ids[:-1].tolist())
@@ -272,7 +270,6 @@ def image_group(processor: ImageProcessor, *, version: int = 0) -> Group:
 
 
 def test_a_group_whose_images_disagree_is_refused_when_it_arrives(processor: ImageProcessor) -> None:
-    """So that no step fails at one: with the pack, the group, and what was expected."""
     group = image_group(processor)
     data = group_pack.encode([group])
     pack = BlobRef(key=blob_keys.group_pack("r", PolicyVersion(0), "p", "a"), sha256="0" * 64, size_bytes=len(data))
@@ -303,7 +300,6 @@ def test_a_group_whose_images_disagree_is_refused_when_it_arrives(processor: Ima
 
 
 def test_an_answer_that_rows_share_may_hold_the_id_of_an_image(processor: ImageProcessor) -> None:
-    """It was sampled, in the first of them; in the context behind it the id needs an image."""
     token = processor.image_token_id
     first = episodes.make_row([(0, [5]), (1, [token, 12])], text="x")
     rows = [

@@ -24,7 +24,7 @@ from tests.trainer.learner.layout_check import (
 )
 
 from penstock.deploy.quickstart_task import write_model
-from penstock.trainer.learner.health.layer_groups import KINDS
+from penstock.trainer.learner.step_watch import KINDS
 
 LOSS, NORM = 2e-6, 5e-5  # in float32; the norm's is relative
 
@@ -113,7 +113,6 @@ def test_an_outlier_step_is_left_out(results: dict[int, dict[str, Any]], case: s
 
 @pytest.mark.timeout(900)
 def test_one_process_continues_from_weights_that_ranks_shared(results: dict[int, dict[str, Any]]) -> None:
-    """The parts of each weight are put together; its next step is that of the ranks."""
     alone = results[1]
     assert alone[FROM_DIVIDED] == pytest.approx(alone[PLAIN]["weights"], rel=1e-4, abs=1e-5)
 

@@ -80,7 +80,6 @@ def test_losses_and_gradients_add_up(results: dict[int, dict[str, Any]]) -> None
 
 
 def test_figures_of_groups_and_pairs_are_apart(results: dict[int, dict[str, Any]]) -> None:
-    """Tokens, ratios and stored rows are those of the groups; the pairs have their own."""
     alone, mixed = (results[1][way]["steps"][0] for way in ("groups alone", "sigmoid"))
     assert (mixed["tokens"], mixed["ratio"], mixed["kept"]) == (alone["tokens"], alone["ratio"], alone["kept"])
     assert mixed["kept"] == list(range(12))

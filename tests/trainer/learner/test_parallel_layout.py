@@ -21,8 +21,7 @@ from penstock.trainer.learner.model_folder_check import check_layout
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.learner.trainable import Optimisation
-from penstock.trainer.parallel_dims import ParallelDims, Share
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout, Share
 
 HOW = Optimisation(
     num_steps=1, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,
@@ -31,7 +30,6 @@ HOW = Optimisation(
 
 
 def dims(rank: int, num_ranks: int, sequence_parallel: int, tensor_parallel: int = 1) -> ParallelDims:
-    """The part of a rank, without processes."""
     ranks: Any = SimpleNamespace(
         rank=rank,
         num_ranks=num_ranks,
@@ -70,7 +68,6 @@ def test_a_folder_is_checked_by_its_config(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_rows_are_padded_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    """Ranks share the tokens of one stream; the reason is that of the padding."""
     write_model(tmp_path / "model", seed=0)
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())

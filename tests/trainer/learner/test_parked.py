@@ -12,8 +12,7 @@ from torch import nn
 
 from penstock.trainer.algorithm.batch import build
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.parked import park
-from penstock.trainer.learner.reference import Reference
+from penstock.trainer.learner.reference import Reference, park
 
 META = torch.device("meta")  # stands for a device that is not the host
 

@@ -24,10 +24,9 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.passes import Passes, plan_passes
 from penstock.trainer.learner.planning import num_kept_rows
 from penstock.trainer.learner.step_figures import StepFigures, batch_figures
-from penstock.trainer.learner.step_plan import Capacity, StepPlan, make_plan
+from penstock.trainer.learner.step_plan import Capacity, Passes, StepPlan, make_plan, plan_passes
 from penstock.trainer.rank_orders import pack_order, read_order
 from penstock.trainer.recovery.recorded_settings import what_steps_read
 
@@ -57,7 +56,6 @@ def test_every_pass_trains_each_group_once(
 
 
 def test_split_and_order_follow_from_seed_and_step() -> None:
-    """They are the same on every machine, and others for another seed or step."""
     found = plan_passes(range(8), epochs=3, minibatches=4, seed=1, step=2)
     assert found.groups == ((0, 2), (1, 5), (4, 7), (3, 6))
     assert found.orders == ((0, 1, 2, 3), (1, 2, 0, 3), (3, 0, 1, 2))
@@ -219,7 +217,6 @@ def test_the_log_probabilities_that_a_step_keeps_are_those_of_a_forward_pass(
 
 
 def test_groups_are_kept_whole_and_as_many_as_fit() -> None:
-    """The first ones that are trained on; a group that does not fit ends the object."""
     plan = plan_of([(1.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 1.0)], 1, drop_zero_advantage=True)
     groups = [ready(number, some) for number, some in enumerate([(1.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 1.0)])]
     sizes = [group.num_tokens for group in groups]

@@ -14,20 +14,14 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.deepspeed_config import deepspeed_config
-from penstock.trainer.learner.learning_rate import lr_factor
-from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.deepspeed_config import deepspeed_config, lr_factor
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.trainable import Optimisation
-from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.model_folder import ModelFiles, write_small_files
 from penstock.trainer.publishing.weight_buckets import layout_of
-from penstock.trainer.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -35,7 +29,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> torch.nn.Module:
-    """The same model in transformers."""
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
 
@@ -51,7 +44,6 @@ def rows(num: int = 5, seed: int = 0) -> list[Row]:
 
 
 def dense_logprobs(model: torch.nn.Module, some: list[Row], temperature: float) -> torch.Tensor:
-    """Row by row, over all positions, without padding."""
     parts = []
     for row in some:
         ids = torch.from_numpy(row.token_ids).long()
@@ -76,22 +68,6 @@ def test_logprobs_equal_a_dense_forward(model: torch.nn.Module, temperature: flo
         logprobs.sum().backward()
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
-
-
-def test_other_rows_change_nothing(model: torch.nn.Module) -> None:
-    """A row has the same log-probabilities alone and in a batch with a longer one."""
-    some = rows(2)
-    scorer = CompletionScorer(model, 1.0)
-    together, alone = build(some), build(some[:1])
-    both = scorer(
-        together.input_ids,
-        together.predictors,
-        together.targets,
-        position_ids=together.position_ids,
-        layout=together.layout,
-    )
-    one = scorer(alone.input_ids, alone.predictors, alone.targets, position_ids=alone.position_ids, layout=alone.layout)
-    torch.testing.assert_close(both[: len(one)], one, rtol=1e-5, atol=1e-6)
 
 
 def test_a_head_with_softcapping_is_refused(model: torch.nn.Module) -> None:
@@ -119,22 +95,6 @@ def test_bfloat16_without_sharding_is_refused() -> None:
     """bfloat16 with ZeRO stage 0 drifts, so the run file is refused."""
     with pytest.raises(ConfigError, match=r"zero_stage = 1"):
         deepspeed_config(zero_stage=0, dtype="bfloat16", max_grad_norm=1.0)
-
-
-@pytest.mark.parametrize("breakage", ["missing", "no weights", "not a model"])
-def test_an_unusable_model_folder_is_refused(tmp_path: Path, model_folder: Path, breakage: str) -> None:
-    """The error names a missing or broken model folder."""
-    folder = tmp_path / "broken"
-    if breakage != "missing":
-        folder.mkdir()
-        text = (model_folder / "config.json").read_text() if breakage == "no weights" else '{"model_type": "toaster"}'
-        (folder / "config.json").write_text(text)
-    how = Optimisation(
-        num_steps=1, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0, warmup_steps=0, schedule="constant",
-        min_lr_ratio=1.0, max_grad_norm=1.0, zero_stage=1, dtype="float32",
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModel, match=r"broken"):
-        load_policy(folder, how, ParallelDims(Ranks.__new__(Ranks)), temperature=1.0)
 
 
 def test_an_exported_folder_holds_the_model(tmp_path: Path, model_folder: Path, model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.servers import wait_for
 from tests.trainer.learner.forks import Fork
 
-from penstock.trainer.rank_watch import HUNG
+from penstock.trainer.rank_orders import HUNG
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CHECK = "tests.trainer.learner.rank_watch_check"

@@ -92,15 +92,6 @@ def test_ranks_together_measure_the_kl_of_every_trajectory(results: dict[int, di
         assert shared == pytest.approx(exact, rel=1e-3, abs=2e-6)
 
 
-def test_stages_agree(results: dict[int, dict]) -> None:
-    """Every ZeRO stage takes the same steps, with gradient checkpointing (stage 2) and without."""
-    plain = results[1]["0-float32"]
-    for stage in (1, 2, 3):
-        other = results[1][f"{stage}-float32"]
-        assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
-        assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
-
-
 def test_a_critic_learns_with_the_policy_at_every_stage(results: dict[int, dict]) -> None:
     """In the head start only the critic learns; its loss falls; every ZeRO stage takes the same steps."""
     plain = results[1]["ppo-0"]

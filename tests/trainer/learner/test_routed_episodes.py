@@ -14,12 +14,11 @@ from tests.contracts.tiny_model import MIXTURE, build_model, write_changed_copy
 from tests.rollout_service.embedded_engine.test_embedded_experts import chosen_by_transformers
 from transformers import AutoModelForCausalLM
 
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.agents.proxy.build_episode import stored_rows
-from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.messages import AgentRequest, Message, RetryMark
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
+from penstock.agents.proxy.rows import stored_rows
 from penstock.agents.proxy.session import AgentModel, EpisodeSession
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -68,7 +67,6 @@ async def play(folder: Path, changed: Path, log: Path) -> Episode:
 
 
 def as_rows(group: Group) -> list[Row]:
-    """Return the rows of a group as the trainer builds them."""
     return [
         Row(one.token_ids, one.loss_mask, one.behaviour_logprobs, 1.0, 0.1, experts=one.experts and one.experts.ids)
         for one in group.trajectories
@@ -145,7 +143,6 @@ async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_tur
 
 
 def version_of(row: Any) -> np.ndarray:
-    """Return the version of each sampled token of a row."""
     found = np.full(len(row.token_ids), -1)
     for run in row.version_runs:
         found[run.start : run.end] = run.version
@@ -154,7 +151,6 @@ def version_of(row: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_rows_of_a_tree_share_tokens_whose_experts_agree(depth: int) -> None:
-    """Each row goes on from a part of the one before; where its experts are others already in the prompt, it shares nothing."""
     random = np.random.default_rng(0)
     tokens, experts = random.integers(3, 48, 60).astype(np.int32), choices(random, 60)
     rows, starts = [], [20 + 10 * number for number in range(depth + 1)]

@@ -42,7 +42,6 @@ def test_any_part_is_read_across_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parts_of_a_cut_parameter_are_read_by_every_layout(tmp_path: Path, dim: int) -> None:
-    """Written by ranks that each have half of it, in fragments; read as a whole, as the same part, as other parts."""
     whole = torch.arange(24.0).view(4, 6)
     cut = Cut(dim, 2)
     for rank in range(4):

@@ -181,7 +181,6 @@ def test_a_model_that_keeps_the_layout_from_its_attention_is_refused() -> None:
 
 
 def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
-    """A window beyond the model's context is no window; a row beyond it is refused all the same."""
     model = _tiny(MistralForCausalLM, MistralConfig, sliding_window=8, max_position_embeddings=8)
     scorer = CompletionScorer(model, 1.0)
     _read(scorer, build([_row([1, 2], [3, 4, 5], 1.0)]))

@@ -22,7 +22,6 @@ from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 
 def main() -> None:
-    """Publish until killed."""
     setup = json.loads(sys.stdin.read())
     bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="killed")
     connections = Connections(setup["run_id"], bus, Blobs(S3Settings.model_validate(setup["s3"])))

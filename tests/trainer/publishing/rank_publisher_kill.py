@@ -22,8 +22,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
-from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets, copy_to_buckets, layout_of
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
@@ -41,7 +40,6 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def whole(version: int) -> WeightBuckets:
-    """A version as one process holds it: one bucket for each tensor."""
     return copy_to_buckets(tensors(version), copy_id=version, bucket_bytes=4096)
 
 

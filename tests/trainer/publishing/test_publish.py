@@ -21,7 +21,7 @@ from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode, encode
+from penstock.protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -30,7 +30,6 @@ from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
@@ -41,7 +40,6 @@ from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder for config and tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -49,7 +47,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
-    """A bootstrapped run."""
     return Connections(run_streams, bus, blobs)
 
 
@@ -195,7 +192,6 @@ def test_an_unreadable_head_is_followed_by_a_full_snapshot(
 
 
 def test_another_layout_starts_with_a_full_snapshot(connections: Connections, model_folder: Path) -> None:
-    """A version in another dtype cannot be a patch."""
     publisher = Publisher(connections, model_folder=model_folder)
     publish(publisher, 0)
     halves = {name: tensor.bfloat16() for name, tensor in tensors(1).items()}
@@ -363,21 +359,6 @@ def test_a_version_overtaken_by_the_next_is_skipped(
     assert_head_is(connections, 5)
 
 
-def test_storage_that_stays_unreachable_is_an_error(
-    own_s3: Callable[[], S3Server], bus: Bus, run_streams: str, model_folder: Path
-) -> None:
-    """When the object store does not answer within the deadline, the next submission raises."""
-    storage = own_s3()
-    connections = Connections(run_streams, bus, Blobs(storage.settings, deadline_s=0.5))
-    publisher = Publisher(connections, model_folder=model_folder)
-    storage.kill()
-    publisher.submit(snapshot(0))
-    with pytest.raises(PublicationFailed, match="no valid answer"):
-        publisher.wait_until_published(PolicyVersion(0), 20.0)
-    with pytest.raises(PublicationFailed, match="could not be published"):
-        publisher.submit(snapshot(1))
-
-
 CRASHES = {
     CrashPoint.SHARDS_STORED: 0,
     CrashPoint.MANIFEST_STORED: 0,
@@ -404,7 +385,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
         "model": str(model_folder),
     }
     command = [sys.executable, "-m", "tests.trainer.publishing.publish_kill", point]
-    ended = subprocess.run(command, input=json.dumps(setup), text=True, capture_output=True, check=False, timeout=180)
+    ended = subprocess.run(command, input=json.dumps(setup), text=True, capture_output=True, check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert_head_is(connections, committed)
     seen: list[int] = []
@@ -438,26 +419,9 @@ def test_a_session_after_a_kill_may_resume_older_weights(connections: Connection
     assert torch.equal(found["a"], tensors(1)["a"])
 
 
-def test_two_trainers_of_one_run_are_detected(connections: Connections, model_folder: Path) -> None:
-    """A trainer refuses to publish over a head that another process moved."""
-    publisher = Publisher(connections, model_folder=model_folder)
-    publisher.submit(snapshot(0))
-    publisher.wait_until_published(PolicyVersion(0), 20.0)
-    state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
-    head = head_of(connections)
-    state.put(streams.HEAD_KEY, encode(Head(version=7, step=7, manifest=head.manifest))).wait()
-    publisher.submit(snapshot(1))
-    with pytest.raises(PublicationFailed, match="another trainer"):
-        publisher.close()
-    unchanged = state.get(streams.HEAD_KEY).wait()
-    assert unchanged is not None
-    assert decode(unchanged.value, Head).version == 7
-
-
 def test_publishing_survives_a_restart_of_nats(
     own_nats: Callable[[], NatsServer], blobs: Blobs, run_id: str, model_folder: Path
 ) -> None:
-    """NATS is killed and restarted while versions are published: all are announced, none twice."""
     server = own_nats()
     with Bus.connect(server.settings, name="publisher") as bus:
         bootstrap(bus, blobs, run_id)

@@ -46,12 +46,10 @@ def connections(bus: Bus, proxy: RefusingS3, run_streams: str) -> Connections:
 
 @pytest.fixture
 def state(bus: Bus, run_streams: str) -> KeyValue:
-    """The run's state bucket."""
     return bus.key_value(streams.state_bucket(run_streams).bucket).wait()
 
 
 def announced(connections: Connections) -> list[WeightsPublished]:
-    """A list that grows with every announcement."""
     seen: list[WeightsPublished] = []
     subject = subjects.weights_published(connections.run_id)
     connections.bus.tail(

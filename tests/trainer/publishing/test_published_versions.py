@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.publishing.published_versions import MOST_KNOWN, PublishedVersions
+from penstock.trainer.publishing.head import MOST_KNOWN, PublishedVersions
 
 
 def versions(*numbers: int) -> list[PolicyVersion]:
@@ -19,7 +19,6 @@ def test_nothing_is_known_about_versions_before_the_oldest_announcement() -> Non
 
 
 def test_what_is_known_of_a_long_run_is_bounded() -> None:
-    """Versions that old are stale."""
     known = PublishedVersions((), None)
     for number in range(0, 6 * MOST_KNOWN, 2):
         known.add(PolicyVersion(number))

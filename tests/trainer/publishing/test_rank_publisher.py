@@ -73,7 +73,6 @@ class TwoRanks:
             self._send(rank, json.dumps({**setup, "s3": s3}))
 
     def publish(self, version: int) -> str:
-        """Publish a version; returns "published" or the error."""
         self._send(0, str(version))
         output = self.processes[0].stdout
         assert output is not None
@@ -139,7 +138,6 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
 def test_a_rank_reads_no_head_that_its_key_has_not_signed(
     bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path
 ) -> None:
-    """The error has the reason; with the key that signed it the rank has the buckets."""
     write_model(tmp_path / "model", seed=0)
     own, stranger = (SigningKey.from_file(signing_key(tmp_path / name)[0], "x") for name in ("own", "other"))
     source = WeightsSource(bus, blobs, run_streams, tmp_path / "model", signing_key=own)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from penstock.protocol.facts import BlobRef, WeightsRefused
-from penstock.trainer.publishing.version_refusals import Refusals
+from penstock.trainer.publishing.publish import Refusals
 
 
 def refused(sha256: str, worker: str = "w0") -> WeightsRefused:

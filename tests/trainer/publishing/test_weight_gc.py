@@ -27,7 +27,6 @@ GRACE_S = 100.0
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder for config and tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -101,14 +100,6 @@ def test_a_finished_run_leaves_only_what_is_kept(connections: Connections) -> No
     assert_head_is(connections, 13)
 
 
-def test_what_a_worker_or_an_evaluation_needs_is_kept(connections: Connections) -> None:
-    """The floor is the full snapshot below the oldest version that a live worker still reads."""
-    beat(connections, needs=7)
-    assert collector(connections).sweep(0.0) == 6
-    assert collector(connections, pinned=(4,)).sweep(0.0) == 6  # deleted already: the floor only rises
-    assert versions(connections, "manifest.json") == set(range(6, 14))
-
-
 def test_a_pinned_version_is_kept(connections: Connections) -> None:
     """An evaluation's version can be read as long as it is pinned, from the full snapshot that it names."""
     head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
@@ -138,17 +129,6 @@ def test_orphans_are_deleted_when_they_are_old(connections: Connections) -> None
     assert not connections.blobs.exists(key)
     assert versions(connections) == before
     assert_head_is(connections, 13)
-
-
-def test_one_process_collects(connections: Connections) -> None:
-    """The right to collect is a lease: while one process holds it, no other takes it."""
-    first, second = (
-        collector(connections),
-        WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
-    )
-    assert first._has_lease()
-    assert not second._has_lease()
-    assert first._has_lease()
 
 
 def test_the_best_version_stays_readable_below_the_floor(connections: Connections) -> None:
@@ -201,7 +181,6 @@ def test_an_evaluation_that_nats_did_not_take_pins_its_version(
 
 
 def test_milestones_stay_readable_below_the_floor(connections: Connections) -> None:
-    """They are recorded by the sweep that would delete them, each with what it is assembled from."""
     gc = collector(connections, keep=KeepRule(milestone_every=4, milestones=3))
     for now in (0.0, GRACE_S):
         gc.sweep(now)

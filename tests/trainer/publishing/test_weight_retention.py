@@ -51,18 +51,15 @@ def test_the_last_two_full_snapshots_are_kept():
 
 
 def test_objects_are_deleted_a_grace_period_after_their_manifest():
-    """Retired objects are not deleted immediately: a reader that has just planned can still fetch them."""
     assert expired({V(1): 100.0, V(2): 160.0}, now=200.0, grace_s=60.0) == {1}
 
 
 def test_orphans_are_old_and_in_no_manifest():
-    """Neither what a manifest names nor what a publication may still be writing is an orphan."""
     ages = {"named": 9e9, "young": 10.0, "lost": 4000.0}
     assert orphans(ages, {"named"}, min_age_s=3600.0) == {"lost"}
 
 
 def test_a_full_snapshot_is_due_by_bytes_or_by_number():
-    """It is due after patches of half its size, or after 64 patches."""
     policy = FullSnapshotPolicy()
     assert not policy.is_due(patch_bytes=50, full_bytes=100, num_versions=63)
     assert policy.is_due(patch_bytes=51, full_bytes=100, num_versions=1)
@@ -105,7 +102,6 @@ def test_milestones_of_a_run():
 
 
 def test_a_kept_adapter_keeps_its_base():
-    """However old the base is; the adapters in between are not needed."""
     manifest = BlobRef(key="v7/manifest.json", size_bytes=1, sha256="0" * 64)
     base = AnchorRef(version=2, manifest=manifest, state_root="0" * 64, num_bytes=1)
     adapter = VersionManifest.model_construct(kind="adapter", version=7, anchor=base, state_root="1" * 64, parent=None)

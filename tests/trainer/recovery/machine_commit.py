@@ -22,13 +22,14 @@ from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.commit import CHECKPOINTS, Committer
+from penstock.trainer.commit import Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery import checkpoint
+from penstock.trainer.recovery.checkpoint import CHECKPOINTS
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 
 RUN = "machine"
@@ -44,8 +45,6 @@ def memory_folder() -> Path:
 
 
 class Objects:
-    """An object store."""
-
     def __init__(self) -> None:
         self.stored: dict[str, bytes] = {}
 
@@ -103,7 +102,6 @@ class Commits:
         self.step = 0
 
     def close(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self.folder)
 
     def newest(self) -> CheckpointState | None:
@@ -112,7 +110,6 @@ class Commits:
         return None if found is None else found[1]
 
     def effect(self, state: CheckpointState) -> tuple[tuple[str, int], ...]:
-        """Return the groups that the weights of a checkpoint were trained on."""
         return self._effects[state.step]
 
     def begin(self, version: PolicyVersion) -> None:
@@ -133,7 +130,6 @@ class Commits:
         )  # fmt: skip
 
     def train(self, batch: Sequence[ReadyGroup], version: PolicyVersion, made: PolicyVersion, ledger: Ledger) -> None:
-        """Record a step."""
         assert self._record_writer is not None
         self.step += 1
         ids = [group.group_id for group in batch]
@@ -166,7 +162,6 @@ class Commits:
         committer.commit(step=self.step, version=version, weights_dtype="float32")
 
     def finish(self) -> LineageChapter | None:
-        """End the commit that is under way; return the chapter that it wrote, if any."""
         assert self._record_writer is not None
         before = self._record_writer.committed
         self._thread.wait()

@@ -39,7 +39,6 @@ def stored(committed: CheckpointState) -> CheckpointState:
 
 
 def test_the_newest_checkpoint_is_read_back(tmp_path: Path) -> None:
-    """State and files of the newest checkpoint are read back; only the newest few are kept."""
     for step in (2, 4, 12):
         checkpoint.commit(tmp_path, state(step), write, keep=2)
     found = checkpoint.newest(tmp_path, "r")
@@ -66,7 +65,6 @@ def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> 
 
 
 def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint that was not committed is ignored, and removed."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
 
     def crash(folder: Path) -> None:
@@ -85,7 +83,6 @@ def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> No
 def test_a_crash_while_an_old_checkpoint_is_removed_leaves_the_newer_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A partly removed checkpoint does not count, and its rest is removed."""
     for step in (2, 4):
         checkpoint.commit(tmp_path, state(step), write, keep=2)
 
@@ -144,7 +141,6 @@ def test_a_folder_of_an_older_epoch_is_replaced(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
-    """A run that never committed starts from the beginning."""
     assert checkpoint.newest(tmp_path / "absent", "r") is None
 
 

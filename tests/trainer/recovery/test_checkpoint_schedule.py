@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
-from penstock.trainer.recovery.rolled_back import RolledBack, describe, read_rolled_back
+from penstock.trainer.recovery.commit_thread import CheckpointSchedule
+from penstock.trainer.recovery.resume_checks import RolledBack, describe_rolled_back, read_rolled_back
 
 
 def due(schedule: CheckpointSchedule, *, step_s: float, took_s: float, num_steps: int) -> list[int]:
-    """Return the steps after which a checkpoint was written."""
     now, found = 0.0, []
     for step in range(1, num_steps + 1):
         now += step_s
@@ -54,7 +53,11 @@ def test_the_steps_after_a_checkpoint_are_counted_from_metrics() -> None:
 def test_a_resume_says_what_it_cost() -> None:
     """A new run says nothing; one that was killed before its first checkpoint says that it starts again at step 0."""
     lost = RolledBack(46, 184, 23.4)
-    assert describe(RolledBack(), resumed_step=None) == ""
-    assert describe(RolledBack(), resumed_step=50) == "resumed at step 50; no step was lost"
-    assert "starts again at step 0: rolled back 46 steps, 184 groups (23 s" in describe(lost, resumed_step=None)
-    assert describe(lost, resumed_step=100).startswith("resumed at step 100: rolled back 46 steps, 184 groups (23 s")
+    assert describe_rolled_back(RolledBack(), resumed_step=None) == ""
+    assert describe_rolled_back(RolledBack(), resumed_step=50) == "resumed at step 50; no step was lost"
+    assert "starts again at step 0: rolled back 46 steps, 184 groups (23 s" in describe_rolled_back(
+        lost, resumed_step=None
+    )
+    assert describe_rolled_back(lost, resumed_step=100).startswith(
+        "resumed at step 100: rolled back 46 steps, 184 groups (23 s"
+    )

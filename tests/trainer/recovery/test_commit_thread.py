@@ -39,7 +39,7 @@ class HeldState:
     error: OSError | None
 
     def write(self, folder: Path) -> None:
-        assert self.gate.wait(30.0)
+        assert self.gate.wait(60.0)
         if self.error is not None:
             raise self.error
         (folder / "weights.bin").write_bytes(b"weights")
@@ -197,9 +197,8 @@ def test_an_error_of_the_thread_is_raised_with_its_cause_and_nothing_is_acknowle
 
 
 def test_a_commit_without_an_end_is_an_error() -> None:
-    """After the deadline, with the step of the checkpoint."""
     gate, thread = threading.Event(), CommitThread(deadline_s=0.05)
-    thread.start(lambda: bool(gate.wait(30.0)), step=7)  # type: ignore[arg-type,return-value]
+    thread.start(lambda: bool(gate.wait(60.0)), step=7)  # type: ignore[arg-type,return-value]
     with pytest.raises(CheckpointError, match="the checkpoint after step 7 is not committed after 0 s"):
         thread.wait()
     gate.set()

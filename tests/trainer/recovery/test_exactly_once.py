@@ -92,8 +92,6 @@ class StepPassedOver(TrainerMachine):
 
 
 class Anything(frozenset[str]):
-    """A set that contains every id."""
-
     def __contains__(self, _: object) -> bool:
         return True
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.protocol.config.connection import RunSettings
 from penstock.trainer.eval_settings import EvalSettings
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.settings import DataSettings, ModelSettings, OptimizerSettings, TrainerSettings
 
 COMPLETE = {"run_id": "r", "complete": True, "steps": 20}
@@ -29,7 +29,7 @@ def notice(folder: Path, document: Any, *, steps: int = 20, resume: bool = True,
     (folder / "r").mkdir(exist_ok=True)
     if document is not None:
         (folder / "r" / "trainer.json").write_text(document if isinstance(document, str) else json.dumps(document))
-    return finished_run.notice(settings)
+    return resume_checks.finished_notice(settings)
 
 
 def test_a_finished_run_says_so_and_what_to_do(tmp_path: Path):
@@ -81,7 +81,7 @@ def test_starting_a_finished_run_changes_nothing(tmp_path: Path, command: str):
     words = [command, "train"] if command == "penstock.trainer" else [command, "--json"]
     answer = subprocess.run(
         [sys.executable, "-P", "-m", *words, str(tmp_path / "run.toml")],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert "run r is finished: 20 of 20 steps" in answer.stderr

@@ -42,7 +42,6 @@ def store(blobs: Blobs, run: str, name: str) -> BlobRef:
 
 
 def commit(bus: Bus, blobs: Blobs, run: str, pack: BlobRef, number: int = 1, parent: BlobRef | None = None) -> BlobRef:
-    """Commit a chapter with one step that trained on ``pack``."""
     scored = make_scored(make_generated(run, [make_group(f"e0.p{number}.a0")])).groups[0]
     step = RecordedStep(
         epoch=1, step=number, trained_version=number - 1, made_version=number, weights_digest="a" * 64, packs=(pack,),
@@ -130,7 +129,6 @@ def test_sweeps_are_as_frequent_as_the_retention_needs(trained_h: float, unused_
 
 
 def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, run_streams: str) -> None:
-    """With a clock a year behind, no object is old enough."""
     store(blobs, run_streams, "dropped")
     clock = Clock()
     clock.hours = -1e4
@@ -139,7 +137,6 @@ def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, run_str
 
 
 def test_one_holder_of_the_lease_sweeps(bus: Bus, blobs: Blobs, run_streams: str) -> None:
-    """A collector without the lease does not sweep; the holder renews it."""
     connections = Connections(run_streams, bus, blobs)
     one, other = (GroupGc(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
     assert one._has_lease()

@@ -29,7 +29,6 @@ BLOB = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
 
 @pytest.fixture
 def state(bus: Bus, run_streams: str) -> KeyValue:
-    """The state bucket of a bootstrapped run."""
     return bus.key_value(streams.state_bucket(run_streams).bucket).wait()
 
 
@@ -98,7 +97,6 @@ def test_a_lease_expires_while_it_is_watched(
 def test_a_watched_lease_that_is_renewed_is_refused(
     state: KeyValue, running: ExitStack, run_streams: str, nats_settings: NatsSettings
 ) -> None:
-    """Watching takes nothing from a trainer that is alive."""
     running.enter_context(take(state, ttl_s=6.0))
     watched = watched_for(nats_settings, run_streams, 1.0)
     with pytest.raises(RunIsHeld):
@@ -137,7 +135,7 @@ def test_a_short_outage_while_a_lease_is_awaited_is_logged_and_does_not_count(
             time.sleep(1.0)
             server.restart()
             began = time.monotonic()
-            assert acquired.result(30.0).epoch == 2
+            assert acquired.result(60.0).epoch == 2
         assert time.monotonic() - began > 1.0
         assert [line["log_level"] for line in logs if "NATS was unreachable while the lease" in line["event"]] == [
             "warning"
@@ -152,7 +150,6 @@ def test_a_watch_of_an_unreachable_server_knows_nothing(nats_settings: NatsSetti
 
 
 def test_a_renewal_whose_answer_was_lost_is_accepted(state: KeyValue) -> None:
-    """A holder recognises its own renewal by the content of the key."""
     lease = take(state)
     entry = state.get(streams.LEASE_KEY).wait()
     assert entry is not None
@@ -179,7 +176,6 @@ def test_an_older_holder_can_move_neither_head_nor_checkpoint(state: KeyValue) -
 
 
 def test_a_lease_survives_an_outage_of_nats(own_nats: Callable[[], NatsServer]) -> None:
-    """While NATS is unreachable no other trainer can take the lease; after the outage the holder still has it."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bus.ensure_bucket(streams.state_bucket("r")).wait()

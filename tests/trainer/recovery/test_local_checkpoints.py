@@ -25,7 +25,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.checkpoint_files import missing_files, verify_files
+from penstock.trainer.recovery.checkpoint import missing_files, verify_files
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 
 FILES = {
@@ -44,7 +44,6 @@ def machine(tmp_path: Path, blobs: Blobs, run_id: str) -> Machine:
 
 
 def files_below(root: Path) -> list[str]:
-    """Every file and empty folder."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or not any(path.iterdir()))
 
 
@@ -176,7 +175,6 @@ def test_a_copy_that_was_altered_later_is_found_before_the_files_are_removed(
 
 
 def test_files_are_removed_only_while_the_lease_is_held_and_the_state_is_the_named_one(machine: Machine) -> None:
-    """A successor that shares the folder may read them; one that replaced the state has files of its own."""
     machine.write(2, chapter=1, files=FILES)
     folder = machine.root / STEP
     machine.stored.store(folder)

@@ -23,7 +23,7 @@ from penstock.trainer.errors import CheckpointError
 from penstock.trainer.preflight import check_is_newest
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.checkpoint_files import verify_files
+from penstock.trainer.recovery.checkpoint import verify_files
 from penstock.trainer.settings import TrainerSettings
 
 JSON = b"the state of step 4"
@@ -124,7 +124,6 @@ def test_an_altered_file_is_refused_by_its_name(
 
 
 def test_a_checkpoint_of_a_release_without_hashes_is_accepted(tmp_path: Path) -> None:
-    """Its state has no list of files."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
     verify_files(tmp_path / "step00000002", state(2))
 

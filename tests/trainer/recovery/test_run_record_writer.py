@@ -20,7 +20,6 @@ from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 
 @pytest.fixture
 def record_writer(bus: Bus, blobs: Blobs, run_streams: str) -> RunRecordWriter:
-    """The record writer of a new run."""
     state = bus.key_value(streams.state_bucket(run_streams).bucket).wait()
     pointer = FencedKey(state, streams.CHECKPOINT_KEY, lambda value: value)
     return RunRecordWriter(Connections(run_streams, bus, blobs), pointer, epoch=1, resumed=None)
@@ -45,7 +44,6 @@ def test_a_single_step_makes_a_chapter(record_writer: RunRecordWriter, blobs: Bl
 
 
 def test_the_record_holds_the_digests_of_user_code(record_writer: RunRecordWriter, blobs: Blobs) -> None:
-    """A replay compares them with those of the code that it runs."""
     record_writer.set_weights(lambda: "0" * 64)
     digests = {"extension loss my_losses.py:tilted": "0123456789abcdef"}
     record_writer.add_session(holder="h", at=0.0, step=0, version=0, parent=None, config=b"{}", extensions=digests)

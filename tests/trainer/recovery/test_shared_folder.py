@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.recovery.shared_folder import check_shared
+from penstock.trainer.preflight import check_shared
 
 
 class Threads:
@@ -25,18 +25,17 @@ class Threads:
     def broadcast(self, order: Any) -> Any:
         if self.is_leader:
             self._said["order"] = order
-        self._meet.wait(20)
+        self._meet.wait(60.0)
         return self._said["order"]
 
     def sum(self, values: list[float]) -> list[float]:
         self._said[str(self.rank)] = values[0]
-        self._meet.wait(20)
+        self._meet.wait(60.0)
         return [self._said["0"] + self._said["1"]]
 
 
 @pytest.mark.parametrize("second", ["shared", "own"])
 def test_every_rank_must_see_the_folder_of_rank_0(tmp_path: Path, second: str) -> None:
-    """Both ranks learn it, so that none waits for the other; nothing stays in the folder."""
     meet, said = Barrier(2), dict[str, Any]()
     folders = [tmp_path / "shared", tmp_path / second]
     with ThreadPoolExecutor(2) as pool:

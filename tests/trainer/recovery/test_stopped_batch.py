@@ -18,7 +18,6 @@ from penstock.trainer.recovery.stopped_batch import Stop, save_batch
 
 
 def ready(number: int, reward: float) -> ReadyGroup:
-    """Return a group that was the fourth of its pack."""
     group = invent_group(f"e0.p{number}.a0", seed=number)
     scored = ScoredGroup(generated=group.summary(3), rewards=(reward, 0.0, 1.0, 0.5), scorer="mine")
     return ReadyGroup(scored, BlobRef(key="k", size_bytes=1, sha256="0" * 64), group)

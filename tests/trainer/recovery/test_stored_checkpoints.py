@@ -18,7 +18,7 @@ from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.checkpoint_files import verify_files
+from penstock.trainer.recovery.checkpoint import verify_files
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 
 METRICS = b'{"step":1}\n{"step":2, "after": "the checkpoint"}\n'
@@ -67,7 +67,6 @@ class Machine:
 
 
 def key(made: CheckpointState, state_json: bytes, *, epoch: int = 9) -> bytes:
-    """The checkpoint key, as a later session writes it: with its own epoch."""
     return encode(
         CheckpointCommitted(
             epoch=epoch, step=made.step, version=made.version, chapter=made.chapter, record=made.record,
@@ -157,7 +156,6 @@ def test_a_copy_that_is_altered_or_not_whole_is_refused(
 def test_a_file_that_changed_after_the_commit_is_not_copied(
     machine: Callable[[str], Machine], blobs: Blobs, run_id: str
 ) -> None:
-    """The copy has no ``state.json``, so that nothing resumes from it."""
     first = machine("first")
     first.commit(2, chapter=1, files=FILES)
     shutil.rmtree(first.root)

@@ -74,7 +74,6 @@ def prompts() -> PromptSet:
 
 
 def scored(group_id: str, version: int) -> ScoredGroup:
-    """A group of one trajectory, sampled at ``version``."""
     generated = GeneratedGroup(
         group_id=group_id, row_group=0, split="train", attempt=0, reward_name="r", issued_version=0,
         oldest_version=version, newest_version=version, prompt_tokens=1, completion_tokens=(3,), finish_reasons=("stop",),
@@ -101,7 +100,6 @@ class Queue:
         self.waiting[self.sequence] = message
 
     def pick(self, number: int) -> tuple[int, Any]:
-        """Return any waiting message: there is no order."""
         sequence = sorted(self.waiting)[number % len(self.waiting)]
         return sequence, self.waiting[sequence]
 
@@ -166,7 +164,6 @@ class TrainerMachine(RuleBasedStateMachine):
         self.checkpoint()
 
     def start(self, ledger, accounting, counters, document):
-        """Start a session of the trainer."""
         dispatch = Dispatch(prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,))
         if document is not None:
             dispatch.resume(document["dispatch"])
@@ -221,7 +218,6 @@ class TrainerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fetching)
     @rule(pick=PICK, readable=st.sampled_from([True, True, True, False]))
     def fetched(self, pick, readable):
-        """The pack of a message is fetched, or is unreadable."""
         sequence = sorted(self.fetching)[pick % len(self.fetching)]
         wanted = self.fetching.pop(sequence)
         if readable or not wanted:
@@ -310,7 +306,6 @@ class TrainerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.num_letters_read < len(self.letters))
     @rule()
     def read_letter(self):
-        """The trainer reads the next dead letter."""
         self.num_letters_read += 1
         self.tracker.dead_letter(self.letters[self.num_letters_read - 1][0], self.num_letters_read)
 

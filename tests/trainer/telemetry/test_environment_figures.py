@@ -10,7 +10,7 @@ from tests.groups import make_group
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.telemetry.environment_figures import environment_figures
+from penstock.trainer.telemetry.metrics import environment_figures
 
 PACK = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
 
@@ -24,7 +24,6 @@ def ready(number: int, rewards: tuple[float, ...], *episodes: Episode) -> ReadyG
 
 
 def test_each_environment_is_reported_by_itself() -> None:
-    """Over episodes, not over rows; completions of another kind are in no environment."""
     lake = replace(one_turn(1, status="truncated"), environment="lake", environment_version="", attempt=2)
     batch = [
         ready(0, (1.0, 0.0), forked(0), one_turn(1)),

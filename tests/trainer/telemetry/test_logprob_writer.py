@@ -13,9 +13,8 @@ from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.planning import Learned
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_figures import KeptRows, StepFigures
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, all_rows
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 
@@ -33,7 +32,6 @@ class Slow(Blobs):
 
 
 def a_step(value: float = -0.5) -> tuple[list[ReadyGroup], Learned]:
-    """Two groups, of which all rows were kept."""
     batch = [ready(number, (1.0, 0.0)) for number in range(2)]
     plan = all_rows(batch, Capacity(1000))
     counts = [int(batch[row.row_group].group.trajectories[row.trajectory].loss_mask.sum()) for row in plan.rows]
@@ -45,7 +43,6 @@ def a_step(value: float = -0.5) -> tuple[list[ReadyGroup], Learned]:
 
 
 def test_each_step_is_one_object_with_its_groups(blobs: Blobs, run_id: str) -> None:
-    """Under the epoch of the session, so that a step that is made again never replaces an object."""
     batch, learned = a_step()
     lost: list[str] = []
     for epoch in (1, 2):

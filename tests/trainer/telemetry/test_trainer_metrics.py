@@ -13,20 +13,19 @@ from tests.protocol.metrics.nvml import Nvml
 from tests.servers import wait_for
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.activity import Activity
 from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import METRICS
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.telemetry import trainer_metrics
-from penstock.trainer.telemetry.event_writer import EventWriter
+from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
-from penstock.trainer.telemetry.queue_reader import QueueReader
-from penstock.trainer.telemetry.step_reporter import StepReporter
+from penstock.trainer.telemetry.trainer_metrics import QueueReader
 
 STEP: dict[str, Any] = {
     "step": 7, "version": 6, "loss": 0.25, "reward_mean": 0.5, "reward_std": 0.1, "zero_signal_groups": 0.2,
@@ -49,7 +48,7 @@ GROUPS: dict[str, Any] = {
 
 def scrape(url: str) -> dict[str, float]:
     """Return all samples of a page by their line without the value."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 

@@ -86,3 +86,32 @@ def approximate_proximal(
     if form == "loglinear":
         return behaviour + share * (current - behaviour)
     return ((1.0 - share) * behaviour.exp() + share * current.exp()).log()
+
+
+def effective_share(log_weight: Tensor) -> Tensor:
+    """Return the effective sample size as a share, (sum w)^2 / (n sum w^2), scalar in [1/n, 1]; 1 for no sample."""
+    if not len(log_weight):
+        return torch.ones((), dtype=log_weight.dtype)
+    weights = (log_weight.detach() - log_weight.detach().max()).exp()
+    return weights.sum().square() / (len(weights) * weights.square().sum())
+
+
+def learning_rate_factor(effective: float, *, power: float = 0.5, floor: float = 0.0) -> float:
+    """Return the factor on a step's learning rate: the effective share to a power (VCPO, arXiv 2602.17616)."""
+    return max(min(effective, 1.0) ** power, floor)
+
+
+def weigh_negatives(advantages: Tensor, ages: Tensor, *, fresh: float = 1.0, stale: float = 1.0) -> Tensor:
+    """Scale the negative advantages, [N], by one factor for fresh tokens and another for stale ones.
+
+    A success stays a success whichever version sampled it; a failed sample lowers tokens that the policy may since
+    have learned to prefer, so it counts less when it is stale.
+
+    Args:
+        advantages: [N].
+        ages: [N] versions between sampling and training.
+        fresh: Factor where the age is 0.
+        stale: Factor where it is not.
+    """
+    factor = torch.where(ages > 0, stale, fresh).to(advantages.dtype)
+    return torch.where(advantages < 0, advantages * factor, advantages)

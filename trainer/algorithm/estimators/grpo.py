@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.estimators.group_statistics import STD_EPSILON, group_mean, group_std, rewards_differ
-from penstock.trainer.algorithm.estimators.interface import Outcomes, StdNormalisation, advantage_estimator
+from penstock.trainer.algorithm.estimators.interface import (
+    STD_EPSILON,
+    Outcomes,
+    StdNormalisation,
+    advantage_estimator,
+    group_mean,
+    group_std,
+    rewards_differ,
+)
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.estimators.group_statistics import group_mean, group_sizes
-from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator
+from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator, group_mean, group_sizes
 from penstock.trainer.algorithm.estimators.reinforce import reward_to_go
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 from penstock.trainer.algorithm.losses.tokens import Sequences

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.trainer.algorithm.estimators.group_statistics import STD_EPSILON
-from penstock.trainer.algorithm.estimators.interface import Options, Outcomes, advantage_estimator
+from penstock.trainer.algorithm.estimators.interface import STD_EPSILON, Options, Outcomes, advantage_estimator
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 _FLAT = 1e-9  # a spread below this, relative to the values, is rounding

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
-from penstock.trainer.algorithm.losses.clip import clip_terms
 from penstock.trainer.algorithm.losses.interface import ClipRange, LossTerms, Options, Tokens, none_of, policy_loss
+from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
 class ClipCovOptions(ClipRange):

@@ -6,8 +6,8 @@ length. The geometric mean spreads as exp(sigma / sqrt(T)) and holds for answers
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.losses.clip import clip_terms
 from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, policy_loss
+from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
 class GspoOptions(DualClip, ClipRange):

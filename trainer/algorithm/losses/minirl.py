@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.losses.clip import directional_stop
 from penstock.trainer.algorithm.losses.interface import (
     MAX_LOG_RATIO,
     ClipRange,
@@ -12,6 +11,7 @@ from penstock.trainer.algorithm.losses.interface import (
     none_of,
     policy_loss,
 )
+from penstock.trainer.algorithm.losses.tokens import directional_stop
 
 
 class MinirlOptions(WeightCap, ClipRange):

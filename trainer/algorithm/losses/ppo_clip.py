@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from penstock.trainer.algorithm.losses.clip import clip_terms
 from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, policy_loss
+from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
 class PpoClipOptions(DualClip, ClipRange):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.losses.clip import clip_terms
 from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, policy_loss
+from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
 class TurnRatioOptions(DualClip, ClipRange):

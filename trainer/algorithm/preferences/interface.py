@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
+from penstock.protocol.extensions import Registry
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part
 
@@ -176,3 +177,11 @@ def combined(pairs: Pairs, losses: Sequence[WeighedLoss]) -> Tensor:
     for one in losses:
         total = total + one.weight * one.loss(pairs, **one.options)
     return total
+
+
+PREFERENCE_LOSSES: Final[Registry[PreferenceLoss[Any]]] = Registry(
+    "preference loss",
+    PreferenceLoss,
+    package="penstock.trainer.algorithm.preferences",
+    group="penstock.preference_losses",
+)

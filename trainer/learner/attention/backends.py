@@ -21,9 +21,8 @@ from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, Attention, matri
 from penstock.trainer.errors import NoAttentionKernel
 from penstock.trainer.learner.attention.cpu_flash import CpuFlash
 from penstock.trainer.learner.attention.cuda_flash import CudaFlash
-from penstock.trainer.learner.attention.dense import DenseMask
 from penstock.trainer.learner.attention.flex import Flex
-from penstock.trainer.learner.attention.sdpa import Sdpa
+from penstock.trainer.learner.attention.sdpa import DenseMask, Sdpa
 
 log = structlog.get_logger("trainer.attention")
 

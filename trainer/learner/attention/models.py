@@ -16,10 +16,10 @@ from torch import Tensor
 
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner import router_replay
+from penstock.trainer.learner import experts
 from penstock.trainer.learner.attention import backends
-from penstock.trainer.learner.health.flops import share_of_experts
-from penstock.trainer.learner.router_replay import Routing
+from penstock.trainer.learner.experts import Routing
+from penstock.trainer.learner.flops import share_of_experts
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.vision import is_of_tower, text_body, tower_of
 
@@ -145,13 +145,13 @@ def read_rows(
         assert embedded is None, "refused before the model was loaded"
         tokens, position_ids = {"input_ids": shares.own(input_ids)}, shares.own(position_ids)
     if layout is None:
-        return body(**tokens, use_cache=False, **router_replay.given(routing)).last_hidden_state[0]
+        return body(**tokens, use_cache=False, **experts.given(routing)).last_hidden_state[0]
     if not packed:
         assert routing is None, "refused when the model was loaded"
         assert embedded is None, "models that read images are computed as packed rows"
         return _read_padded(body, input_ids, layout)
     layout.num_calls = 0
-    given = {"layout": layout, "shares": shares, **router_replay.given(routing)}
+    given = {"layout": layout, "shares": shares, **experts.given(routing)}
     hidden = body(**tokens, position_ids=position_ids, use_cache=False, **given).last_hidden_state
     expected = body.config.get_text_config().num_hidden_layers
     if layout.num_calls != expected:

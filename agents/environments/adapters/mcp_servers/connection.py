@@ -144,7 +144,6 @@ class McpConnection:
         await self._close()
 
     async def _close(self) -> BaseException | None:
-        """End the session; return what it failed with."""
         self._closing.set()
         held = self._held
         if held is None:

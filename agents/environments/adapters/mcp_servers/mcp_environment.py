@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Self
 
 from penstock.agents.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S, Result, ServerFailed
-from penstock.agents.environments.adapters.mcp_servers.options import McpOptions
 from penstock.agents.environments.adapters.mcp_servers.sessions import (
+    McpOptions,
     McpSessions,
     Reached,
     ServerTool,
@@ -24,18 +24,15 @@ from penstock.agents.environments.adapters.mcp_servers.sessions import (
 )
 from penstock.agents.environments.episode_environment import Attempt, Begun, RowUnfit, Site
 from penstock.agents.environments.play import Play, Reply, Row, done
-from penstock.agents.environments.tools.output_limit import shortened
-from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.environments.tools.tool import shortened
+from penstock.agents.environments.turn_environment import TurnEnvironment, check_reply_deadline
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import Sampler
-from penstock.serving.target_policy import OwnServer
 
 
 class McpPlay(Play):
-    """One episode."""
-
     def __init__(self, seed: int, row: Row, options: McpOptions, reached: Reached) -> None:
         """Note the options; nothing is connected before `start`. Raises ValueError for a row without a prompt."""
         if not row.messages or row.messages[-1].role != "user":
@@ -120,31 +117,20 @@ class Mcp(TurnEnvironment):
     options = McpOptions
 
     def __init__(self) -> None:
-        """Start without servers."""
         super().__init__()
-        self._own: tuple[OwnServer, ...] = ()
         self._reached: Reached | None = None
-
-    def never_call(self, servers: Sequence[OwnServer]) -> None:
-        """Note the run's own servers, which no URL may lead to."""
-        self._own = tuple(servers)
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
         """Return this environment under another name; raises ConfigError for a deadline of replies that is over before one of calls."""
         other = super().defined(name, definition)
-        least = other.chosen.call_deadline_s + LISTS_WITHIN_S
-        if definition.reply_deadline_s <= least:
-            raise ConfigError(
-                f"environment.define.{name}.reply_deadline_s = {definition.reply_deadline_s:g}: expected more than {least:g}, which is "
-                f"options.call_deadline_s and {LISTS_WITHIN_S:g} s to see whether the server still answers"
-            )
+        check_reply_deadline(name, definition, other.chosen.call_deadline_s, LISTS_WITHIN_S)
         return other
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         """Note where the model is, and read the tokens; raises ConfigError without the library, or for a file that cannot be read."""
         super().use_model(folder, context_tokens)
         if self.chosen is not None:
-            self._reached = Reached.of(self.chosen, self._own)
+            self._reached = Reached.of(self.chosen, self.own_servers)
 
     def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
         """Return the play of one episode, with the servers of the run file, whatever ``options`` say: they have commands, which are run."""
@@ -152,7 +138,7 @@ class Mcp(TurnEnvironment):
             raise ValueError(
                 'mcp needs servers: write [environment.define.NAME] with type = "mcp" and options.servers, and name that'
             )
-        self._reached = self._reached or Reached.of(self.chosen, self._own)  # tried without a model
+        self._reached = self._reached or Reached.of(self.chosen, self.own_servers)  # tried without a model
         return McpPlay(seed, row, self.chosen, self._reached)
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:

@@ -25,8 +25,6 @@ class AnyArguments(ToolArguments):
 
 
 class McpTool(Tool):
-    """One tool of a server."""
-
     arguments = AnyArguments
     ends_calls = True  # whether the server still answers is found out then
     max_running = sys.maxsize  # each episode has a session of its own

@@ -41,7 +41,6 @@ class ServerProcess:
     """What is known of a process after it has ended: the end of what it wrote to standard error, and why its output was given up."""
 
     def __init__(self) -> None:
-        """Nothing is known before it runs."""
         self.output = ""
         self.problem = ""
 

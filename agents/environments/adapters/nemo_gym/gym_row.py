@@ -9,8 +9,7 @@ from typing import Any, Self
 
 from penstock.agents.environments.play import Row
 from penstock.agents.proxy.api.responses import read_request
-from penstock.agents.proxy.messages import Message
-from penstock.agents.proxy.request_errors import RequestRefused
+from penstock.agents.proxy.messages import Message, RequestRefused
 
 _PARAMS = "responses_create_params"
 # A tool's name is a path of its server, which has these for itself (`RESERVED_MCP_TOOL_NAMES` of NeMo-Gym).

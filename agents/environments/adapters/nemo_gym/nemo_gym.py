@@ -9,30 +9,25 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from penstock.agents.environments.adapters.nemo_gym.gym_row import GymRow
-from penstock.agents.environments.adapters.nemo_gym.options import NemoGymOptions
 from penstock.agents.environments.adapters.nemo_gym.session import (
     ALIVE_WITHIN_S,
     GymSession,
+    NemoGymOptions,
     Sessions,
     Verified,
 )
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.tools.output_limit import shortened
-from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.environments.tools.tool import shortened
+from penstock.agents.environments.turn_environment import ServerEnvironment, check_reply_deadline
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.errors import ConfigError
 from penstock.serving import strict_json
-from penstock.serving.target_policy import OwnServer
 
 
 class NemoGymPlay(Play):
-    """One episode."""
-
     def __init__(self, seed: int, row: Row, options: NemoGymOptions, sessions: Sessions) -> None:
         """Read the row; raises ValueError for one that cannot be played."""
         self._row = GymRow.of(row)
@@ -97,7 +92,6 @@ class NemoGymPlay(Play):
         return await self._session.call(call.name, arguments)
 
     def _note(self, answer: Message) -> None:
-        """Add the items of an answer."""
         number = len(self._output)
         if answer.reasoning:
             content = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -135,51 +129,28 @@ def _says_done(text: str) -> bool:
     return isinstance(value, dict) and value.get("done") is True
 
 
-class NemoGym(TurnEnvironment):
+class NemoGym(ServerEnvironment):
     """The environment ``nemo_gym``."""
 
     name = "nemo_gym"
     options = NemoGymOptions
 
-    def __init__(self) -> None:
-        """Start without servers."""
-        super().__init__()
-        self._own: tuple[OwnServer, ...] = ()
-        self._sessions: Sessions | None = None
-
-    def never_call(self, servers: Sequence[OwnServer]) -> None:
-        """Note the run's own servers, which no URL may lead to."""
-        self._own = tuple(servers)
-
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
         """Return this environment under another name; raises ConfigError for a deadline of replies that is over before one of calls."""
         other = super().defined(name, definition)
-        least = other.chosen.call_deadline_s + ALIVE_WITHIN_S
-        if definition.reply_deadline_s <= least:
-            raise ConfigError(
-                f"environment.define.{name}.reply_deadline_s = {definition.reply_deadline_s:g}: expected more than {least:g}, which is "
-                f"options.call_deadline_s and {ALIVE_WITHIN_S:g} s to see whether the server still answers"
-            )
+        check_reply_deadline(name, definition, other.chosen.call_deadline_s, ALIVE_WITHIN_S)
         return other
 
-    def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and prepare the connections; raises ConfigError for a token that cannot be read."""
-        super().use_model(folder, context_tokens)
-        if self.chosen is not None:
-            self._sessions = Sessions(self.chosen, self._own)
+    def new_sessions(self, options: NemoGymOptions) -> Sessions:
+        """Return the connections to the servers; raises ConfigError for a token that cannot be read."""
+        return Sessions(options, self.own_servers)
 
     def play(self, seed: int, row: Row, options: NemoGymOptions) -> NemoGymPlay:
-        """Return the play of one episode."""
-        if self._sessions is None:
+        if self.sessions is None:
             raise ValueError(
                 'nemo_gym needs a server: write [environment.define.NAME] with type = "nemo_gym" and options.url, and name that'
             )
-        return NemoGymPlay(seed, row, options, self._sessions)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._sessions is not None:
-            await self._sessions.close()
+        return NemoGymPlay(seed, row, options, self.sessions)
 
 
 NEMO_GYM = NemoGym()

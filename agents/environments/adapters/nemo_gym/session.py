@@ -20,16 +20,20 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from penstock.agents.environments.adapters.nemo_gym.options import NemoGymOptions
+from pydantic import Field
+
+from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.over_http.client import PASSING
 from penstock.agents.environments.over_http.servers import Server, Servers, take_place
-from penstock.agents.environments.server_token import read_token
+from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, read_token, urls_of
+from penstock.agents.environments.tools.tool import Cut
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
 from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections
-from penstock.serving.target_policy import OwnServer, TargetPolicy
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 ALIVE_WITHIN_S = 10.0  # a server that has not answered a call answers anything within this time
 _KEEP_S = 60.0
@@ -39,6 +43,55 @@ _MAX_PARTS = 64
 _MAX_REWARD = 1e30  # a whole number of JSON may be larger than a float
 _NO_ACCESS = (401, 403, 405, 407)  # the run file is wrong, not the policy
 _NO_PATH = {"detail": "Not Found"}  # FastAPI's answer where nothing is served; a tool's own 404 says what was not found
+
+
+class NemoGymOptions(PlayOptions):
+    """Options of ``nemo_gym``."""
+
+    url: ServerUrls = Field(
+        min_length=1,
+        description="URL of the resources server, or a list of the URLs of servers that play the same environment.",
+    )
+    token_file: Path | None = Field(
+        None, description="File with a token that is sent to the URLs as `Authorization: Bearer`."
+    )
+    call_deadline_s: float = Field(
+        30.0, gt=0, description="Seconds of one call; then the policy reads that it had no answer."
+    )
+    max_calls: int = Field(
+        8,
+        ge=1,
+        le=256,
+        description="Calls of one answer that are made, one after another; to the others an error is the answer. 1 for a row with parallel_tool_calls = false.",
+    )
+    max_output_chars: int = Field(
+        8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
+    )
+    output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
+    use_done_flag: bool = Field(
+        False, description="An answer of a tool that is a JSON object with a true `done` ends the episode."
+    )
+    place_deadline_s: float = Field(
+        50.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that an episode waits for a server that takes it; less than reply_deadline_s.",
+    )
+    max_message_bytes: int = Field(
+        16 * 1024 * 1024,
+        ge=1024,
+        le=64 * 1024 * 1024,
+        description="Longest answer of the server that is read; that of /verify holds the whole conversation again.",
+    )
+    allowed_targets: AllowedTargets = Field(
+        PRIVATE_TARGETS,
+        description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs, without a slash at the end."""
+        return urls_of(self.url)
 
 
 class GymFailed(PenstockError):
@@ -58,10 +111,7 @@ class Verified:
 
 
 class GymSession:
-    """One episode's session with one server."""
-
     def __init__(self, connections: HttpConnections, server: Server, seed: int, call_deadline_s: float) -> None:
-        """Nothing is sent before `begin`."""
         self._connections, self._server, self._seed = connections, server, seed
         self._call_deadline_s = call_deadline_s
         self._cookies: dict[str, str] = {}
@@ -203,7 +253,6 @@ class Sessions:
         return session
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._connections.close()
 
 

@@ -20,11 +20,9 @@ from penstock.agents.environments.tools.tool import (
 )
 from penstock.protocol.errors import ConfigError
 from penstock.sandbox import canary
-from penstock.sandbox.errors import SandboxError
-from penstock.sandbox.outcome import Reason, failure
-from penstock.sandbox.run_program import run_program
+from penstock.sandbox.outcome import Reason, failure, run_program
 from penstock.sandbox.slots import Slots
-from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_command import Launch, SandboxError
 from penstock.sandbox.zygote_process import Limits, Run, Zygote
 
 _MAX_CODE = 65_536  # characters
@@ -104,7 +102,6 @@ class PythonTool(Tool):
     options = PythonOptions
 
     def __init__(self) -> None:
-        """Start without a sandbox."""
         super().__init__()
         self._slots: Slots[_Slot] | None = None
         self._limits = Limits()
@@ -133,7 +130,6 @@ class PythonTool(Tool):
         return run.output.decode(errors="replace").rstrip("\n") or "(it printed nothing)"
 
     async def close(self) -> None:
-        """End the sandboxes."""
         if self._slots is not None:
             await self._slots.close()
 

@@ -100,7 +100,7 @@ class GymServer:
     def stop(self) -> None:
         """End it."""
         self._server.force_exit = self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60.0)
 
     def _app(self) -> FastAPI:
         app = FastAPI()

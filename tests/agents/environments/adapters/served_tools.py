@@ -25,4 +25,4 @@ class ServedTools:
 
     def stop(self) -> None:
         self._server.force_exit = self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60.0)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
+from tests.servers import needs
 
 from penstock.agents.environments.program import PROGRAM
 
-pytest.importorskip("agents", reason="openai-agents is not installed; it is in the extra dev")
+pytestmark = needs("agents", extra="dev")
 
 AGENT = Path(__file__).parents[4] / "examples" / "dictionary_agent.py"
 

@@ -12,9 +12,7 @@ from tests.agents.environments.adapters.played import check_exact, play, said, t
 from penstock.agents.environments.adapters.gymnasium_text import GYMNASIUM
 from penstock.agents.environments.over_http.wire import read_reply, write_reply
 from penstock.agents.environments.play import Reply
-from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed; it is in the extra dev")
@@ -86,7 +84,6 @@ def test_a_time_limit_truncates(model: Path) -> None:
 
 
 def test_what_is_no_action_moves_nothing(model: Path) -> None:
-    """It costs the penalty, and the same observation is shown again."""
     options = {**lake(), "action_pattern": "<a>(.*?)</a>", "format_penalty": -0.25}
     (episode,), _ = play(
         model, GYMNASIUM, ["right", "<a>jump</a>", "<a>right</a> <a>down</a>"], options=options, max_turns=3
@@ -164,15 +161,6 @@ def test_an_observation_that_is_a_picture_is_refused(model: Path) -> None:
     found, _ = play(model, GYMNASIUM, [], options=options, attempts=1)
     assert isinstance(found, TaskRefused)
     assert 'render() returns a list, expected text; write make.render_mode = "ansi" if Echo-v0 has it' in str(found)
-
-
-def test_a_definition_needs_no_library() -> None:
-    """The trainer reads the run file too."""
-    options = {"id": "Nothing-v0"}
-    found = load_environments(
-        (), {"mine": EnvironmentDefinition.model_validate({"type": "gymnasium", "options": options})}
-    )
-    assert found["mine"].name == "mine"
 
 
 def test_truncated_goes_over_http() -> None:

@@ -20,6 +20,7 @@ import pytest
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 from tests.agents.environments.adapters.served_tools import ServedTools
 from tests.agents.environments.test_program import read_pid, wait_until_ended
+from tests.servers import needs
 
 from penstock.agents.environments import program_process
 from penstock.agents.environments.adapters.mcp_servers import connection, transports
@@ -31,7 +32,7 @@ from penstock.protocol.transport import http_tls
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
-pytest.importorskip("mcp", reason="mcp is not installed; it is in the extra dev")
+pytestmark = needs("mcp", extra="dev")
 
 SERVER = Path(__file__).parent / "tool_server.py"
 
@@ -280,7 +281,6 @@ asyncio.run(main())
 
 
 def test_servers_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
-    """The kernel kills the server; the next worker finds what it had started, and its folder."""
     worker = subprocess.Popen(
         [sys.executable, "-c", _WORKER, str(tmp_path)], env={**os.environ, "TMPDIR": str(tmp_path)}
     )
@@ -288,7 +288,7 @@ def test_servers_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
         direct, escaped = (read_pid(tmp_path / name) for name in ("direct", "escaped"))
     finally:
         worker.send_signal(signal.SIGKILL)
-        worker.wait(10)
+        worker.wait(60.0)
     wait_until_ended(direct)
     killed, deleted = program_process.sweep(tmp_path)
     assert (killed >= 1, deleted) == (True, 1)
@@ -316,7 +316,6 @@ def test_servers_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
     ],
 )
 def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
-    """On reading the run file, which needs no library."""
     with pytest.raises(ConfigError) as caught:
         load_environments((), {"mine": EnvironmentDefinition.model_validate({"type": "mcp", "options": options})})
     assert problem in str(caught.value)
@@ -347,7 +346,6 @@ def test_a_tool_that_no_server_has_is_named(tool_model: Path, http: ServedTools)
 
 
 def test_a_server_that_does_not_exit_is_killed(tmp_path: Path) -> None:
-    """It ignores the end of its input, and SIGTERM."""
     code = f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     async def run() -> None:

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 from tests.agents.environments.adapters.served_tools import ServedTools
+from tests.servers import needs
 
-from penstock.agents.environments.adapters.mcp_servers.options import McpOptions, ServerLimits
+from penstock.agents.environments.adapters.mcp_servers.sessions import McpOptions, ServerLimits
 from penstock.agents.environments.tools.options import ToolsOptions
 from penstock.agents.environments.tools.tools_environment import TOOLS_ENVIRONMENT
-from penstock.agents.hosting import try_environment
+from penstock.agents.hosting import commands
+from penstock.protocol.command_line import run
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
-pytest.importorskip("mcp", reason="mcp is not installed; it is in the extra dev")
+pytestmark = needs("mcp", extra="dev")
 
 COMMAND = [sys.executable, str(Path(__file__).parent / "tool_server.py")]
 TAKEN = """
@@ -89,38 +91,6 @@ def test_tools_of_servers_are_among_the_others(tool_model: Path, web: ServedTool
     assert "judge" not in prompt
 
 
-def test_what_a_server_refuses_is_text_for_the_policy(tool_model: Path, web: ServedTools) -> None:
-    """A failing tool, wrong arguments, no answer in time, a long result: the words and counts of other tools."""
-    script = [
-        call("web__fail") + "\n" + call("web__add", a="one", b=2) + "\n" + call("web__wait", seconds=600),
-        call("web__long", count=1000),
-        "4",
-    ]
-    given = {"call_deadline_s": 8.0, "max_output_chars": 500}
-    episode, _ = tools(tool_model, script, {"web": {"url": web.url}}, **given)
-    failed, wrong, late, long = results(episode)
-    assert failed.lower().startswith("error")
-    assert "there is no such page" in failed
-    assert wrong.lower().startswith("error")
-    assert late == "error: web__wait gave no answer within 8 s"
-    assert long == "x" * 500 + "\n[503 characters left out]"
-    counts = {"calls": 4.0, "tool_errors": 2.0, "timed_out_calls": 1.0, "shortened_outputs": 1.0}
-    assert (episode.attempt, dict(episode.reward_parts)) == (0, {**counts, "success": 0.0})
-
-
-def test_a_server_that_crashes_begins_the_episode_again(tool_model: Path, tmp_path: Path) -> None:
-    """With the same seed; after all attempts the group has the server's last words as its reason, and no reward of 0."""
-    crash = call("notes__crash_once", marker=str(tmp_path / "marker"))
-    servers = {"notes": {"command": COMMAND}}
-    episode, _ = tools(tool_model, [crash, crash, "3"], servers)
-    assert (episode.attempt, results(episode), episode.reward) == (1, ["alive"], 1.0)
-    (tmp_path / "marker").unlink()
-    refused, _ = tools(tool_model, [crash], servers, attempts=1)
-    assert isinstance(refused, TaskRefused)
-    assert "MCP server notes does not answer a call of crash_once" in str(refused)
-    assert "the end of its standard error:\nout of memory" in str(refused)
-
-
 def test_servers_without_the_tools_that_are_wanted_are_named(
     tool_model: Path, web: ServedTools, tmp_path: Path
 ) -> None:
@@ -141,7 +111,6 @@ def test_servers_without_the_tools_that_are_wanted_are_named(
 def test_servers_are_tried_without_a_model(
     web: ServedTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In both environments that have them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "answers.txt").write_text(
         '<tool_call>{"name": "web__add", "arguments": {"a": 1, "b": 2}}</tool_call>\n3\n'
@@ -165,7 +134,7 @@ def test_servers_are_tried_without_a_model(
             "--ground-truth",
             '"3"',
         ]
-        assert try_environment.main([*arguments, "--json"]) == 0
+        assert run(commands.app, ["test", *arguments, "--json"]) == 0
         scripted = json.loads(capsys.readouterr().out)["policies"][1]
         assert (scripted["ends"]["done"], scripted["reward"]["mean"]) == (1, reward)
 
@@ -195,10 +164,3 @@ def test_limits_of_servers_are_the_same_options_in_both_environments() -> None:
     for options in (McpOptions, ToolsOptions):
         assert issubclass(options, ServerLimits)
         assert not set(ServerLimits.model_fields) & set(options.__annotations__)
-
-
-def test_a_token_that_cannot_be_read_ends_the_worker_at_its_start(tool_model: Path) -> None:
-    servers = {"a": {"url": "http://127.0.0.1:9/mcp", "token_file": "/no/token"}}
-    mine = TOOLS_ENVIRONMENT.defined("mine", EnvironmentDefinition(type="tools", options={"servers": servers}))
-    with pytest.raises(ConfigError, match="token_file /no/token: not readable"):
-        mine.use_model(tool_model, 8192)

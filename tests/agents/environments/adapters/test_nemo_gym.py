@@ -6,25 +6,26 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fastapi import Response
-from tests.agents.environments.adapters.gym_server import GymServer
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 
 from penstock.agents.environments.adapters.nemo_gym import nemo_gym, session
 from penstock.agents.environments.adapters.nemo_gym.gym_row import GymRow
-from penstock.agents.environments.adapters.nemo_gym.nemo_gym import NEMO_GYM
-from penstock.agents.environments.adapters.nemo_gym.options import NemoGymOptions
+from penstock.agents.environments.adapters.nemo_gym.nemo_gym import NEMO_GYM, NemoGymOptions
 from penstock.agents.environments.play import Row
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
-from penstock.trainer.data.row_formats import prompt_row, rename
+from penstock.trainer.data.read_rows import prompt_row, rename
 from penstock.trainer.data_settings import DataSettings
+
+if TYPE_CHECKING:
+    from tests.agents.environments.adapters.gym_server import GymServer
 
 
 def tool(name: str, **properties: str) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def call(name: str, /, **arguments: Any) -> str:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[GymServer]:
+    from tests.agents.environments.adapters.gym_server import GymServer  # imports openai: two CPU seconds
+
     running = GymServer()
     yield running
     running.stop()

@@ -15,9 +15,8 @@ from aiohttp import web
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 from tests.servers import wait_for
 
-from penstock.agents.environments.adapters.open_env import session
-from penstock.agents.environments.adapters.open_env.open_env import OPENENV
-from penstock.agents.environments.adapters.open_env.options import OpenEnvOptions
+from penstock.agents.environments.adapters import open_env
+from penstock.agents.environments.adapters.open_env import OPENENV, OpenEnvOptions
 from penstock.agents.environments.over_http import servers
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -49,7 +48,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     yield start
     for server, _ in running.values():
         server.kill()
-        server.wait(20)
+        server.wait(60.0)
 
 
 def echo(url: str, **more: Any) -> dict[str, Any]:
@@ -73,14 +72,12 @@ def test_an_episode_is_a_session_of_its_own(model: Path, serve: Callable[[str], 
 
 @needs_openenv
 def test_a_full_server_is_waited_for(model: Path, serve: Callable[[str], str]) -> None:
-    """It has one session; three episodes are played one after another."""
     found, _ = play(model, OPENENV, ["a"] * 3, task_of(size=3), options=echo(serve("one")), max_turns=1)
     assert [one.status for one in found] == ["truncated"] * 3
 
 
 @needs_openenv
 def test_an_action_that_is_none_is_the_policys_fault(model: Path, serve: Callable[[str], str]) -> None:
-    """The server's own schema refuses it."""
     options = echo(serve("echo"), action_field="", format_penalty=-2.0)
     script = ['{"message": "a"}', '{"massage": "a"}', "a"]
     (episode,), _ = play(model, OPENENV, script, options=options, max_turns=3)
@@ -98,7 +95,6 @@ def test_a_server_that_fails_is_no_reward(model: Path, serve: Callable[[str], st
 
 @needs_openenv
 def test_tools_are_called(tool_model: Path, serve: Callable[[str], str]) -> None:
-    """Their schemas stand in the prompt; errors are text."""
     calls = [
         f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': given})}\n</tool_call>"
         for given in ({"a": 1, "b": 2}, {"a": 1})
@@ -142,8 +138,8 @@ def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
 
 async def test_a_server_that_fails_at_the_start_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """One never opens a session, one ends it at its reset: the episode goes to the third, whose session ends without its word."""
-    monkeypatch.setattr(session, "_OPEN_S", 2.0)
-    monkeypatch.setattr(session, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(open_env, "_OPEN_S", 2.0)
+    monkeypatch.setattr(open_env, "_CLOSE_S", 0.3)
     monkeypatch.setattr(servers, "_FIRST_REST_S", 30.0)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,9 +172,9 @@ async def test_a_server_that_fails_at_the_start_is_left_alone_for_a_while(monkey
         await runners[-1].setup()
         await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
         urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
-    sessions = session.Sessions(OpenEnvOptions(url=urls), ())
+    sessions = open_env.Sessions(OpenEnvOptions(url=urls), ())
     try:
-        with pytest.raises(session.OpenEnvFailed, match=f"{urls[1]}: the session ended"):
+        with pytest.raises(open_env.OpenEnvFailed, match=f"{urls[1]}: the session ended"):
             await sessions.open({})
         opened, first = await sessions.open({})
         assert first["observation"] == {"prompt": "go"}

@@ -40,7 +40,6 @@ def test_a_class_is_played(tool_model: Path) -> None:
 
 
 def test_an_episode_without_turns_left_has_its_reward_too(tool_model: Path) -> None:
-    """Each episode has an instance of its own: all of them count from 0."""
     found, _ = play(tool_model, TRL, [call("increment", step=3)] * 2, task_of(size=2), options=COUNTER, max_turns=1)
     assert [(one.status, one.reward) for one in found] == [("truncated", 1.0)] * 2
 
@@ -75,7 +74,6 @@ def test_what_is_no_such_class_is_refused(tool_model: Path, factory: str, proble
 
 @pytest.mark.skipif(not PYTHON, reason="make test-more NAME=environments sets PENSTOCK_TEST_TRL_PYTHON")
 def test_trl_trains_with_the_same_class(tool_model: Path) -> None:
-    """And shows the policy the same tools."""
     words = [PYTHON, str(FOLDER / "trl_trains.py"), str(tool_model)]
     ran = subprocess.run(
         words, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}

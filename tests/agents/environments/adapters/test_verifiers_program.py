@@ -55,7 +55,6 @@ def test_a_harness_is_recorded_as_it_was_sampled(tool_model: Path) -> None:
 
 @needs_verifiers
 def test_an_error_of_verifiers_is_no_reward(tool_model: Path) -> None:
-    """A reward function that raises: the group is refused with its words."""
     refused, _ = run(tool_model, ["break"], task_of(), attempts=1)
     assert isinstance(refused, TaskRefused)
     assert "the judge is gone" in str(refused)
@@ -88,14 +87,12 @@ def test_the_row_or_the_seed_chooses_the_task() -> None:
 
 
 def test_an_interpreter_without_verifiers_is_named(tool_model: Path) -> None:
-    """In the last words of the program."""
     options = {"python": sys.executable, "config": {"taskset": {"id": "reverse_text"}}}
     refused, _ = play(tool_model, VERIFIERS, [], options=options, attempts=1)
     assert "No module named 'verifiers'" in str(refused)
 
 
 def test_the_runner_imports_nothing_of_penstock() -> None:
-    """Its interpreter may have none of it."""
     code = "import runpy, sys; runpy.run_path(sys.argv[1]); print(sorted(one for one in sys.modules if one.startswith('penstock')))"
     ran = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code, verifiers_runner.__file__], capture_output=True, text=True, check=True

@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from penstock.console.web.access import Access, Role
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
-from penstock.console.web.jobs import check_settings, job_file
-from penstock.console.web.launchers.launcher import Found, Start
+from penstock.console.web.jobs import actions, job_file
+from penstock.console.web.launchers.launcher import Found, Launcher, Start
 from penstock.console.web.launchers.local import LocalOptions
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem
@@ -48,7 +48,7 @@ class Api:
         )
 
 
-class FakeLauncher:
+class FakeLauncher(Launcher):
     """A launcher of this machine that starts nothing: runs are running until a test ends them."""
 
     name = "local"
@@ -101,12 +101,11 @@ def check_in_process(
     try:
         services, unread = config_show.load_for(command, files, overrides, environ)
         document = config_show.as_document(services) | {"unread": unread}
-        return check_settings.hidden(json.loads(json.dumps(document)), hide)
+        return actions.hidden(json.loads(json.dumps(document)), hide)
     except ConfigError as err:
         lines = [line.replace(f"{hide}/", "") for line in str(err).splitlines()]
         raise Problem(422, lines[0], errors=lines) from None
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    """The least that a run needs."""
     return {"model": {"path": "model"}, "data": {"train": "train.jsonl"}, **more}

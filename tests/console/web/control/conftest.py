@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.console.web.control.api import Api, FakeLauncher, check_in_process
 
-from penstock.console.web.jobs import check_settings
-from penstock.console.web.launchers.registry import LAUNCHERS
+from penstock.console.web.jobs import actions
+from penstock.console.web.launchers.launcher import LAUNCHERS
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def api(tmp_path: Path) -> Api:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLauncher]:
     """Instead of the local launcher one that starts no process; settings are checked in this process."""
     fake = FakeLauncher()
-    monkeypatch.setitem(LAUNCHERS, "local", fake)
-    monkeypatch.setattr(check_settings, "check", check_in_process)
+    monkeypatch.setitem(LAUNCHERS.built_in, "local", fake)
+    monkeypatch.setattr(actions, "check", check_in_process)
     yield fake
     fake.close()

@@ -16,9 +16,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from tests.console.web.control.api import BASE, Api
 
-from penstock.console.web.access import MAX_TOKENS, Access, Role
+from penstock.console.web.access import MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_QUERY_BYTES, MAX_TOKENS, Access, Role
 from penstock.console.web.context import require
-from penstock.console.web.gate import MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_QUERY_BYTES
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
 
@@ -42,7 +41,6 @@ def test_only_the_digest_of_a_token_is_stored(tmp_path: Path):
 
 
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path):
-    """Its mode is named, and the command that changes it."""
     file = tmp_path / "tokens"
     file.touch(mode=0o600)
     file.chmod(0o640)
@@ -54,7 +52,6 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path):
     "line", ["me run 1234", "me root sha256:" + "0" * 64, "me run sha256:" + "0" * 63, "a b c d e"]
 )
 def test_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line: str):
-    """Nothing of the line is shown: it may be a token in the clear."""
     file = tmp_path / "tokens"
     file.write_text(f"# comment\n{line}\n")
     file.chmod(0o600)
@@ -96,14 +93,12 @@ def test_a_file_holds_a_bounded_number_of_tokens(tmp_path: Path):
 
 
 def test_a_token_file_that_cannot_be_written_is_named(tmp_path: Path):
-    """With the flag that names another."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/tokens cannot be written .*set --tokens to another file"):
         Access(tmp_path / "file" / "tokens")
 
 
 def test_a_token_file_that_disappears_leaves_no_token_valid(tmp_path: Path):
-    """Removing the file revokes all."""
     access = Access(tmp_path / "tokens")
     token = access.add("me", Role.ADMIN)
     assert access.caller(token)
@@ -129,7 +124,6 @@ def test_a_one_time_link_gives_one_browser_a_cookie_that_outlives_the_console(ap
 
 
 def test_the_form_takes_a_token_and_logging_out_ends_a_browser_s_own(api: Api):
-    """A wrong token sets no cookie."""
     browser = api.client(None, origin=BASE)
     refused = browser.post("/login", data={"token": "wrong"})
     assert (refused.headers["location"], "set-cookie" in refused.headers) == ("/?refused", False)
@@ -153,7 +147,6 @@ def all_routes(routes: list[Any]) -> Iterator[Route]:
 
 
 def all_dependencies(dependant: Dependant) -> list[Dependant]:
-    """What a route depends on, also through its dependencies."""
     return [one for direct in dependant.dependencies for one in (direct, *all_dependencies(direct))]
 
 
@@ -168,7 +161,6 @@ def routes(api: Api) -> list[tuple[str, str, Role | None]]:
 
 
 def test_no_route_answers_without_its_token_or_with_a_lower_role(api: Api):
-    """Every route of the app is asked without a token, with a wrong one, and with every role below its own."""
     checked = 0
     for method, template, role in routes(api):
         path = re.sub(r"\{(\w+)(:\w+)?\}", "x1", template)
@@ -191,7 +183,6 @@ def test_no_route_answers_without_its_token_or_with_a_lower_role(api: Api):
 
 
 def test_every_role_is_tested_by_a_route_that_it_guards(api: Api):
-    """Reading, changing and deleting need different roles."""
     assert {role for _, _, role in routes(api)} >= {None, Role.READ, Role.RUN, Role.ADMIN}
     assert require(Role.READ) is not require(Role.READ)
 
@@ -278,13 +269,11 @@ def test_a_header_that_decides_is_sent_once(api: Api, name: str):
     ("body", "status"), [(b"token=" + b"a" * 5000, 413), (b"token=\xff", 400), (b"&".join([b"a=1"] * 11), 400)]
 )
 def test_a_login_form_is_small_and_plain(api: Api, body: bytes, status: int):
-    """It is read before anybody has shown a token."""
     answer = api.client(None, origin=BASE).post("/login", content=body)
     assert (answer.status_code, "set-cookie" in answer.headers) == (status, False)
 
 
 async def test_a_route_with_a_role_is_refused_on_a_public_path():
-    """If one is ever added there."""
     with pytest.raises(Problem) as refused:
         await require(Role.READ)(Request({"type": "http"}), None)
     assert refused.value.status == 401
@@ -299,8 +288,6 @@ def test_the_page_s_own_requests_pass(api: Api):
 
 
 def test_a_body_that_is_longer_than_it_says_is_refused(api: Api):
-    """What counts are the bytes that come."""
-
     def chunks():
         for _ in range(3):
             yield b" " * (MAX_BODY_BYTES // 2)

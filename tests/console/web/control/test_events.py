@@ -52,13 +52,13 @@ def on_a_server(api: Api) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    ready.wait(10)
+    ready.wait(60.0)
     loop, server = loops[0]
     try:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         loop.call_soon_threadsafe(serve.stop, api.context, server)
-        thread.join(20)
+        thread.join(60.0)
         bound.close()
         assert not thread.is_alive()
 
@@ -71,10 +71,9 @@ def publish(bus: Bus, run: str, *numbers: int) -> None:
 
 @contextmanager
 def stream(served: tuple[Api, str, str], query: str = "", **headers: str) -> Iterator[Iterator[dict[str, str]]]:
-    """Open the stream; its events as fields."""
     api, url, run = served
     sent = {"authorization": f"Bearer {api.tokens[Role.READ]}", **headers}
-    with httpx.stream("GET", f"{url}/v1/runs/{run}/events{query}", headers=sent, timeout=20) as answer:
+    with httpx.stream("GET", f"{url}/v1/runs/{run}/events{query}", headers=sent, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield parsed(answer.iter_lines())
@@ -122,20 +121,18 @@ def test_events_arrive_in_order_and_go_on_after_the_last_one_seen(served: tuple[
 
 
 def test_a_new_client_gets_what_is_new(served: tuple[Api, str, str], bus: Bus, monkeypatch: pytest.MonkeyPatch):
-    """The history is read through the other routes."""
     publish(bus, served[2], 1)
     began = threading.Event()
     original = event_routes._Reading._start
     monkeypatch.setattr(event_routes._Reading, "_start", lambda self, run: (original(self, run), began.set()))
     with stream(served) as events:
         next(events)
-        assert began.wait(10)
+        assert began.wait(60.0)
         publish(bus, served[2], 2)
         assert [event["id"] for event in take(events, 1)] == ["2"]
 
 
 def test_a_number_that_the_stream_does_not_have_is_a_gap(served: tuple[Api, str, str], bus: Bus):
-    """The stream began anew: the client is told, and gets all that there is."""
     publish(bus, served[2], 1)
     with stream(served, **{"last-event-id": "77"}) as events:
         found = [next(events), next(events), next(events)]
@@ -189,7 +186,7 @@ def test_open_streams_are_counted(served: tuple[Api, str, str], monkeypatch: pyt
 
 
 def _is_free(url: str, run: str, headers: dict[str, str]) -> bool:
-    with httpx.stream("GET", f"{url}/v1/runs/{run}/events", headers=headers, timeout=20) as answer:
+    with httpx.stream("GET", f"{url}/v1/runs/{run}/events", headers=headers, timeout=60) as answer:
         return answer.status_code == 200
 
 
@@ -200,7 +197,7 @@ def test_a_server_that_stops_ends_its_streams_first(tmp_path: Path, nats_setting
     api = Api(folder, "nats.url=nats://127.0.0.1:9", environ={})
     with on_a_server(api) as url:
         headers = {"authorization": f"Bearer {api.tokens[Role.READ]}"}
-        with httpx.stream("GET", f"{url}/v1/runs/one/events", headers=headers, timeout=20) as answer:
+        with httpx.stream("GET", f"{url}/v1/runs/one/events", headers=headers, timeout=60) as answer:
             events = parsed(answer.iter_lines())
             assert json.loads(next(events)["data"])["state"] == "stopped"
             api.context.closing.set()

@@ -13,16 +13,17 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
-from schemathesis.core.result import Ok
-from schemathesis.generation import GenerationMode
 from starlette.testclient import TestClient
 from tests.console.web.control.api import BASE, Api, FakeLauncher
 from tests.console.web.control.api import settings as least
 from tests.examples import FACTOR
+
+if TYPE_CHECKING:
+    import schemathesis
 
 _EXAMPLES = 3  # for each route and mode
 # The runs of this test have no servers: an answer that names the one that is missing is right.
@@ -33,6 +34,10 @@ def test_no_request_that_the_description_allows_or_forbids_is_an_internal_error(
     api: Api, launcher: FakeLauncher, tmp_path: Path
 ):
     """Every route but the endless stream, with values that fit and values that do not; runs exist, so that paths lead somewhere."""
+    import schemathesis
+    from schemathesis.core.result import Ok
+    from schemathesis.generation import GenerationMode
+
     client = api.client()
     for run in ("a", "0"):
         assert client.post("/v1/runs", json={"run": run, "settings": least()}).status_code == 201

@@ -1,0 +1,358 @@
+"""`openenv`: an environment that an OpenEnv server plays (docs/environments_of_others.md); the package itself is not needed here.
+
+Each episode is a session of its own: one WebSocket (`/ws`) with the messages of OpenEnv 0.10 (`openenv/core/env_server/types.py`). A
+server has few sessions; one that is full is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from pydantic import Field, JsonValue
+
+from penstock.agents.environments.adapters.text_steps import text_of
+from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
+from penstock.agents.environments.over_http.servers import Server, Servers, take_place
+from penstock.agents.environments.play import Play, Reply, Row
+from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
+from penstock.agents.environments.turn_environment import ServerEnvironment
+from penstock.agents.proxy.messages import Message, ToolCall
+from penstock.protocol.errors import PenstockError
+from penstock.serving import strict_json
+from penstock.serving.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+
+
+class OpenEnvOptions(ActionOptions):
+    """Options of ``openenv``."""
+
+    url: ServerUrls = Field(
+        min_length=1, description="URL of the server, without /ws, or a list of URLs that play the same environment."
+    )
+    reset: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Arguments of reset besides seed and episode_id."
+    )
+    row_reset: list[str] = Field(
+        default_factory=list, description="Arguments of reset that are taken from the row's extra_info."
+    )
+    rules: str = Field(
+        "", description='What stands before the first observation; instructions = "row" takes the row\'s prompt.'
+    )
+    observation: str = Field(
+        "",
+        description="The field of the observation that the policy reads, such as `prompt` or `messages.-1.content`; empty: all of it as JSON.",
+    )
+    action: dict[str, JsonValue] = Field(default_factory=dict, description="Fields of every action.")
+    action_field: str = Field(
+        "message",
+        description="The field of the action that gets the policy's action; empty: the policy writes all fields, as a JSON object.",
+    )
+    tools: bool = Field(
+        False,
+        description="The environment has tools: the policy calls them, and an answer without a call ends the episode.",
+    )
+    place_deadline_s: float = Field(
+        50.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that an episode waits for a free session; less than reply_deadline_s.",
+    )
+    max_message_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest message of the server that is read."
+    )
+    allowed_targets: AllowedTargets = Field(
+        PRIVATE_TARGETS,
+        description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs, without a slash at the end."""
+        return urls_of(self.url)
+
+
+_KEEP_S = 60.0
+_OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
+_CLOSE_S = 5.0
+_FULL_S = 1.0  # between two questions of a server without a free session
+
+
+class OpenEnvFailed(PenstockError):
+    """The server failed, or answers what the protocol does not know: the episode is begun again."""
+
+
+class ActionRefused(Exception):
+    """The server does not take an action for one of its environment."""
+
+
+class OpenEnvSession:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, server: Server) -> None:
+        self._socket, self._server = socket, server
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data of the answer to one message; raises OpenEnvFailed, and ActionRefused."""
+        url = self._server.url
+        try:
+            await self._socket.send_str(json.dumps({"type": kind, "data": data}))
+            received = await self._socket.receive()
+        except (aiohttp.ClientError, ConnectionError) as err:
+            raise OpenEnvFailed(f"{url}: the session broke: {type(err).__name__}: {err}") from None
+        if received.type is not aiohttp.WSMsgType.TEXT:
+            raise OpenEnvFailed(f"{url}: the session ended ({received.type.name}) before the answer to {kind}")
+        try:
+            answer = strict_json.loads(received.data.encode())
+        except strict_json.AmbiguousJson as err:
+            raise OpenEnvFailed(f"{url} answers {kind} with what is no JSON: {err}") from None
+        said = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(said, dict):
+            raise OpenEnvFailed(f"{url} answers {kind} with {str(answer)[:200]!r}")
+        if answer.get("type") == "error":
+            text = (
+                f"{said.get('code')}: {str(said.get('message'))[:500]} {str(said.get('errors') or '')[:500]}".rstrip()
+            )
+            if kind == "step" and said.get("code") == "VALIDATION_ERROR":
+                raise ActionRefused(text)
+            raise (
+                _Full(text)
+                if said.get("code") == "CAPACITY_REACHED"
+                else OpenEnvFailed(f"{url} answers {kind} with {text}")
+            )
+        return said
+
+    async def close(self) -> None:
+        """End the session; the server ends the episode. The connection of one that does not answer is cut."""
+        self._server.running -= 1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._socket.close()
+
+
+class _Full(PenstockError):
+    """The server has no free session."""
+
+
+class Sessions:
+    """The servers of one environment, and the connections to them."""
+
+    def __init__(self, options: OpenEnvOptions, own: Sequence[OwnServer]) -> None:
+        policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
+        self._connections = HttpConnections(keep_s=_KEEP_S, policy=policy)
+        self._servers = Servers(options.urls)
+        self._options = options
+
+    async def open(self, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
+        """Return a session and the answer to its reset; waits for a free one. Raises OpenEnvFailed."""
+        ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
+        while (server := await take_place(self._servers, ends)) is not None:
+            try:
+                return await self._open_at(server, reset)
+            except _Full as err:
+                server.is_full(time.monotonic(), _FULL_S)
+                last = str(err)
+            except ConnectionFailed as err:
+                server.failed(time.monotonic())
+                last = str(err)
+        raise OpenEnvFailed(
+            f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}"
+        )
+
+    async def _open_at(self, server: Server, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
+        url = f"{server.url}/ws"
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                socket = await self._connections.websocket(url, max_message_bytes=self._options.max_message_bytes)
+        except BaseException as err:
+            server.running -= 1  # of the place that was taken; later the session gives it back
+            if isinstance(err, TimeoutError):
+                raise ConnectionFailed(url, f"no session was opened within {_OPEN_S:g} s") from None
+            raise
+        session = OpenEnvSession(socket, server)
+        try:
+            first = await session.ask("reset", reset)
+        except BaseException as err:
+            if not isinstance(err, _Full):  # cancelled: the reset took longer than a reply may
+                server.failed(time.monotonic())
+            await session.close()
+            raise
+        server.works()
+        return session, first
+
+    async def close(self) -> None:
+        await self._connections.close()
+
+
+class OpenEnvPlay(Play):
+    def __init__(self, seed: int, row: Row, options: OpenEnvOptions, sessions: Sessions) -> None:
+        """Note the row; raises ValueError for one that lacks what `row_reset` names."""
+        missing = [name for name in options.row_reset if name not in row.extra_info]
+        if missing:
+            raise ValueError(f"options.row_reset: its extra_info has no {', '.join(missing)}")
+        self._seed, self._row, self._options, self._sessions = seed, row, options, sessions
+        self._session: OpenEnvSession | None = None
+        self._shown = ""
+
+    async def start(self) -> tuple[Message, ...]:
+        """Begin a session, and return its first observation behind the rules; raises OpenEnvFailed."""
+        own = {name: self._row.extra_info[name] for name in self._options.row_reset}
+        episode = secrets.token_hex(8)
+        reset = {**self._options.reset, **own, "seed": self._seed % 2**32, "episode_id": episode}
+        self._session, first = await self._sessions.open(reset)
+        if first.get("done"):
+            raise OpenEnvFailed("the episode is over after its reset")
+        if self._options.tools:
+            self.tools = await self._listed()
+        self._shown = self._text(first)
+        return opening(self._row, self._options, self._options.rules, self._shown)
+
+    async def step(self, answer: Message) -> Reply:
+        """Send the policy's action, or its calls of tools; raises OpenEnvFailed."""
+        return await (self._called(answer) if self._options.tools else self._acted(answer))
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _acted(self, answer: Message) -> Reply:
+        action = find_action(answer.content, self._options)
+        fields: Any = {self._options.action_field: action} if self._options.action_field else _object(action)
+        if not action or fields is None:
+            return malformed(self._options, f"The answer holds no action.\n{self._shown}", self._shown, {})
+        try:
+            result = await self._ask("step", {**self._options.action, **fields})
+        except ActionRefused as err:
+            return malformed(self._options, f"The answer is no action: {err}\n{self._shown}", self._shown, {})
+        self._shown = self._text(result)
+        reward = _reward(result)
+        return (
+            Reply(reward=reward, is_done=True) if result.get("done") else Reply((Message("user", self._shown),), reward)
+        )
+
+    async def _called(self, answer: Message) -> Reply:
+        messages: list[Message] = []
+        reward, errors = 0.0, 0
+        for call in answer.tool_calls:
+            text, result = await self._result(call)
+            reward += _reward(result)
+            errors += text.startswith("error: ")
+            messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
+            if result.get("done"):
+                return Reply(
+                    reward=reward,
+                    is_done=True,
+                    parts={"tool_calls": float(len(messages)), "tool_errors": float(errors)},
+                )
+        parts = {"tool_calls": float(len(messages)), "tool_errors": float(errors)}
+        return Reply(tuple(messages), reward, is_done=not messages, parts=parts)
+
+    async def _result(self, call: ToolCall) -> tuple[str, dict[str, Any]]:
+        """Return the text of a call's result, and the server's answer."""
+        arguments = _object(call.arguments or "{}")
+        if arguments is None:
+            return "error: the arguments are no JSON object", {}
+        try:
+            result = await self._ask("step", {"type": "call_tool", "tool_name": call.name, "arguments": arguments})
+        except ActionRefused as err:
+            return f"error: {err}", {}
+        observation = result.get("observation")
+        if not isinstance(observation, dict):
+            raise OpenEnvFailed(f"a call is answered with {str(result)[:200]!r}")
+        error = observation.get("error")
+        if error:
+            return f"error: {error.get('message', error) if isinstance(error, dict) else error}", result
+        return _tool_text(observation.get("result")), result
+
+    async def _listed(self) -> tuple[dict[str, Any], ...]:
+        answer = await self._ask("mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list"})
+        tools = (answer.get("result") or {}).get("tools")
+        if not isinstance(tools, list) or not tools:
+            raise OpenEnvFailed(f"options.tools is true, and the environment lists no tools: {str(answer)[:300]}")
+        return tuple(
+            {
+                "type": "function",
+                "function": {
+                    "name": one["name"],
+                    "description": one.get("description") or "",
+                    "parameters": one.get("inputSchema")
+                    or one.get("input_schema")
+                    or {"type": "object", "properties": {}},
+                },
+            }
+            for one in tools
+        )
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._session is not None
+        return await self._session.ask(kind, data)
+
+    def _text(self, result: Mapping[str, Any]) -> str:
+        """Return the part of an observation that the policy reads; raises OpenEnvFailed if it is not there."""
+        observation = result.get("observation")
+        try:
+            return text_of(_at(observation, self._options.observation))
+        except (KeyError, IndexError, TypeError, ValueError):
+            field = self._options.observation
+            raise OpenEnvFailed(f"options.observation = {field!r} is not in {str(observation)[:300]}") from None
+
+
+def _at(observation: Any, path: str) -> Any:
+    """Return a field of an observation; for an empty path all of it but its metadata."""
+    if not path and isinstance(observation, dict):
+        return {name: one for name, one in observation.items() if name != "metadata"}
+    for step in filter(None, path.split(".")):
+        observation = observation[int(step)] if isinstance(observation, list) else observation[step]
+    return observation
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """Return a JSON object; None for other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _reward(result: Mapping[str, Any]) -> float:
+    """Return the reward of an answer, 0 where it has none; raises OpenEnvFailed for what is no number."""
+    value = result.get("reward")
+    if value is None:
+        return 0.0
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise OpenEnvFailed(f"the reward is {str(value)[:100]!r}, expected a number")
+    return float(value)
+
+
+def _tool_text(result: Any) -> str:
+    """Return the result of a tool as text: the text of its blocks, or the value as JSON."""
+    blocks = result.get("content") if isinstance(result, dict) else None
+    if isinstance(blocks, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in blocks):
+        return "\n".join(one["text"] for one in blocks)
+    return text_of(result)
+
+
+class OpenEnv(ServerEnvironment):
+    """The environment ``openenv``."""
+
+    name = "openenv"
+    options = OpenEnvOptions
+
+    def new_sessions(self, options: OpenEnvOptions) -> Sessions:
+        return Sessions(options, self.own_servers)
+
+    def play(self, seed: int, row: Row, options: OpenEnvOptions) -> OpenEnvPlay:
+        if self.sessions is None:
+            raise ValueError(
+                'openenv needs a server: write [environment.define.NAME] with type = "openenv" and options.url, and name that'
+            )
+        return OpenEnvPlay(seed, row, options, self.sessions)
+
+
+OPENENV = OpenEnv()

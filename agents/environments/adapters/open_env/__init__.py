@@ -1,1 +1,0 @@
-"""Environments of OpenEnv servers (docs/environments_of_others.md)."""

@@ -1,0 +1,128 @@
+"""Options of the verbs that `deploy` implements: fields are options, their docstrings the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from penstock.protocol.command_line import Help, Json, Least, Parameter
+
+Page = Annotated[bool | None, Parameter(negative="--no-page")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartOptions:
+    """Options of `penstock quickstart`."""
+
+    task: Annotated[
+        Literal["sort", "tools"], Help("sort: sort 8 digits; tools: ask for what it is asked, in two turns.")
+    ] = "sort"
+    seed: Annotated[int, Least(0), Help("Seed of model, data and sampling.")] = 0
+    steps: Annotated[int | None, Least(2), Help("Optimizer steps; default 150 for sort, 120 for tools.")] = None
+    workers: Annotated[
+        int | None, Least(1), Help("Rollout workers; default 2, or 1 with SGLang, which needs more memory.")
+    ] = None
+    engine: Annotated[
+        Literal["embedded", "sglang"],
+        Help("sglang: a real SGLang server, slowly, on the CPU; needs `make sglang-env` first."),
+    ] = "embedded"
+    run: Annotated[str, Help("Run id; a number is appended when it is taken.")] = "quickstart"
+    dir: Annotated[Path, Help("Folder for runs.")] = Path("runs")
+    json: Annotated[bool, Help("Print only one JSON object, as the last line of stdout.")] = False
+    no_kill: Annotated[bool, Help("Do not kill a worker.")] = False
+    page: Annotated[
+        Page, Help("Serve the live page beside the run, until it ends; default: where stdout is a terminal.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Options of `penstock recipe`."""
+
+    seed: Annotated[int, Least(0), Help("Seed of data and sampling.")] = 0
+    steps: Annotated[int, Least(2), Help("Optimizer steps.")] = 120
+    workers: Annotated[int, Least(1), Help("Rollout workers.")] = 1
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Help("auto: bfloat16 if the processor has instructions for it, else float32."),
+    ] = "auto"
+    gguf: Annotated[Path | None, Help("Train this GGUF file instead of downloading the model.")] = None
+    task: Annotated[
+        str | None,
+        Help("A task of reasoning-gym instead of sums, as chain_sum:max_terms=2,max_digits=2; its extra is needed."),
+    ] = None
+    run: Annotated[str, Help("Run id.")] = "smollm2"
+    dir: Annotated[Path, Help("Folder for runs.")] = Path("runs")
+    no_train: Annotated[bool, Help("Only write the files and print the commands.")] = False
+    json: Annotated[bool, Help("Print one JSON object about the training, as the last line but one.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """Options of `penstock train --local`."""
+
+    workers: Annotated[int, Help("With --local: number of rollout workers.")] = 2
+    serve: Annotated[
+        tuple[Path, ...],
+        Help("With --local: also serve this reward file as an HTTP endpoint, in a process of its own; repeatable."),
+    ] = ()
+    tls: Annotated[bool, Help("With --local: encrypt the connections to NATS and S3, with own certificates.")] = False
+    page: Annotated[
+        Page,
+        Help("With --local: serve the live page beside the run, until it ends; default: where stdout is a terminal."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `penstock plan`; rates are in tokens per second, durations in seconds."""
+
+    workers: Annotated[int, Help("Rollout workers, each with one engine.")] = 2
+    slots: Annotated[int, Help("Sequences that an engine decodes at once.")] = 64
+    engine_rate: Annotated[float, Help("Tokens per second of an engine with all slots in use.")] = 2000.0
+    lone_rate: Annotated[
+        float | None, Help("Tokens per second of a single sequence; default three times its share of a full engine.")
+    ] = None
+    trainer_rate: Annotated[float, Help("Sampled tokens that the trainer trains in a second.")] = 4000.0
+    median: Annotated[float | None, Help("Median tokens of a completion; default rollout.max_new_tokens / 20.")] = None
+    load: Annotated[float, Help("Seconds that an engine takes to load a version.")] = 1.0
+    publish: Annotated[float, Help("Seconds from a step to its version at the workers.")] = 1.0
+    score: Annotated[float, Help("Seconds that scoring a pack takes.")] = 1.0
+    rank_memory: Annotated[
+        str | None, Help("Memory of a rank, such as 80GB: print which settings make the run fit.")
+    ] = None
+    gpu: Annotated[bool, Help("Count the memory of the GPU alone, without the host's.")] = False
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Options of `penstock eval`."""
+
+    data: Annotated[
+        tuple[Path, ...], Help("File with held-out prompts, repeatable; or a folder or id as in data.eval.")
+    ]
+    samples: Annotated[int, Help("Samples of each prompt, the k of avg@k and maj@k.", name=("--samples", "-k"))] = 1
+    temperature: Annotated[
+        float | None, Help("Sampling temperature; default eval.temperature, for several samples rollout.temperature.")
+    ] = None
+    max_tokens: Annotated[
+        int | None, Help("Longest completion; default eval.max_new_tokens, else rollout.max_new_tokens.")
+    ] = None
+    num_prompts: Annotated[int | None, Help("Only the first prompts of every file.")] = None
+    reward: Annotated[
+        str | None, Help("Reward to score with; default that of the run, or the one of --serve, or by data_source.")
+    ] = None
+    serve: Annotated[
+        tuple[Path, ...],
+        Help("File to score with: reward (.py), grader (.json) or judge (.toml); the reward has its name; repeatable."),
+    ] = ()
+    answer: Annotated[
+        str | None,
+        Help(
+            "What votes for maj@k: auto, boxed, tags, hashes, phrase, last_line, whole, last_number; default the reward's."
+        ),
+    ] = None
+    workers: Annotated[int, Help("Rollout workers.")] = 1
+    json: Json = False

@@ -1,0 +1,298 @@
+"""Fold the messages of a run's services into what is known about it.
+
+Pure: a function of facts and clock readings. Steps are kept by number: a step that a resumed trainer
+takes again replaces the first instead of being counted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.console.live.fleet import Fleet
+from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, StepPoint
+from penstock.console.live.watched_totals import NotedIncident, Pause, WatchedTotals
+from penstock.console.report import event_fields, learning
+from penstock.console.report.event_fields import (
+    EvalFields,
+    GroupFields,
+    NoteFields,
+    PublicationFields,
+    RewardErrorFields,
+    StateFields,
+    StepFields,
+    UnreadableEvent,
+)
+from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
+
+_SESSION_STARTS = "starting"  # the text of the trainer's first event
+_OUTAGE_S = 5.0  # of NATS: a shorter one is no incident
+_CAUSE_CHARS = 200
+_NUM_CAUSES = 20  # of dead letters that become incidents; all of them are counted
+_GROUP_ID = re.compile(r"\b(?:eval\.v\d+|e\d+)\.p\d+(?:\.a\d+)?\b")
+_NUM_INCIDENTS = 200  # newest kept; a worker that restarts every minute must not fill the memory
+WORKING_ROLES = ("rollout", "reward")
+
+
+class RunFold:
+    """What the messages of one run say; not thread-safe, one thread folds and reads."""
+
+    def __init__(self, run_id: str, *, total_steps: int | None = None) -> None:
+        """Start empty; ``total_steps`` may also arrive with the trainer's events."""
+        self.run_id = run_id
+        self.total_steps = total_steps
+        self.steps: dict[int, StepPoint] = {}
+        self.evals: list[EvalPoint] = []
+        self.incidents: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)
+        self._num_incidents = 0
+        self.queues = QueueDepths()
+        self.state = "waiting for the services"
+        self.attention = ""  # what computes it in the trainer
+        self.disconnected_s = 0.0
+        self.finished = False
+        self._fleet = Fleet()
+        self._absent_since: dict[str, float] = {}  # by role: since when no service of it has reported
+        self._groups = GroupFields()
+        self._unreadable: Counter[str] = Counter()  # messages by kind
+        self._num_eval_groups = 0
+        self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
+        self._dead: Counter[str] = Counter()
+        self._causes: set[str] = set()  # of dead letters, as their incidents say them
+        self._reward_errors: Counter[str] = Counter()
+        self.published: set[int] = set()  # versions that were announced
+        self.publications: dict[int, PublicationFields] = {}  # by version
+        self._pauses_s: list[float] = []  # of workers that loaded another version
+        self._fetched_bytes = 0
+        self._num_refused = 0
+        self._applied: dict[str, list[WeightsApplied]] = {}
+        self._first_at: float | None = None
+        self._last_at = 0.0
+        self._restored: WatchedTotals | None = None
+        self._paused_s = 0.0  # between sessions
+        self._pauses: list[tuple[float, float]] = []  # ends and lengths, seconds
+        self._old_starts: set[float] = set()  # of earlier sessions' trainers
+        self._restored_until = -math.inf
+        self._rolled_back: dict[int, StepPoint] = {}  # by the step that was then taken: the last that was rolled back
+        self._noted: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)  # incidents that no stored event repeats
+
+    def restore(self, totals: WatchedTotals) -> None:
+        """Continue with what was watched in earlier sessions, before anything else is folded."""
+        self._restored = totals
+        self._paused_s = totals.paused_s
+        self._pauses = [(pause.end, pause.seconds) for pause in totals.pauses]
+        self._restored_until = totals.until
+        self._first_at = totals.since
+        self._fleet.restore(totals)
+        self._causes.update(i.text for i in totals.incidents if i.kind == "dead_letter")
+        self._note([Incident(i.at, i.text, i.kind) for i in totals.incidents])
+
+    def totals(self) -> WatchedTotals:
+        return WatchedTotals(
+            until=self._last_at,
+            since=self._first_at,
+            paused_s=self._paused_s,
+            pauses=tuple(Pause(end=end, seconds=seconds) for end, seconds in self._pauses),
+            both_working_s=self._fleet.both_working_s,
+            services=self._fleet.totals(),
+            incidents=tuple(NotedIncident(at=i.at, text=i.text, kind=i.kind) for i in self._noted),
+        )
+
+    def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add the steps and evaluations of metrics.jsonl whose events are no longer on the stream."""
+        missing = RunFold(self.run_id)
+        for row in rows:
+            at = event_fields.number(row.get("at"))
+            kind = row.get("kind")
+            if at is None or kind not in {"step", "eval"}:
+                continue
+            with contextlib.suppress(ValueError):  # counted by the reader of the file
+                missing.fold_event(RunEvent(run_id=self.run_id, source="trainer", kind=kind, at=at, data=dict(row)))
+        self._merge(missing)
+
+    def _merge(self, other: RunFold) -> None:
+        added = {number: point for number, point in other.steps.items() if number not in self.steps}
+        if other.steps and next(reversed(other.steps)) > next(reversed(self.steps), -1):
+            self._groups = other._groups
+        for point in added.values():
+            self._staleness.update(point.staleness_tokens)
+        self.steps = dict(sorted({**self.steps, **added}.items()))
+        known = {(e.version, e.split) for e in self.evals}
+        self.evals = sorted(
+            [*self.evals, *(e for e in other.evals if (e.version, e.split) not in known)], key=lambda e: e.step
+        )
+        for point in (*added.values(), *other.evals):
+            self._saw(point.at)
+
+    def fold_event(self, event: RunEvent) -> None:
+        """Take one event of a service; other kinds are ignored, one whose data does not fit is counted."""
+        try:
+            self._fold_event(event)
+        except UnreadableEvent as err:
+            self.unreadable(event.at, f"{event.kind} event", f"{err}, from {event.source}")
+
+    def unreadable(self, at: float, what: str, problem: str) -> None:
+        """Count a message that cannot be read; the first one of its kind is an incident."""
+        self._unreadable[what] += 1
+        if self._unreadable[what] == 1:
+            text = f"{what} skipped, it cannot be read: {problem}; others like it are counted"
+            self._remember([Incident(at, text, "note")])
+
+    def _fold_event(self, event: RunEvent) -> None:
+        if event.kind == "step":
+            self._fold_step(event.at, event.data)
+        elif event.kind == "eval":
+            self._fold_eval(event.at, event.data)
+        elif event.kind == "state":
+            self._fold_state(event.at, event.source, event.data)
+        elif event.kind == "reward_error":
+            self._fold_reward_error(event.at, event.data)
+        elif event.kind == "weights":
+            fields = event_fields.read(PublicationFields, event.data)
+            if fields.version is not None:
+                self.publications[fields.version] = fields
+        elif event.kind in {"alarm", "evaluation_lost"}:
+            text = event_fields.read(NoteFields, event.data).text
+            self._remember([Incident(event.at, text or event.kind, "lost")])
+        elif event.kind == "log" and (text := event_fields.read(NoteFields, event.data).text):
+            self._remember([Incident(event.at, text, "note")])
+        self._saw(event.at)
+
+    def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
+        """Take all heartbeats of the live bucket as read at ``now``, in the reader's wall-clock seconds."""
+        if not self.finished:  # after the run services only wait
+            for beat in beats:
+                self._saw(beat.at)
+        self._note(self._fleet.fold(beats, now))
+        present = {line.role for line in self._fleet.lines(now) if line.alive}
+        self._absent_since = {r: self._absent_since.get(r, now) for r in WORKING_ROLES if r not in present}
+
+    def fold_published(self, fact: WeightsPublished) -> None:
+        self.published.add(fact.version)
+
+    def fold_applied(self, fact: WeightsApplied) -> None:
+        self._applied.setdefault(fact.worker_id, []).append(fact)
+        self._fetched_bytes += fact.num_bytes
+        if fact.previous_version is not None:
+            self._pauses_s.append(fact.pause_s)
+
+    def fold_refused(self, fact: WeightsRefused, now: float) -> None:
+        self._num_refused += 1
+        text = f"{fact.worker_id} cannot use version {fact.version}: {fact.reason}"
+        self._remember([Incident(now, text, "lost")])
+
+    def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
+        """Take a dead letter; the first of each cause is an incident, in this session or an earlier one."""
+        self._dead[letter.reason] += max(len(letter.group_ids), 1)
+        what = "groups" if letter.group_ids else "messages"
+        cause = _GROUP_ID.sub("…", letter.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
+        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {cause}; `penstock dead-letters list {self.run_id}` has all"
+        if text not in self._causes and len(self._causes) < _NUM_CAUSES:
+            self._causes.add(text)
+            self._note([Incident(now, text, "dead_letter")])
+
+    def fold_connection(self, down_s: float, now: float) -> None:
+        """Take how long NATS has been unreachable, 0.0 while it answers; an outage that has ended is an incident."""
+        if down_s == 0.0 and self.disconnected_s > _OUTAGE_S:
+            self._note([Incident(now, f"NATS answers again, after {self.disconnected_s:.0f} s", "back")])
+        self.disconnected_s = down_s
+
+    def fold_queues(self, queues: QueueDepths) -> None:
+        self.queues = queues
+
+    def note(self, at: float, text: str) -> None:
+        self._saw(at)
+        self._note([Incident(at, text, "note")])
+
+    def _fold_step(self, at: float, data: Mapping[str, Any]) -> None:
+        fields = event_fields.read(StepFields, data)
+        step = len(self.steps) + 1 if fields.step is None else fields.step
+        if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these steps are repeated
+            self._rolled_back[step] = self.steps[next(reversed(self.steps))]
+            for later in [s for s in self.steps if s >= step]:
+                self._staleness.subtract(self.steps.pop(later).staleness_tokens)
+        histogram = fields.staleness_tokens
+        self.steps[step] = StepPoint(
+            step=step,
+            at=at,
+            version=fields.version,
+            reward_mean=fields.reward_mean,
+            loss=fields.loss,
+            tokens_trained=fields.tokens_trained or sum(histogram.values()),
+            staleness_tokens=histogram,
+            no_signal_share=fields.zero_signal_groups,
+            learning=learning.read(data),
+            skipped=fields.skipped,
+            scored_by=fields.scored_by,
+        )
+        self._staleness.update(histogram)
+        self._groups = fields.groups or self._groups
+        self.state = "training"
+        self.finished = False  # a run that had ended was resumed with more steps
+        self._fleet.open_window(at)
+        if self.total_steps and step >= self.total_steps:
+            self._fleet.close_window()
+
+    def _fold_eval(self, at: float, data: Mapping[str, Any]) -> None:
+        fields = event_fields.read(EvalFields, data)
+        self._num_eval_groups += fields.num_prompts
+        if fields.accuracy is None and fields.reward_mean is None:
+            return
+        point = EvalPoint(
+            step=fields.step,
+            at=at,
+            version=fields.version,
+            split=fields.split or fields.name or "eval",
+            accuracy=fields.accuracy,
+            reward=fields.reward_mean,
+            num_prompts=fields.num_prompts,
+            success=fields.success,
+            primary=fields.primary,
+        )
+        others = [e for e in self.evals if (e.version, e.split) != (point.version, point.split)]
+        self.evals = sorted([*others, point], key=lambda e: e.step)
+
+    def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
+        fields = event_fields.read(RewardErrorFields, data)
+        reason = fields.reason or "unknown"
+        if reason not in self._reward_errors:  # one incident per reason, not per group
+            cause = _GROUP_ID.sub("…", fields.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
+            why = f"{reason}: {cause}" if cause else reason
+            self._remember([Incident(at, f"rewards fail ({why}); their groups are retried", "dead_letter")])
+        self._reward_errors[reason] += 1
+
+    def _fold_state(self, at: float, source: str, data: Mapping[str, Any]) -> None:
+        fields = event_fields.read(StateFields, data)
+        text = fields.text or fields.state
+        if text == _SESSION_STARTS and self._restored is not None:
+            if at <= self._restored.until:
+                self._old_starts.add(at)
+            else:
+                self._pauses.append((at, at - self._restored.until))
+                self._paused_s += at - self._restored.until
+                self._restored = None  # once: later starts of the trainer are in this session
+        if text and source.startswith("trainer"):
+            self.state = text
+        if fields.total_steps:
+            self.total_steps = fields.total_steps
+        if fields.attention:
+            self.attention = fields.attention
+        if fields.finished:
+            self.finished = True
+            self._fleet.close_window()
+
+    def _saw(self, at: float) -> None:
+        self._first_at = at if self._first_at is None else min(self._first_at, at)
+        self._last_at = max(self._last_at, at)
+
+    def _note(self, incidents: Sequence[Incident]) -> None:
+        self._noted.extend(incidents)
+        self._remember(incidents)
+
+    def _remember(self, incidents: Iterable[Incident]) -> None:
+        for incident in incidents:
+            self.incidents.append(incident)
+            self._num_incidents += 1

@@ -1,0 +1,94 @@
+"""Print to a terminal: tables, durations, curves in braille characters, and text without control characters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNBOUNDED = 100_000  # columns
+_KEPT = frozenset("\n\t")
+_BLANK = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row from the top]
+
+
+def console() -> Console:
+    """Return a console for stdout; in a pipe or a file no cell is cut off."""
+    from rich.console import Console  # noqa: PLC0415  not every process that formats a duration prints a table
+
+    return Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
+
+
+def printable(text: object) -> str:
+    """Return a text with control characters as their escapes: printed, they could change what a terminal shows.
+
+    Line feeds and tabs are kept, except a carriage return, which would overwrite the line.
+    """
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c in _KEPT or not _is_control(c) else c.encode("unicode_escape").decode() for c in shown)
+
+
+def _is_control(letter: str) -> bool:
+    """Return True for C0, DEL, C1, surrogates, and the characters that change the direction of text."""
+    code = ord(letter)
+    return (
+        code < 0x20
+        or 0x7F <= code < 0xA0
+        or 0xD800 <= code < 0xE000
+        or 0x202A <= code <= 0x202E
+        or 0x2066 <= code <= 0x2069
+    )
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as ``m:ss``, or ``h:mm:ss`` from one hour."""
+    whole = max(int(seconds), 0)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def curve(values: Sequence[float], *, width: int, height: int, low: float, high: float) -> list[str]:
+    """Draw values from left to right over the whole width, as ``height`` lines of ``width`` characters.
+
+    More values than columns are averaged, fewer are joined by straight lines. Values outside
+    ``[low, high]`` are drawn at the border. No value gives blank lines.
+    """
+    columns, rows = 2 * width, 4 * height
+    cells = [[0] * width for _ in range(height)]
+    previous: int | None = None
+    for column, value in enumerate(_resample(values, columns)):
+        share = (value - low) / (high - low) if high > low else 0.5
+        row = round((1.0 - min(max(share, 0.0), 1.0)) * (rows - 1))
+        for dot in _between(previous, row):
+            cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
+        previous = row
+    return ["".join(chr(_BLANK + cell) for cell in line) for line in cells]
+
+
+def _between(previous: int | None, row: int) -> range:
+    """Return the rows to set so that a steep curve stays connected."""
+    if previous is None or abs(previous - row) <= 1:
+        return range(row, row + 1)
+    return range(previous + 1, row + 1) if row > previous else range(row, previous)
+
+
+def _resample(values: Sequence[float], columns: int) -> list[float]:
+    if not values:
+        return []
+    if len(values) >= columns:
+        edges = [i * len(values) // columns for i in range(columns + 1)]
+        return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    if len(values) == 1:
+        return [values[0]]
+    found = []
+    for column in range(columns):
+        position = column * (len(values) - 1) / (columns - 1)
+        left = min(int(position), len(values) - 2)
+        found.append(values[left] + (values[left + 1] - values[left]) * (position - left))
+    return found

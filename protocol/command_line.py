@@ -1,0 +1,115 @@
+"""Command lines from typed functions; the only file that imports cyclopts.
+
+A parameter of the function is an argument or an option, its annotation has type and help, and the docstring is the text: the verb
+of `penstock`, its help, its completion, and ``python -m`` of a module come from that one declaration.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Group, Parameter, validators
+
+from penstock.protocol.errors import PenstockError
+
+__all__ = [
+    "FLAT",
+    "App",
+    "Group",
+    "Help",
+    "Json",
+    "Least",
+    "Parameter",
+    "RunArguments",
+    "RunName",
+    "UsageError",
+    "application",
+    "program",
+    "run",
+    "typed",
+]
+
+USAGE_ERROR = 2  # exit code
+FLAT = Parameter(name="*")  # the fields of a dataclass are options of the command
+RunArguments = Annotated[
+    str, Parameter(allow_leading_hyphen=True, help="Run files, and settings as section.key=value.")
+]
+RunName = Annotated[str, Parameter(help="Name of the run.")]
+Json = Annotated[bool, Parameter(help="Print JSON instead of text.")]
+_typed: ContextVar[Sequence[str] | None] = ContextVar("typed", default=None)
+
+
+class UsageError(PenstockError):
+    """Options that do not go together; exit code 2."""
+
+
+def Help(text: str, **more: Any) -> Parameter:  # noqa: N802 - an annotation, as Parameter
+    """Return the annotation of a parameter with its help text, and whatever else `Parameter` takes."""
+    return Parameter(help=text, **more)
+
+
+def Least(least: int) -> Parameter:  # noqa: N802 - an annotation, as Parameter
+    """Return the annotation of a number that is at least ``least``."""
+    return Parameter(validator=validators.Number(gte=least))
+
+
+def application(name: str | None = None, **more: Any) -> App:
+    """Return an application without commands; a switch has no ``--no-`` form unless its parameter names one."""
+    return App(
+        name=name,
+        help_format="plaintext",
+        default_parameter=Parameter(negative=(), show_default=_shown),
+        **{"version_flags": [], **more},
+    )
+
+
+def program(name: str, function: Callable[..., int], *, error: int | None = 1) -> Callable[..., int]:
+    """Return the ``main`` of a module with one command.
+
+    It takes arguments, those of the process by default, and returns the exit code: ``error`` after a PenstockError, which is
+    explained on stderr (None: it is raised), 130 after Ctrl-C.
+    """
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        app = application(name)
+        app.default(function)
+        try:
+            return run(app, arguments)
+        except PenstockError as err:
+            if error is None:
+                raise
+            sys.stderr.write(f"{name}: {err}\n")
+            return error
+        except KeyboardInterrupt:
+            return 130
+
+    return main
+
+
+def run(app: App, arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code of its function, 2 for wrong usage, which is explained on stderr."""
+    tokens = tuple(sys.argv[1:] if arguments is None else arguments)
+    before = _typed.set(tokens)
+    try:
+        return app(tokens, result_action="return_value", exit_on_error=False) or 0
+    except CycloptsError:  # it is printed already
+        return USAGE_ERROR
+    except UsageError as err:
+        sys.stderr.write(f"{app.name[0]}: {err}\n")
+        return USAGE_ERROR
+    finally:
+        _typed.reset(before)
+
+
+def typed() -> Sequence[str]:
+    """Return the arguments of the command that is running, as they were typed."""
+    words = _typed.get()
+    return sys.argv[1:] if words is None else words
+
+
+def _shown(default: object) -> str | None:
+    """Return a default as the help shows it; None, an empty one and a switch that is off need no words."""
+    return str(default) if default not in (None, (), "", False) or (default == 0 and default is not False) else None

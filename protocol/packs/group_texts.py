@@ -1,0 +1,117 @@
+"""What a reward reads of a pack: prompts, completions and reward requests, without the columns of tokens; pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from penstock.protocol.errors import PackError
+from penstock.protocol.groups import GeneratedGroup, RewardRequest
+from penstock.protocol.packs import episode_columns
+from penstock.protocol.packs.pack_rows import Rows
+from penstock.protocol.trajectory import check_equal
+
+TEXT_COLUMNS = (
+    "group_id",
+    "num_prompt_tokens",
+    "prompt_text",
+    "completion_text",
+    "finish_reason",
+    "reward_name",
+    "data_source",
+    "ground_truth",
+    "extra_info",
+    *episode_columns.TEXT_COLUMNS,
+)
+
+
+def rewards_of(rows: Rows) -> list[RewardRequest]:
+    """Return the reward request of each group; raises PackError where the rows of a group differ."""
+    names = ("reward_name", "data_source", "ground_truth", "extra_info")
+    columns = zip(*(rows.of_groups(name) for name in names), strict=True)
+    return [RewardRequest(name=n, data_source=d, ground_truth=g, extra_info=e) for n, d, g, e in columns]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTexts:
+    """What a reward can read of an episode, beside its completion."""
+
+    num_rows: int
+    end_status: str
+    reward: float | None  # the environment's; None: it gives none
+    reward_parts: tuple[tuple[str, float], ...]
+    messages: str  # JSON list
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTexts:
+    """Prompt, completions and reward request of one group, without its tokens."""
+
+    group_id: str
+    prompt_text: str
+    completions: tuple[str, ...]
+    finish_reasons: tuple[str, ...]
+    reward: RewardRequest
+    num_prompt_tokens: int = 0
+    completion_tokens: tuple[int, ...] = ()  # from the message that announced the pack; () where it is unknown
+    given: tuple[EpisodeTexts, ...] = ()  # of each episode, what its environment says of it; (): no episodes
+
+    def check_described_by(self, described: GeneratedGroup) -> None:
+        """Raise PackError unless a message describes this group, as far as the columns that were read show."""
+        check_equal(
+            described.group_id,
+            ("group_id", self.group_id, described.group_id),
+            ("reward_name", self.reward.name, described.reward_name),
+            ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
+            ("completions", len(self.completions), len(described.completion_tokens)),
+            ("finish_reasons", self.finish_reasons, described.finish_reasons),
+            ("rows", tuple([one.num_rows for one in self.given]), described.rows),
+        )
+
+
+def texts_of(rows: Rows) -> list[GroupTexts]:
+    """Return the texts of each group; raises PackError for rewards of episodes that are not finite."""
+    completions, reasons = rows.values("completion_text"), rows.values("finish_reason")
+    episodes = _episode_texts(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
+    columns = zip(
+        episodes,
+        rows.of_groups("group_id"),
+        rows.of_groups("prompt_text"),
+        rows.of_groups("num_prompt_tokens"),
+        rewards_of(rows),
+        itertools.pairwise(rows.starts),
+        strict=True,
+    )
+    return [
+        GroupTexts(
+            group_id=group_id,
+            prompt_text=prompt_text,
+            completions=tuple([completions[span.start] for span, _ in own] or completions[start:end]),
+            finish_reasons=tuple(
+                ["stop" if one.end_status == "done" else "length" for _, one in own] or reasons[start:end]
+            ),
+            reward=reward,
+            num_prompt_tokens=num_prompt_tokens,
+            given=tuple([one for _, one in own]),
+        )
+        for own, group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
+    ]
+
+
+def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
+    """Return the episodes of each group, with where their rows are; raises PackError for a reward that is not finite."""
+    columns = {name: rows.values(name) for name in ("end_status", "episode_reward", "reward_parts", "messages")}
+    found = []
+    for spans in episode_columns.spans(rows):
+        texts = []
+        for span in spans:
+            status, reward, parts, messages = (values[span.start] for values in columns.values())
+            one = EpisodeTexts(span.end - span.start, status, reward, episode_columns.named_numbers(parts), messages)
+            if not all(map(math.isfinite, (reward or 0.0, *(value for _, value in one.reward_parts)))):
+                raise PackError(
+                    f"the reward of an episode is {reward} of {dict(one.reward_parts)}, expected finite ones"
+                )
+            texts.append((span, one))
+        found.append(texts)
+    return found

@@ -1,0 +1,78 @@
+"""How the output of a process ends: with one line for people after an unexpected exception, and without a traceback when its reader has ended.
+
+Errors of Penstock are printed without a traceback by each command. Anything else that reaches the top of a process is either
+a full disk, which has a fix, or an internal error, which is to be reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import select
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PACKAGE = Path(__file__).parent.parent  # its files are named relative to it
+
+
+def install(service: str) -> None:
+    """Make exceptions that end this process end its output with `explain`."""
+    sys.excepthook = functools.partial(_report, service)
+
+
+def explain(service: str, err: BaseException) -> str:
+    """Return one line: which process, what happened, where, and what to do; of a group its first error."""
+    while isinstance(err, BaseExceptionGroup):
+        err = err.exceptions[0]
+    what = " ".join(f"{type(err).__name__}: {err}".split())[:500]
+    if isinstance(err, OSError) and err.errno in _DISK_FULL:
+        return f"penstock {service}: the disk is full ({what}); free disk space and start it again"
+    if isinstance(err, MemoryError):
+        return f"penstock {service}: out of memory{_place(err)}; start it where more memory is free"
+    return f"penstock {service}: internal error, please report it with the traceback above: {what}{_place(err)}"
+
+
+def _place(err: BaseException) -> str:
+    """Return the innermost line of this package that an exception passed through; empty if there is none."""
+    for frame in reversed(traceback.extract_tb(err.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(_PACKAGE):
+            return f" ({path.relative_to(_PACKAGE)}:{frame.lineno} in {frame.name})"
+    return ""
+
+
+def _report(service: str, kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, err, trace)
+    if isinstance(err, Exception):
+        sys.stderr.write(explain(service, err) + "\n")
+
+
+EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
+
+
+@contextmanager
+def ends_quietly() -> Iterator[None]:
+    """Write all output before the block ends; exit with EXIT_CODE if nothing reads standard output any more.
+
+    A pipe of the command's own that breaks is still an error.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        sys.exit(EXIT_CODE)
+
+
+def _has_lost_its_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

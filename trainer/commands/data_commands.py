@@ -1,0 +1,75 @@
+"""The commands about data files: of `penstock data` and ``python -m penstock.trainer``; imports nothing slow before one is run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from penstock.protocol.command_line import USAGE_ERROR, Help, UsageError
+from penstock.protocol.errors import PenstockError
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How data files are read; ``map`` has COLUMN=NAME."""
+
+    model: Path | None = None
+    run: Path | None = None
+    format: str = "auto"
+    map: tuple[str, ...] = ()
+    first: int | None = None
+
+
+def data_check(
+    *files: Annotated[
+        Path,
+        Help(
+            "JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows with this setting."
+        ),
+    ],
+    model: Annotated[
+        Path | None, Help("Model folder, GGUF file or id, to count tokens through its chat template.")
+    ] = None,
+    run: Annotated[
+        Path | None, Help("Run file whose model, settings and (without FILES) data files are checked.")
+    ] = None,
+    format: Annotated[
+        str, Help("Form of the rows, such as trl; auto recognises it, file.py:attribute is your own.")
+    ] = "auto",
+    map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
+    first: Annotated[int | None, Help("Check only the first rows of each file; default all.")] = None,
+    json: Annotated[bool, Help("Print one JSON object for each file.")] = False,
+    no_tests: Annotated[bool, Help("Do not run the rows' test programs (they run in the sandbox).")] = False,
+) -> int:
+    """Check a data file: which rows can be trained on, and what is wrong with the others.
+
+    Example:  penstock data check train.parquet --model Qwen3-0.6B
+    Then:     penstock train run.toml data.train=train.parquet
+    """
+    from penstock.trainer.commands.data_check import check_data
+
+    try:
+        return check_data(files, Reading(model, run, format, map, first), as_json=json, runs_tests=not no_tests)
+    except PenstockError as err:
+        sys.stderr.write(f"{err}\n")
+        return USAGE_ERROR
+
+
+def data_rows(
+    file: Annotated[Path | None, Help("JSONL, JSON, CSV or Parquet.")] = None,
+    *,
+    run_file: Annotated[Path | None, Help("Rows of its data.train instead, read as it says.")] = None,
+    number: Annotated[int, Help("How many rows, spread over the file.")] = 20,
+    format: Annotated[
+        str, Help("Form of the rows, such as trl; auto recognises it, file.py:attribute is your own.")
+    ] = "auto",
+    map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
+) -> int:
+    """Print rows of a data file as the input of a reward, one JSON object each."""
+    from penstock.trainer.commands.data_rows import print_rows
+
+    if (file is None) == (run_file is None):
+        raise UsageError("name a data file, or a run file with --run-file")
+    return print_rows(file, run_file, number, format, map)

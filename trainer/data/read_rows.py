@@ -1,0 +1,271 @@
+"""Reads rows in the formats of verl, TRL and others: as a prompt with its reward, or as a chat to imitate; pure.
+
+`row_formats` has what the columns of each format mean; docs/data.md has an example of each. Columns without a meaning go into extra_info,
+so that a reward sees the whole row (`column_uses`). An invalid value raises MalformedData that begins with its column; the caller adds
+file and line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown, text_of
+from penstock.trainer.data.row_checks import as_setting, suggest
+from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.row_formats.row_format import ROW_FORMATS, RowFormat, detect
+from penstock.trainer.data.row_images import COLUMN, images_of, with_images
+from penstock.trainer.data.unread_columns import is_self_play, refuse_unread
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import DataSettings
+
+_TEXT_CHATS = {"prompt", "completion", "response"}
+_CHATS = {"messages", "conversations"}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A chat to complete and the input of its reward; ``ground_truth`` and ``extra_info`` are JSON texts."""
+
+    chat: Chat
+    data_source: str
+    ground_truth: str | None
+    extra_info: str
+    is_plain: bool = False  # the text of the only message is the prompt, without the chat template
+    tools: tuple[Any, ...] = ()  # for the chat template
+    unused_answer: bool = False  # the chat ended with an answer, which is not its ground truth
+    is_self_play: bool = False  # scored by ``data.self_play_reward``
+    images: tuple[Any, ...] = ()  # sources of those in the chat, in order
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRow:
+    """A chat whose last message, of the assistant, is imitated."""
+
+    chat: Chat
+    is_plain: bool = False  # prompt and answer are the texts of two messages, without the chat template
+    tools: tuple[Any, ...] = ()
+
+
+def form_of(row: Row, data: DataSettings) -> RowFormat:
+    """Return the format that a renamed row is read in; raises MalformedData if a required column is missing."""
+    if data.format == "auto":
+        try:
+            return detect(row)
+        except MalformedData as err:
+            guess = suggest(row)
+            fix = (
+                f"if they hold them, set {as_setting(guess)}"
+                if "prompt" in guess
+                else 'name other columns as data.map.prompt = "NAME"'
+            )
+            raise MalformedData(f"{err}; {fix}") from None
+    form = ROW_FORMATS.find(data.format).value
+    missing = [name for name in form.required if name not in row]
+    if missing:
+        raise MalformedData(
+            f"column {missing[0]}: missing in a row of format {form.name}; the row has {', '.join(sorted(row)) or 'none'}; "
+            f'name it as data.map.{missing[0]} = "NAME", or set data.format'
+        )
+    return form
+
+
+def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
+    """Leave out ignored columns and rename mapped ones; the file's name may be a path, such as ``extra_info.answer``.
+
+    Messages that are a JSON text are parsed; ``nested_texts`` parses other chats and objects that are JSON texts too.
+    """
+    renamed = {name: value for name, value in row.items() if name not in data.ignore}
+    for column, source in data.map.items():
+        value: Any = row
+        for key in [source] if source in row else source.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                raise MalformedData(
+                    f"column {source}: missing (data.map.{column}); the row has {', '.join(sorted(row)) or 'no columns'}"
+                )
+            value = value[key]
+        renamed.pop(source, None)
+        renamed[column] = value
+    for name in _CHATS & renamed.keys():
+        renamed[name] = chat_in_text(renamed[name], ("role", "from"))
+    if nested_texts:
+        for name in _TEXT_CHATS & renamed.keys():
+            renamed[name] = chat_in_text(renamed[name])
+        for name in ("reward_model", "extra_info"):
+            if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
+                renamed[name] = _parsed(name, renamed[name])
+    return renamed
+
+
+def prompt_row(row: Row, data: DataSettings) -> PromptRow:
+    """Read a row as a prompt with its reward; raises MalformedData naming the column."""
+    form = form_of(row, data)
+    refuse_unread(row, reads_self_play=data.self_play_reward is not None, reads_images=True)
+    chat, images = with_images(_prompt_chat(row, form, data, reads_images=True), images_of(row))
+    answer = None
+    if form.is_whole_chat and chat[-1]["role"] == "assistant":
+        chat, answer = chat[:-1], text_of(chat[-1]["content"])
+    if not chat or chat[-1]["role"] == "assistant":
+        refuse(
+            form.prompt, "expected the chat to end with a message to answer", "an assistant message" if chat else "none"
+        )
+    is_plain = _is_plain(row, form, data)
+    if is_plain and images:
+        refuse(COLUMN, "expected none beside a plain text prompt", f'{len(images)}; set data.text_prompts = "chat"')
+    return PromptRow(
+        chat=chat if is_plain else _with_system(chat, row, data),
+        data_source=_data_source(row, form),
+        ground_truth=_ground_truth(row, form, answer, data),
+        extra_info=_extra_info(row, form),
+        is_plain=is_plain,
+        tools=_tools(row, data),
+        unused_answer=answer is not None and not data.answer_is_ground_truth,
+        is_self_play=is_self_play(row),
+        images=images,
+    )
+
+
+def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
+    """Read a row for imitation: one `TurnRow` for each assistant message, with exactly the chat before it.
+
+    Raises MalformedData naming the column if there is nothing to imitate.
+    """
+    form = form_of(row, data)
+    refuse_unread(row)
+    chat = _prompt_chat(row, form, data)
+    is_plain = _is_plain(row, form, data)
+    if form.is_whole_chat:
+        if all(message["role"] != "assistant" for message in chat):
+            roles = f"roles {[message['role'] for message in chat]}"
+            refuse(form.prompt, "expected an assistant message to imitate", roles)
+    else:
+        answer = form.answer_column(row)
+        if answer is None:
+            raise MalformedData(
+                f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
+                'name the column as data.map.response = "NAME"'
+            )
+        chat += read_chat(row[answer], answer, roles=data.roles, text_role="assistant")
+    chat = chat if is_plain else _with_system(chat, row, data)
+    tools = _tools(row, data)
+    return [
+        TurnRow(chat[: n + 1], is_plain, tools)
+        for n, message in enumerate(chat)
+        if message["role"] == "assistant" and n
+    ]
+
+
+def can_imitate(row: Row, form: RowFormat) -> bool:
+    """Return True if a renamed row has something for SFT to imitate."""
+    if form.is_whole_chat:
+        messages = row[form.prompt]
+        return isinstance(messages, list) and any(
+            isinstance(m, dict) and (m.get("role") == "assistant" or m.get("from") in ("gpt", "assistant"))
+            for m in messages
+        )
+    return form.answer_column(row) is not None
+
+
+def _prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:
+    text_role = None if form.is_whole_chat else "user"
+    chat = read_chat(row[form.prompt], form.prompt, roles=data.roles, text_role=text_role, reads_images=reads_images)
+    return chat if form.extend is None else form.extend(row, chat)
+
+
+def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
+    """Return True if the prompt is used as a text, without the chat template; it is refused where that loses something."""
+    if data.text_prompts == "chat" or not isinstance(row[form.prompt], str):
+        return False
+    for other in ("system", "history"):
+        if row.get(other) and (other == "system" or other in form.prompt_parts):
+            refuse(
+                other,
+                "expected none beside a plain text prompt",
+                f'one; set data.text_prompts = "chat", or ignore {other}',
+            )
+    return True
+
+
+def _tools(row: Row, data: DataSettings) -> tuple[Any, ...]:
+    if not data.use_tools or not row.get("tools"):
+        return ()
+    tools = _parsed("tools", row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        refuse("tools", "expected a list of JSON schemas", shown(row["tools"]))
+    return tuple(tools)
+
+
+def _with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
+    system = _text(row, "system", default="") or data.system_prompt
+    if not system or chat[0]["role"] == "system":
+        return chat
+    return ({"role": "system", "content": system}, *chat)
+
+
+def _text(row: Row, column: str, *, default: str) -> str:
+    value = row.get(column, default)
+    return value if isinstance(value, str) else refuse(column, "expected a text", shown(value))
+
+
+def _data_source(row: Row, form: RowFormat) -> str:
+    return _text(row, "data_source" if "data_source" in row else form.data_source, default="")
+
+
+def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
+    if "reward_model" in row:
+        model = row["reward_model"]
+        if not isinstance(model, dict):
+            refuse("reward_model", "expected an object with style and ground_truth", shown(model))
+        truth = model.get("ground_truth")
+        if truth is None and model.get("style", "rule") == "rule" and "ground_truth" not in row:
+            refuse("reward_model.ground_truth", "expected the right answer, since style is rule", "nothing")
+        if truth is not None:
+            return _json(truth, "reward_model.ground_truth")
+    if "ground_truth" in row:
+        return _json(row["ground_truth"], "ground_truth")
+    if form.ground_truth is not None and form.ground_truth in row:
+        return _json(row[form.ground_truth], form.ground_truth)
+    return _given_answer(row, form, answer, data) if data.answer_is_ground_truth else None
+
+
+def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
+    """Return the answer that SFT would imitate, as a ground truth."""
+    column = None if form.is_whole_chat else form.answer_column(row)
+    if column is not None:
+        answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
+    return None if answer is None else _json(answer, column or form.prompt)
+
+
+def _extra_info(row: Row, form: RowFormat) -> str:
+    declared = row.get("extra_info", {})
+    if not isinstance(declared, dict):
+        refuse("extra_info", "expected an object", shown(declared))
+    others = {name: value for name, value in row.items() if name not in form.reads}
+    others.pop("reward_model", None)
+    if images_of(row):
+        others.pop(COLUMN, None)  # the model sees them; bytes are no JSON
+    return _json({**others, **declared}, "extra_info")
+
+
+def _json(value: Any, column: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as err:
+        return refuse(column, "expected a value that JSON can hold", str(err))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (date, time, Decimal)):  # a datetime is a date
+        return str(value)
+    raise TypeError(f"{type(value).__name__}")
+
+
+def _parsed(column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as err:
+        return refuse(column, "expected JSON text", str(err))

@@ -1,0 +1,183 @@
+"""What is checked before a run is resumed: its model, its ranks, whether it is finished, and which steps have to be made again; imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record.checkpoint_state import PARTIAL
+from penstock.trainer.settings import TrainerSettings
+
+_SHAPE = (
+    "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def check_same_model(run_folder: Path, model_path: Path) -> None:
+    """Raise ConfigError if a run with a checkpoint is resumed with a model of another shape.
+
+    The model of the earlier sessions is the one in the run's ``config.json``. Where it cannot be read any more nothing is
+    checked here: the checkpoint is refused when it is loaded.
+    """
+    if not any((run_folder / "checkpoints").glob("step*")):
+        return
+    recorded = _read(run_folder / "config.json").get("settings")
+    model = recorded.get("model") if isinstance(recorded, dict) else None
+    earlier = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(earlier, str) or Path(earlier) == model_path:
+        return
+    before, now = _read(Path(earlier) / "config.json"), _read(model_path / "config.json")
+    if not before or not now:
+        return
+    other = [key for key in _SHAPE if before.get(key) != now.get(key)]
+    if other:
+        raise ConfigError(
+            f"run {run_folder.name} has checkpoints of the model {earlier} ({other[0]} = {before.get(other[0])}), and model.path = "
+            f"{model_path} has {other[0]} = {now.get(other[0])}: set model.path back to resume the run, or start another one "
+            "from this model with another run.id"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def check_same_ranks(run_folder: Path, num_ranks: int) -> None:
+    """Raise ConfigError if DeepSpeed wrote the newest checkpoint of a run on another number of ranks.
+
+    Every rank wrote its random state into it. A checkpoint without any is refused when it is loaded.
+    """
+    folders = sorted(one for one in (run_folder / "checkpoints").glob("step*") if not one.name.endswith(PARTIAL))
+    if not folders or any(folders[-1].rglob("rank*.safetensors")):
+        return
+    written_by = len({file.name for file in folders[-1].rglob("random_state_*.bin")})
+    if written_by and written_by != num_ranks:
+        raise ConfigError(
+            f"{folders[-1]} was written by {written_by} rank(s), and trainer.num_ranks = {num_ranks}: an earlier release "
+            f"stored the optimizer in one part for each. Resume with trainer.num_ranks={written_by} until its next checkpoint, or start another run from its weights: "
+            f"`penstock weights {run_folder.name}` lists them, `penstock weights export {run_folder.name} --version V --to "
+            f"FOLDER` writes them, then `penstock train` with model.path=FOLDER and another run.id"
+        )
+
+
+SUMMARY_FILE = "trainer.json"
+
+
+def finished_notice(settings: TrainerSettings) -> str | None:
+    """Return what to tell someone who starts a finished run again; None if the run has something to do.
+
+    A run is finished when its trainer made all ``trainer.steps``, exported the model, evaluated it and exited.
+    """
+    found = _complete_run(settings.run.folder / SUMMARY_FILE, settings.run.id)
+    if found is None or not settings.trainer.resume:
+        return None
+    done, early = found
+    folder = settings.run.folder
+    steps = settings.trainer.steps if settings.trainer.epochs is None else _counted_steps(settings)
+    if steps is None:
+        return None
+    if early and done < steps and settings.eval.early_stop:
+        return (
+            f"run {settings.run.id} is finished after {done} of {steps} steps, it {early}. Its model is in "
+            f"{folder / 'model'}, the best version: penstock weights export {settings.run.id} --best --to FOLDER. Nothing was started "
+            f"or changed. To train further, set eval.early_stop=0 or a larger number; to train anew, choose another run.id"
+        )
+    if done < steps:
+        return None
+    longer = f"trainer.steps above {done}" if settings.trainer.epochs is None else "trainer.epochs"
+    return (
+        f"run {settings.run.id} is finished: {done} of {steps} steps, model in {folder / 'model'}, report in "
+        f"{folder / 'report.md'}. Nothing was started or changed. To train further, raise {longer}; "
+        f"to train anew, choose another run.id (run.id={settings.run.id}-2)"
+    )
+
+
+def _counted_steps(settings: TrainerSettings) -> int | None:
+    """Return the steps that the last session counted for the same epochs; None if it trained for another length."""
+    try:
+        recorded: Any = json.loads((settings.run.folder / "config.json").read_bytes())["settings"]
+        before, rollout = recorded["trainer"], recorded["rollout"]
+        is_same = before["epochs"] == settings.trainer.epochs
+        is_same = is_same and rollout["groups_per_step"] == settings.rollout.groups_per_step
+        return int(before["steps"]) if is_same else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:
+    """Return the steps of a run that is complete, and why it ended early; empty if it did not."""
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # no session has ended yet
+    if not isinstance(document, dict) or document.get("run_id") != run_id or document.get("complete") is not True:
+        return None
+    steps, early = document.get("steps"), document.get("early_stop")
+    text = early.get("text") if isinstance(early, dict) else ""
+    return (steps, str(text or "")) if isinstance(steps, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """The steps that an earlier session made after the checkpoint that the run resumes from.
+
+    Attributes:
+        steps: Optimizer steps.
+        groups: Groups that they trained; their messages were not acknowledged and are delivered again.
+        seconds: Time that the steps took, waiting for their groups included.
+    """
+
+    steps: int = 0
+    groups: int = 0
+    seconds: float = 0.0
+
+
+def read_rolled_back(lines: bytes) -> RolledBack:
+    """Return the cost of the steps in the lines of metrics.jsonl that a resume cuts off; a torn line does not count."""
+    steps = groups = 0
+    seconds = 0.0
+    for line in lines.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the trainer was killed while it wrote this line
+            continue
+        if isinstance(row, dict) and row.get("kind") == "step":
+            steps += 1
+            groups += sum(int(_number(count)) for count in _section(row, "scored_by").values())
+            seconds += _number(row.get("wait_s")) + _number(row.get("step_s"))
+    return RolledBack(steps, groups, seconds)
+
+
+def describe_rolled_back(found: RolledBack, *, resumed_step: int | None) -> str:
+    """Return the sentence for log and panel; "" when a new run starts. ``resumed_step``: of the checkpoint, None without one."""
+    if resumed_step is None and not found.steps:
+        return ""
+    start = (
+        f"resumed at step {resumed_step}"
+        if resumed_step is not None
+        else "no checkpoint was made yet: training starts again at step 0"
+    )
+    if not found.steps:
+        return f"{start}; no step was lost"
+    return (
+        f"{start}: rolled back {found.steps} steps, {found.groups} groups ({found.seconds:.0f} s of training) since the last "
+        "checkpoint; trainer.checkpoint_every_s limits this"
+    )
+
+
+def _section(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = row.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
