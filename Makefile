@@ -121,7 +121,7 @@ proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run
 	$(BIN)/python -m $(proof.$(NAME)) $(ARGS)
 
 # The question that each answers: benchmarks/README.md.
-$(foreach name,agents checkpoints distillation engine logprobs pictures plane replay sandbox sglang,$(eval bench.$(name) := benchmarks.$(name)))
+$(foreach name,agents checkpoints distillation engine pictures plane replay sandbox sglang,$(eval bench.$(name) := benchmarks.$(name)))
 bench.attention := benchmarks.attention
 bench.async := benchmarks.asynchrony
 bench.async-real := benchmarks.asynchrony_real
@@ -130,10 +130,9 @@ bench.flow := benchmarks.weights.flow
 bench.idle := benchmarks.idle_workers
 bench.page := benchmarks.console_page
 bench.page-overhead := benchmarks.console_page --overhead
-bench.patches := benchmarks.weights.patches
 bench.reward := benchmarks.reward_load --rate 25
 bench.staleness := benchmarks.staleness --all --report
-bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, patches, ..., sandbox
+bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, engine, ..., sandbox
 	$(call named,bench)
 	$(BIN)/python -m $(bench.$(NAME)) $(ARGS)
 

@@ -245,7 +245,7 @@ def group_counts(metrics: Path) -> tuple[int, int]:
 def delays(metrics: Path, worker_logs: Sequence[Path]) -> dict[str, float]:
     """Return what lay between a step and its version on the workers in this run, by the names of `Durations`; means in seconds.
 
-    They are the machine's: on a busy one they are several times those of a quiet one, and a simulation without them is too hopeful.
+    They are the machine's: on a busy one they are several times those of a quiet one, and a simulation without them is too optimistic.
     """
     steps = [event for event in map(json.loads, metrics.read_text().splitlines()) if event["kind"] == "step"]
     recorded = {event["version"] + 1: event["at"] for event in steps}

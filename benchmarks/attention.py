@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.rig import last_json
 
 NAMES = ("cpu-flash", "dense")
 
@@ -68,32 +69,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2040, help="about the tokens of the stream (2040)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds in which the two take turns (3)")
     parser.add_argument("--one", choices=NAMES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(given.one, given.tokens)))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.one, options.tokens)))
         return
     rounds = []
-    for _ in range(given.rounds):
-        commands = {
-            name: [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                "benchmarks.attention",
-                "--tokens",
-                str(given.tokens),
-                "--one",
-                name,
-            ]
-            for name in NAMES
-        }
-        rounds.append(
-            {
-                name: json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-                for name, command in commands.items()
-            }
-        )
+    for _ in range(options.rounds):
+        own = [sys.executable, "-W", "ignore", "-m", "benchmarks.attention", "--tokens", str(options.tokens)]
+        rounds.append({name: last_json([*own, "--one", name]) for name in NAMES})
         print(
             {name: {key: round(value, 2) for key, value in one.items()} for name, one in rounds[-1].items()}, flush=True
         )

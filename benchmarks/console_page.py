@@ -243,22 +243,24 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
+_PATHS = {  # by what a person sees; {group} is one of the newest
+    "overview: summary": "summary",
+    "overview: metrics, 500 points": "metrics?points=500",
+    "fleet": "workers",
+    "weights, 100 versions": "versions?limit=100",
+    "rewards": "rewards",
+    "trajectories: newest 40 groups with texts": "groups?limit=40",
+    "trajectories: one by one, reward 1": "trajectories?limit=40&reward_min=1",
+    "trajectories: a text that is nowhere, one request": "groups?prompt=nowhere",
+    "group side by side": "group?group_id={group}",
+    "tokens": "tokens?group_id={group}",
+    "dead letters": "dead-letters",
+}
+
+
 def queries(console: ServedConsole, steps: int) -> dict[str, Any]:
     """Return and print the seconds of each panel's query: the first time, and the median of five."""
     group = f"e0.p{(steps % _PACKS) * 13}.a0"
-    paths = {
-        "overview: summary": "summary",
-        "overview: metrics, 500 points": "metrics?points=500",
-        "fleet": "workers",
-        "weights, 100 versions": "versions?limit=100",
-        "rewards": "rewards",
-        "trajectories: newest 40 groups with texts": "groups?limit=40",
-        "trajectories: one by one, reward 1": "trajectories?limit=40&reward_min=1",
-        "trajectories: a text that is nowhere, one request": "groups?prompt=nowhere",
-        "group side by side": f"group?group_id={group}",
-        "tokens": f"tokens?group_id={group}",
-        "dead letters": "dead-letters",
-    }
     found: dict[str, Any] = {}
     headers = {"Authorization": f"Bearer {console.tokens[Role.READ]}"}
     with httpx.Client(base_url=console.url, headers=headers, timeout=120.0, trust_env=False) as client:
@@ -274,7 +276,8 @@ def queries(console: ServedConsole, steps: int) -> dict[str, Any]:
         print(
             f"{'opening: first answer, all messages read':52} {first_s:7.3f} s, {found['opening']['all_read_s']:.1f} s"
         )
-        for name, path in paths.items():
+        for name, path in _PATHS.items():
+            path = path.format(group=group)
             first, answer = _timed(lambda path=path: ask(path))
             answer.raise_for_status()
             again = [_timed(lambda path=path: ask(path))[0] for _ in range(5)]

@@ -27,9 +27,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--id", default=None, help="run id of the student; default: distilled-FORM")
     parser.add_argument("--set", nargs="*", default=[], help="further settings of the run")
-    given = parser.parse_args()
-    folder: Path = given.quickstart.absolute()
-    run_id = given.id or f"distilled-{given.form}"
+    options = parser.parse_args()
+    folder: Path = options.quickstart.absolute()
+    run_id = options.id or f"distilled-{options.form}"
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     port_file = folder / "teacher.port"
     port_file.unlink(missing_ok=True)
@@ -39,9 +39,9 @@ def main() -> int:
         serving = subprocess.Popen(teacher, stdout=log, stderr=log, env=environ)
         try:
             url = f"http://127.0.0.1:{_port(serving, port_file)}"
-            name = ["algorithm.name=gkd", "teacher.top_k=8"] if given.form == "forward" else ["algorithm.name=opd"]
-            settings = [f"run.id={run_id}", f"trainer.steps={given.steps}", f"teacher.url={url}", *name, *given.set]
-            settings += [f"eval.every={max(1, given.steps // 6)}"]
+            name = ["algorithm.name=gkd", "teacher.top_k=8"] if options.form == "forward" else ["algorithm.name=opd"]
+            settings = [f"run.id={run_id}", f"trainer.steps={options.steps}", f"teacher.url={url}", *name, *options.set]
+            settings += [f"eval.every={max(1, options.steps // 6)}"]
             command = [sys.executable, "-m", "penstock", "train", str(folder / "run.toml"), "--local", *settings]
             code = subprocess.run(command, env=environ, check=False, stdout=sys.stderr).returncode
         finally:

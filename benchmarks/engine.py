@@ -47,6 +47,10 @@ from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_ad
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
+SMALL = {
+    "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 512,
+}  # fmt: skip
 Request = tuple[tuple[int, ...], int]  # prompt, new tokens
 
 
@@ -298,8 +302,7 @@ def main() -> None:
     print("| workload | type | HF generate, tok/cpu-s | embedded engine, tok/cpu-s | ratio |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         small, tiny = Path(scratch) / "small", Path(scratch) / "tiny"
-        shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
-        model = build_model(small, **shape, num_key_value_heads=2, head_dim=32, vocab_size=512)
+        model = build_model(small, **SMALL)
         shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
         tiny_model = build_model(tiny, **shape, num_key_value_heads=2, head_dim=32, vocab_size=55)
         cases = [
@@ -325,8 +328,7 @@ def main() -> None:
                 print(*adapters_table(small, batch, rank, options.repeats), sep="\n", flush=True)
         if "sessions".startswith(options.only):
             long = Path(scratch) / "long"
-            shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
-            build_model(long, **shape, num_key_value_heads=2, head_dim=32, vocab_size=512, max_position_embeddings=4096)
+            build_model(long, **SMALL, max_position_embeddings=4096)
             print(
                 "\n| turns | first prompt | sampled + told a turn | computed again, tok/cpu-s | kept, tok/cpu-s | ratio |"
                 "\n|---|---|---|---|---|---|"

@@ -182,14 +182,8 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
                 busy.enter_context(_busy_disk(scratch))
                 await _quiet(tasks, 3.0)
             nats_pid = stack.pids[0]
-            issued: dict[str, float] = {}
             cpu, began = process_cpu_seconds(nats_pid), time.monotonic()
-            while time.monotonic() - began < seconds:
-                pack = f"p{workers}.{scratch is not None}.{len(issued)}"
-                issued[pack] = time.monotonic()
-                fact = make_task_issued(_RUN, pack, [make_task(f"e0.{pack}.a0")])
-                await buses[0].publish(subjects.tasks(_RUN, "train"), fact, msg_id=pack)
-                await _quiet(tasks, 1.0)
+            issued = await _issue_tasks(buses[0], f"p{workers}.{scratch is not None}", seconds, tasks)
             wall = time.monotonic() - began
             cores = (process_cpu_seconds(nats_pid) - cpu) / wall
             ended = time.monotonic()
@@ -214,6 +208,19 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
         workers, scratch is not None, (len(apart) + len(together)) / wall, _three(apart), _three(together),
         (1e3 * _at(delays, 0.5), 1e3 * delays[-1]), cores, _resident_mb(nats_pid), _longest_period(entries),
     )  # fmt: skip
+
+
+async def _issue_tasks(bus: Bus, name: str, seconds: float, workers: Sequence[asyncio.Task[None]]) -> dict[str, float]:
+    """Issue one task a second; return when each was issued, by pack."""
+    issued: dict[str, float] = {}
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        pack = f"{name}.{len(issued)}"
+        issued[pack] = time.monotonic()
+        fact = make_task_issued(_RUN, pack, [make_task(f"e0.{pack}.a0")])
+        await bus.publish(subjects.tasks(_RUN, "train"), fact, msg_id=pack)
+        await _quiet(workers, 1.0)
+    return issued
 
 
 async def _quiet(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:

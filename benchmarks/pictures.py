@@ -39,30 +39,30 @@ def main() -> int:
         "--folder", type=Path, default=None, help="where the run is kept; default: a folder that is removed"
     )
     parser.add_argument("--set", nargs="*", default=[], help="further settings of the run")
-    given = parser.parse_args()
-    if given.folder is not None:
-        given.folder.mkdir(parents=True, exist_ok=True)
-        return _run(given.folder.absolute(), given)
+    options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        return _run(options.folder.absolute(), options)
     with tempfile.TemporaryDirectory(prefix="pictures-") as made:
-        return _run(Path(made), given)
+        return _run(Path(made), options)
 
 
-def _run(folder: Path, given: argparse.Namespace) -> int:
-    build_vision_model(folder / "model", seed=given.seed)
-    random = np.random.default_rng(given.seed)
+def _run(folder: Path, options: argparse.Namespace) -> int:
+    build_vision_model(folder / "model", seed=options.seed)
+    random = np.random.default_rng(options.seed)
     for name, count in (("train", 64), ("held_out", 32)):
         _write_rows(folder, name, count, random)
     (folder / "colours.py").write_text(_REWARD)
     (folder / "run.toml").write_text(f"""
-        run = {{ id = "pictures", dir = "{folder}/runs", seed = {given.seed} }}
+        run = {{ id = "pictures", dir = "{folder}/runs", seed = {options.seed} }}
         model.path = "{folder}/model"
         data = {{ train = "{folder}/train.jsonl", eval = "{folder}/held_out.jsonl", max_prompt_tokens = 256 }}
         rollout = {{ groups_per_step = 8, group_size = 16, max_new_tokens = 1, max_staleness = 1 }}
         reward.name = "colours"
-        trainer = {{ steps = {given.steps}, lr = 3e-3 }}
-        eval = {{ every = {max(1, given.steps // 8)}, temperature = 1.0, samples = 4 }}
+        trainer = {{ steps = {options.steps}, lr = 3e-3 }}
+        eval = {{ every = {max(1, options.steps // 8)}, temperature = 1.0, samples = 4 }}
     """)
-    _penstock(folder, "train", "run.toml", "--local", "--workers", "1", "--serve", "colours.py", *given.set)
+    _penstock(folder, "train", "run.toml", "--local", "--workers", "1", "--serve", "colours.py", *options.set)
     metrics = folder / "runs/pictures/metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     found = [{"step": one["step"], "reward": one["reward_mean"]} for one in lines if one["kind"] == "eval"]

@@ -2,9 +2,8 @@
 
     python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
 
-The faulty ones are slow, hung, flaky, crashing or return invalid scores; each endpoint is a process that serves the Penstock reward API on
-plain sockets. Measured: throughput, latency of the healthy ones, and whether a score was lost, duplicated or invented: the
-benchmark computes the correct score of each completion (`score_of`).
+The faulty ones are slow, hung, flaky, crashing or return invalid scores; each endpoint is a process. Measured: throughput, latency of
+the healthy ones, and whether a score was lost, duplicated or invented, by the correct score of each completion (`score_of`).
 """
 
 from __future__ import annotations
@@ -217,9 +216,8 @@ class Bench:
         self.blobs = Blobs(stack.s3)
         bootstrap(bus, self.blobs, run_id)
         settings = ("retry_delay_s=0.5", "endpoint_attempts=50", f"id={run_id}", "log_level=warning")
-        self.service = Service(
-            run_id, stack.nats, stack.s3, folder, [f"reward_service.{setting}" for setting in settings]
-        )
+        overrides = [f"reward_service.{setting}" for setting in settings]
+        self.service = Service(run_id, stack.nats, stack.s3, folder, overrides)
         self.service.ready()
         self.ledger = Ledger()
         self._stop = threading.Event()

@@ -273,7 +273,7 @@ def train(
     ages = lags_of(lag)
     history: deque[tiny_policy.Tensors] = deque([_clone(weights)], maxlen=max(ages) + 1)
     curve = {0: accuracy(weights, codec, shape)}
-    figures: list[dict[str, float]] = []
+    reported: list[dict[str, float]] = []
     for step in range(steps):
         newest = len(history) - 1
         versions = [(min(age, newest), history[newest - min(age, newest)]) for age in ages]
@@ -291,25 +291,17 @@ def train(
             group["lr"] = lr * factor(step) * scale
         optimizer.step()
         history.append(_clone(weights))
-        tokens = sums["tokens"]
-        figures.append(
-            {
-                "reward": float(batch.rewards.mean()), "kl": sums["gap_k3"] / tokens, "lr_factor": scale, "norm": norm,
-                "clipped": sums["clipped"] / tokens, "dual": sums["dual_clipped"] / tokens,
-                "surprise": sums["surprise"] / tokens,
-            }
-        )  # fmt: skip
+        names = {"kl": "gap_k3", "clipped": "clipped", "dual": "dual_clipped", "surprise": "surprise"}
+        by_token = {name: sums[of] / sums["tokens"] for name, of in names.items()}
+        reported.append({"reward": float(batch.rewards.mean()), "lr_factor": scale, "norm": norm, **by_token})
         if (step + 1) % every == 0:
             curve[step + 1] = accuracy(weights, codec, shape)
-
-    def mean(name: str) -> float:
-        return round(float(np.mean([f[name] for f in figures])), 4)
 
     after = [value for step, value in curve.items() if step]
     return {
         "task": task.name, "lag": lag, "seed": seed, "steps": steps, "lr": lr, "curve": curve,
         "end": after[-1], "mean": round(float(np.mean(after)), 4), "cpu_s": round(time.process_time() - started, 1),
-        **{name: mean(name) for name in figures[0]},
+        **{name: round(float(np.mean([one[name] for one in reported])), 4) for name in reported[0]},
     }  # fmt: skip
 
 

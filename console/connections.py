@@ -33,8 +33,6 @@ _ANSWER_S = 1.0  # the default addresses are on this machine
 
 
 class ConsoleSettings(BaseModel):
-    """The sections of a run file that the console reads."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: RunSettings = RunSettings()

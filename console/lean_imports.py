@@ -14,7 +14,7 @@ UNUSED_BY_CONSOLE = ("aiohttp",)  # nats imports it where it is installed, for a
 def lean_imports(*, without: Sequence[str] = ()) -> Iterator[None]:
     """Collect no garbage in the block, and let imports of the modules ``without`` fail there as if they were not installed.
 
-    What is imported stays for ever: searching it for garbage again and again takes a sixth of the CPU of an import. For a
+    What is imported stays until the process exits: searching it for garbage takes a sixth of the CPU of an import. For a
     process that has one thread; after the block these modules can be imported.
     """
     hidden = [name for name in without if name not in sys.modules]

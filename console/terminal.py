@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _UNBOUNDED = 100_000  # columns
 _KEPT = frozenset("\n\t")
@@ -21,6 +22,17 @@ def console() -> Console:
     from rich.console import Console  # noqa: PLC0415  not every process that formats a duration prints a table
 
     return Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
+
+
+def table(*columns: str, right: Collection[str] = (), wide: Collection[str] = ()) -> Table:
+    """Return an empty table without lines: columns in ``right`` are right-aligned, and only those in ``wide`` are wrapped."""
+    from rich.table import Table  # noqa: PLC0415  as for the console
+
+    empty = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in columns:
+        justify, is_wide = "right" if name in right else "left", name in wide
+        empty.add_column(name, justify=justify, no_wrap=not is_wide, overflow="fold" if is_wide else "ellipsis")
+    return empty
 
 
 def printable(text: object) -> str:

@@ -114,7 +114,7 @@ def missing_rewards(trainer: TrainerSettings, served: Sequence[Path]) -> list[st
     offered = f"--serve offers {', '.join(sorted(own))}" if own else "--serve FILE.py serves one of your own"
     return [
         f'reward {name!r} is not built in and not served here: {offered}, and reward.name = "FILE.py:FUNCTION" needs no '
-        "service; the run waits a minute for somebody to register it"
+        "service; the run waits a minute for its registration"
         for name in sorted(wanted - known)
     ]
 

@@ -4,7 +4,7 @@ Starts nats-server and the S3 server (unless the run file names others), creates
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
 of its own with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
 exits is restarted, and so is a trainer that was killed by a signal: it resumes from the newest checkpoint.
-One that keeps exiting ends the run, except a worker while another one is alive. A run on a rescored input
+One that keeps exiting ends the run, except a worker while another one runs. A run on a rescored input
 (`data.from_run`) has no workers and no reward service, and gets a copy of the input from the store of the run beside it.
 When the trainer exits by itself the run is over. All of them stop when this process exits.
 """
@@ -89,15 +89,10 @@ class LocalRun:
     ) -> None:
         """Check the settings of all services; start nothing. Raises ConfigError, with file and line.
 
-        Args:
-            arguments: Run files and overrides, as every service takes them.
-            num_workers: Rollout workers.
-            reward_files: Python files, each served as an HTTP endpoint by a process (`penstock reward serve`).
-            environ: Used instead of this process's environment.
-            rule: When a process that crashes is restarted.
-            trainer_overrides: Further overrides for the trainer's n-th session (from 0), called before each start.
-            own_servers: Start NATS and S3 for it even if the run file names others; None: unless it names others.
-            tls: These take encrypted connections only.
+        ``arguments`` are run files and overrides, as every service takes them; each of the Python files ``reward_files`` is
+        served as an HTTP endpoint by a process. ``rule`` says when a process that crashes is restarted, ``trainer_overrides``
+        gives further overrides for the trainer's n-th session (from 0). ``own_servers``: start NATS and S3 even if the run file
+        names others (None: unless it does); ``tls``: these take encrypted connections only.
         """
         self._environ = dict(os.environ if environ is None else environ)
         self._local = local_settings.read(

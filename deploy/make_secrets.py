@@ -39,7 +39,7 @@ METRICS_HOSTS = ("trainer-cpu", "trainer-gpu", "rollout-cpu", "rollout-gpu", "tr
 SERVERS = ("nats", "s3", "reward", "reward-model", METRICS, "prometheus", "grafana")
 _BYTES = 24
 _FOLDER = Path(__file__).with_name("secrets")
-_MODE = 0o644  # a container reads it under another user id, whatever the umask was; nobody else enters the folder
+_MODE = 0o644  # a container reads it under another user id, whatever the umask was; other users cannot enter the folder
 _ROUTE_PORT = 6222
 
 

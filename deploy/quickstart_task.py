@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def _prompt_row(digits: str) -> dict[str, Any]:
     return {"prompt": [_question(digits)], "ground_truth": _answer(digits), "data_source": "sort_digits"}
 
 
-def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
     with path.open("w") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")

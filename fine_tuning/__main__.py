@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
 
-from penstock.fine_tuning.fine_tune import fine_tune
-from penstock.fine_tuning.sections import DPO, RM, SFT
+import structlog
+
+from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection, check_ranks
+from penstock.protocol import logs
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
-from penstock.trainer.commands.run_command import run_command, start_process
+from penstock.protocol.record import pause_request, run_lock
+from penstock.trainer.commands.run_command import end_with_torchrun, run_command, start_process, stop_on_signals
+from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.learner.gguf_model import with_model_folders
+from penstock.trainer.learner.vision_check import refuse_vision
+from penstock.trainer.settings import TrainerSettings
+
+log = structlog.get_logger("trainer.fine_tuning")
+
+_ERROR = 2  # exit code of an error that is explained on stderr
+
+
+def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
+    """Train, and print the folder of the result; returns 130 or 143 after a signal. Raises PenstockError before it starts.
+
+    A request to pause (`pause_request`) ends it with a checkpoint and exit code 0; one from before the start is withdrawn.
+    """
+    end_with_torchrun(os.environ)
+    name = command.section
+    files, overrides = split_arguments(arguments)
+    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+    settings, unread = command.chosen_settings(loaded, overrides)
+    check_ranks(loaded, name, int(os.environ.get("WORLD_SIZE", "1")))
+    settings = resolve_inputs(settings)
+    if unread and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"penstock {name} reads the section [{name}]; it does not use {', '.join(unread)}\n")
+    logs.configure(name)
+    settings = with_model_folders(settings)
+    refuse_vision(settings, name)
+    # run file errors are reported without importing torch
+    task = import_module(f"penstock.fine_tuning.{name}")
+    from penstock.trainer.ranks import Ranks  # noqa: PLC0415
+
+    ranks = Ranks()
+    if ranks.is_leader:
+        pause_request.clear(settings.run.folder)
+    stop = threading.Event()
+    signals = stop_on_signals(stop, is_leader=ranks.is_leader)
+    try:
+        with run_lock.hold(settings.run.folder) if ranks.is_leader else nullcontext():
+            result = task.run(settings, ranks, stop)
+        code = 128 + signals[0] if result is None and signals else 0
+        if ranks.is_leader:
+            sys.stdout.write("" if result is None else f"{result.folder}\n")
+            ended = "" if result is not None else "stopped on request" if code else "paused"
+            sys.stderr.write(f"{ended}; start it again to continue from its checkpoint\n" if ended else "")
+    except PenstockError as err:
+        log.debug("training failed", exc_info=True)
+        sys.stderr.write(f"{err}\n")
+        code = _ERROR
+    ranks.leave(code)
+    return code
+
 
 _SECTIONS = {section.section: section for section in (SFT, DPO, RM)}
 COMMANDS = {

@@ -127,7 +127,6 @@ def check_same(state: TrainingState, folder: Path, *, settings: Mapping[str, Any
 
 
 def remove_all(root: Path) -> None:
-    """Remove every checkpoint."""
     for folder in _committed(root):
         remove_folder(folder)
     shutil.rmtree(root, ignore_errors=True)
@@ -149,21 +148,8 @@ class BackgroundCheckpoints:
         self._keep = keep
         self._on_committed = on_committed
         self._slot = CaptureSlot()
-        self._thread = CommitThread()
+        self.thread = CommitThread()  # rank 0's
         self._writer = CheckpointWriter(self._slot, dims.ranks)
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether one is being written (rank 0)."""
-        return self._thread.is_busy
-
-    def check(self) -> None:
-        """Raise the error of one that could not be written, without waiting (rank 0)."""
-        self._thread.check()
-
-    def wait(self) -> None:
-        """Wait until none is being written; raises the error of one that failed (rank 0)."""
-        self._thread.wait()
 
     def begin(self, root: Path | None = None, state: TrainingState | None = None) -> None:
         """Copy this rank's state in memory; rank 0 then has all copies written and committed below ``root``.
@@ -172,11 +158,7 @@ class BackgroundCheckpoints:
         """
         self._slot.put(CapturedState([self._policy.capture()]))
         if root is not None and state is not None:
-            self._thread.start(lambda: self._commit(root, state), step=state.step)
-
-    def close(self) -> None:
-        """Let one that is being written end, for a minute at most."""
-        self._thread.close()
+            self.thread.start(lambda: self._commit(root, state), step=state.step)
 
     def _commit(self, root: Path, state: TrainingState) -> None:
         started = time.monotonic()

@@ -20,7 +20,7 @@ from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.learner.load_model import load_reference
 from penstock.trainer.learner.pair_planner import PairPlanner, Scorer, mean_tokens_of
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.preference_objective import Answers, mean_figures
+from penstock.trainer.learner.preference_objective import Answers, mean_metrics
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims
@@ -31,8 +31,6 @@ log = structlog.get_logger("trainer.dpo")
 
 
 class PreferenceTask:
-    """Learn preferences."""
-
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
@@ -65,7 +63,7 @@ class PreferenceTask:
         stored = torch.stack([self._stored[row] for row in rows]).flatten() if self._stored else None
         batches, objective = self._planner.prepare(pairs, stored)
         figures = self.policy.train_step(batches, objective)
-        reported = mean_figures(figures.sums, len(pairs)) | ({"kl": objective.kl} if self._planner.needs_kl else {})
+        reported = mean_metrics(figures.sums, len(pairs)) | ({"kl": objective.kl} if self._planner.needs_kl else {})
         return Made(figures, int(figures.sums["tokens"]), reported)
 
     def validate(self) -> Mapping[str, float]:
@@ -82,7 +80,7 @@ class PreferenceTask:
             total += float(preference.per_pair(part, mean_chosen_tokens=mean_tokens_of(batch), kl=kl).sum())
             found = preference.figures(part)
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
-        means = mean_figures(sums, len(pairs))
+        means = mean_metrics(sums, len(pairs))
         shown = {name: means[name] for name in ("rewards/accuracies", "rewards/margins") if name in means}
         return {"loss": total / len(pairs), **shown}
 
@@ -142,7 +140,7 @@ def _use_reference(task: PreferenceTask, policy: Policy, settings: TrainerSettin
 def _is_live(chosen: DpoSettings, *, has_adapters: bool) -> bool:
     if chosen.reference != "auto":
         return chosen.reference == "live"
-    return has_adapters or any(one.loss.needs_kl for one in chosen.losses)
+    return has_adapters or any(weighed.loss.needs_kl for weighed in chosen.losses)
 
 
 def _rows_used(plan: Plan) -> list[int]:

@@ -27,7 +27,6 @@ class Length:
         return cls(num_rows, batch_size, math.ceil(positions / batch_size), positions)
 
     def positions(self, step: int) -> range:
-        """Return the positions that a step uses, counted from 0."""
         first = step * self.batch_size
         return range(first, min(first + self.batch_size, self.num_positions))
 

@@ -24,10 +24,9 @@ from penstock.fine_tuning.checkpoints import BackgroundCheckpoints, TrainingStat
 from penstock.fine_tuning.length import Best, Length
 from penstock.fine_tuning.training_folder import Result, TrainingFolder, move_result, write_result
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.recovery.commit_thread import CheckpointSchedule
 from penstock.trainer.telemetry.metrics import layer_fields
@@ -39,7 +38,7 @@ log = structlog.get_logger("trainer.fine_tuning")
 class Made:
     """What one step did, over all ranks."""
 
-    figures: StepFigures
+    metrics: StepMetrics
     num_tokens: int  # trained
     reported: Mapping[str, float]  # further fields of the step's line
 
@@ -56,7 +55,7 @@ class Task(Protocol):
         ...
 
     def validate(self) -> Mapping[str, float]:
-        """Return figures of the held-out rows, among them ``loss``; collective."""
+        """Return metrics of the held-out rows, among them ``loss``; collective."""
         ...
 
 
@@ -81,8 +80,6 @@ class Plan:
 
 
 class Training:
-    """One session of a training."""
-
     def __init__(self, plan: Plan, task: Task, folder: TrainingFolder | None, stop: threading.Event) -> None:
         """Hold the parts; ``folder`` is that of rank 0, None on the others. ``stop`` asks for a checkpoint and an end."""
         self._plan = plan
@@ -109,7 +106,7 @@ class Training:
         try:
             return self._run()
         finally:
-            self._checkpoints.close()
+            self._checkpoints.thread.close()
 
     def _run(self) -> Result | None:
         self._resume()
@@ -130,33 +127,27 @@ class Training:
         made = self._task.step([self._plan.order.at(position).prompt for position in positions])
         self._step += 1
         seconds = time.monotonic() - started
-        figures = made.figures
-        if not math.isfinite(figures.loss):
-            raise TrainingDiverged(
-                f"step {self._step}: the loss is {figures.loss}; nothing of this step is kept. "
-                "Lower the learning rate, and start again: the training resumes from its last checkpoint"
-            )
         self._seconds += seconds
         self._num_tokens += made.num_tokens
-        self._losses = [*self._losses[:1], figures.loss]
+        self._losses = [*self._losses[:1], made.metrics.loss]
         if self._folder is not None:
             self._report(made, seconds)
 
     def _report(self, made: Made, seconds: float) -> None:
         assert self._folder is not None
-        figures = made.figures
+        metrics = made.metrics
         speed = self._num_tokens / max(self._seconds, 1e-9)
         fields = {
-            "step": self._step, "epoch": self._plan.length.epoch_after(self._step), "loss": figures.loss,
-            "grad_norm": figures.grad_norm, "lr": figures.lr, "tokens_trained": made.num_tokens, **made.reported,
-            **layer_fields(figures.layers),
+            "step": self._step, "epoch": self._plan.length.epoch_after(self._step), "loss": metrics.loss,
+            "grad_norm": metrics.grad_norm, "lr": metrics.lr, "tokens_trained": made.num_tokens, **made.reported,
+            **layer_fields(metrics.layers),
             "step_s": seconds,
         }  # fmt: skip
         self._folder.write("step", fields)
         shown = {
             name.rpartition("/")[2]: value for name, value in made.reported.items() if name == "rewards/accuracies"
         }
-        self._progress.show(self._step, loss=figures.loss, **shown, lr=figures.lr, tokens_per_s=speed)
+        self._progress.show(self._step, loss=metrics.loss, **shown, lr=metrics.lr, tokens_per_s=speed)
 
     def _is_validation_due(self) -> bool:
         every = self._plan.settings.eval_every
@@ -188,9 +179,9 @@ class Training:
         started = time.monotonic()
         choice = None
         if self._folder is not None:
-            self._checkpoints.check()
+            self._checkpoints.thread.check()
             stops = self._stop.is_set() or self._folder.is_pause_requested
-            is_due = self._schedule.is_due(self._step, started, is_writing=self._checkpoints.is_writing)
+            is_due = self._schedule.is_due(self._step, started, is_writing=self._checkpoints.thread.is_busy)
             if is_due or stops:
                 self._wait_for_checkpoint(self._folder)  # before any rank makes its next copy
             choice = [is_due, stops]
@@ -211,7 +202,7 @@ class Training:
 
     def _wait_for_checkpoint(self, folder: TrainingFolder) -> None:
         """Wait until the newest checkpoint is committed; then only its best weights, and newer ones, are needed."""
-        self._checkpoints.wait()
+        self._checkpoints.thread.wait()
         if self._newest_state is not None:
             folder.keep_best({step for step in (self._newest_state.best_step, self._best.step) if step is not None})
 
@@ -284,7 +275,7 @@ class Training:
     def _write_result(self) -> Result:
         plan = self._plan
         if self._folder is not None:
-            self._checkpoints.wait()
+            self._checkpoints.thread.wait()
         uses_best = plan.settings.keep_best and self._best.step != self._step
         best = self._best_folder()
         if not uses_best:
@@ -310,23 +301,22 @@ class ProgressLine:
     """Shows steps out of a known number, with values given by the caller."""
 
     def __init__(self, job: str, num_steps: int) -> None:
-        """Show nothing yet."""
         self._job = job
         self._num_steps = num_steps
         self._rewrites = sys.stderr.isatty()
         self._started = time.monotonic()
 
-    def show(self, step: int, **figures: float | str) -> None:
+    def show(self, step: int, **metrics: float | str) -> None:
         """Show that ``step`` steps are done, and the ``figures`` by name."""
         last = step == self._num_steps
         if self._rewrites:
             left_s = (time.monotonic() - self._started) / max(step, 1) * (self._num_steps - step)
-            shown = figures if last else {**figures, "eta": f"{left_s:.0f} s"}
+            shown = metrics if last else {**metrics, "eta": f"{left_s:.0f} s"}
             text = " ".join(f"{name} {_short(value)}" for name, value in shown.items())
             sys.stderr.write(f"\r\x1b[K{self._job} {step}/{self._num_steps} {text}" + ("\n" if last else ""))
             sys.stderr.flush()
         elif last or step % max(1, self._num_steps // _LINES_PER_JOB) == 0:
-            progress_log.info(self._job, step=step, of=self._num_steps, **{k: _rounded(v) for k, v in figures.items()})
+            progress_log.info(self._job, step=step, of=self._num_steps, **{k: _rounded(v) for k, v in metrics.items()})
 
 
 def _short(value: float | str) -> str:

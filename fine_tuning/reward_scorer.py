@@ -12,8 +12,7 @@ from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.flops import pass_cost
-from penstock.trainer.learner.load_model import attach_adapters, check_attention, from_folder, prepare
-from penstock.trainer.learner.loaded_model_check import check_loaded
+from penstock.trainer.learner.load_model import attach_adapters, check_attention, check_loaded, from_folder, prepare
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.step_watch import layer_groups
@@ -29,7 +28,6 @@ class RewardScorer(nn.Module):
     language_model: Any  # the part of the parameter names that `Policy` removes
 
     def __init__(self, classifier: nn.Module, shares: TokenShares = WHOLE) -> None:
-        """Wrap a `transformers` sequence classifier."""
         super().__init__()
         self._shares = shares
         self.pair_cost, self.pass_cost = pair_cost(classifier), pass_cost(classifier)  # of the whole model
@@ -58,7 +56,6 @@ class RewardScorer(nn.Module):
         return self._shares.whole(rewards, places, len(predictors))
 
     def around(self, classifier: nn.Module) -> RewardScorer:
-        """Return the same around another classifier."""
         return RewardScorer(classifier)
 
 

@@ -82,7 +82,6 @@ class RewardTask:
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
-        """Hold the model and the rows."""
         self.policy = policy
         self.num_rows = len(pairs)
         self.has_validation = held_out is not None
@@ -129,7 +128,7 @@ class RewardTask:
         rows = [_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
         plain = build(rows, prompts=[len(pair.prompt) for pair in pairs for _ in range(2)])
         margins = torch.tensor([pair.margin if self._use_margin else 0.0 for pair in pairs])
-        return ScoredBatch(**{one.name: getattr(plain, one.name) for one in fields(MicroBatch)}, margins=margins)
+        return ScoredBatch(**{field.name: getattr(plain, field.name) for field in fields(MicroBatch)}, margins=margins)
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:

@@ -33,12 +33,9 @@ _VALIDATED_TOGETHER = 2048  # rows whose micro-batches are planned, and held, to
 
 
 class SftTask:
-    """Imitate turns."""
-
     def __init__(
         self, policy: Policy, turns: TurnSet, held_out: TurnSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
-        """Hold the model and the rows."""
         self.policy = policy
         self.num_rows = len(turns)
         self.has_validation = held_out is not None

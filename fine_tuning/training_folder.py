@@ -3,7 +3,7 @@
 metrics.jsonl     one line for each step and each validation, as docs/metrics.md describes
 checkpoints/      removed when the result is written
 best/             model folder of the lowest validation loss, with keep_best; moved to the result
-result.json       what the training came to; written when the model folder is complete, removed when it trains again
+result.json       the outcome of the training; written when the model folder is complete, removed when it trains again
 lock              held while a process trains
 
 The result is a model folder, and with LoRA the adapter beside it in PEFT's format.
@@ -67,13 +67,11 @@ class TrainingFolder:
         return pause_request.is_requested(self._path.parent)
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
         self._metrics.write(json.dumps({"kind": kind, "at": time.time(), **fields}).encode() + b"\n")
         self._metrics.flush()
 
     @property
     def metrics_bytes(self) -> int:
-        """Length of metrics.jsonl."""
         return self._metrics.seek(0, 2)
 
     def best(self, step: int) -> Path:
@@ -88,15 +86,12 @@ class TrainingFolder:
                 shutil.rmtree(folder)
 
     def close(self) -> None:
-        """Close the files and release the lock."""
         self._metrics.close()
         self._lock.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a training left."""
-
     folder: Path
     num_steps: int
     weights_of_step: int
@@ -106,7 +101,6 @@ class Result:
 
 
 def adapter_folder(folder: Path) -> Path:
-    """Return the folder of the adapter beside a result."""
     return folder.with_name(folder.name + "-adapter")
 
 
@@ -135,8 +129,10 @@ def write_result(
     partial.mkdir(parents=True)
     save_file({published_name(name): tensor for name, tensor in factors.items()}, partial / ADAPTER_WEIGHTS)
     (partial / ADAPTER_CONFIG).write_bytes(_config_json(config, policy.weights.modules_beside_adapters()))
+    for written in (partial / ADAPTER_WEIGHTS, partial / ADAPTER_CONFIG, partial):
+        files.fsync(written)
     shutil.rmtree(final, ignore_errors=True)
-    files.replace(partial, final)
+    files.replace(partial, final, sync_folder=True)
 
 
 def _config_json(config: AdapterConfig, saved: Sequence[str]) -> bytes:
@@ -154,3 +150,4 @@ def move_result(source: Path, folder: Path) -> None:
             shutil.rmtree(new, ignore_errors=True)
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(old, new)
+            files.fsync(new.parent)

@@ -54,9 +54,8 @@ class ChatTokenizer:
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         """Token ids that end a completion, the tokenizer's own first."""
         ids = tokenizer.get_vocab(with_added_tokens=True).values()
-        self._limit = (
-            vocabulary if vocabulary is not None and max(ids, default=0) >= vocabulary else None
-        )  # None: no check
+        # None: no check
+        self._limit = vocabulary if vocabulary is not None and max(ids, default=0) >= vocabulary else None
 
     @classmethod
     def read(
@@ -138,9 +137,8 @@ class ChatTokenizer:
         with _refusing_panics():
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         ids = encoding.ids
-        while (
-            add_special_tokens and ids and encoding.special_tokens_mask[len(ids) - 1]
-        ):  # some tokenizers end every text
+        # some tokenizers end every text
+        while add_special_tokens and ids and encoding.special_tokens_mask[len(ids) - 1]:
             ids.pop()
         return self._checked(ids)
 
@@ -222,7 +220,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    found = {}
+    texts = {}
     for name in _SPECIAL_TOKENS:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
@@ -231,8 +229,8 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
                 f"{folder / 'tokenizer_config.json'}: {name}: expected a text, or an object with content, got {str(token)[:80]}"
             )
         if token:
-            found[name] = text
-    return found
+            texts[name] = text
+    return texts
 
 
 def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:

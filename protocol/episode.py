@@ -247,8 +247,8 @@ def _check_messages(messages: str) -> None:
     if len(messages) > MAX_JSON_BYTES:
         raise PackError(f"messages have {len(messages)} characters, at most {MAX_JSON_BYTES}")
     try:
-        found = json.loads(messages)
+        decoded = json.loads(messages)
     except (ValueError, RecursionError) as err:
         raise PackError(f"messages are not JSON: {str(err)[:200]}") from None
-    if not isinstance(found, list):
-        raise PackError(f"messages are a JSON {type(found).__name__}, expected a list")
+    if not isinstance(decoded, list):
+        raise PackError(f"messages are a JSON {type(decoded).__name__}, expected a list")

@@ -75,7 +75,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def fsync(path: Path) -> None:
-    """Write a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -104,10 +103,10 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
 
 def links_below(folder: Path) -> list[Path]:
     """Return every symbolic link below a folder, and every file there that is neither regular nor a folder."""
-    found = list[Path]()
+    links = list[Path]()
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             mode = (Path(parent) / name).lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                found.append(Path(parent) / name)
-    return found
+                links.append(Path(parent) / name)
+    return links

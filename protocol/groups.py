@@ -68,7 +68,6 @@ class RouterShape(Wire):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the choices of one token."""
         return self.num_layers * self.top_k * (1 if self.num_experts <= 256 else 2)
 
     def __str__(self) -> str:

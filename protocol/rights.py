@@ -83,7 +83,7 @@ def rollout_rights(run_id: str) -> Rights:
     weights = stream_name(run_id, "weights")
     consumers = (streams.tasks_consumer(run_id, "train"), streams.tasks_consumer(run_id, "eval"))
     marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("tasks", "*"))
-    swap_slots = KeyRight(streams.lease_bucket(run_id), streams.swap_turn_key("*"))
+    swap_slots = KeyRight(streams.lease_bucket(run_id), streams.swap_permit_key("*"))
     return Rights(
         "rollout",
         publishes=(

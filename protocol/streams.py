@@ -253,7 +253,7 @@ def heartbeat_key(role: str, service_id: str) -> str:
     return f"{role}.{service_id}"
 
 
-def swap_turn_key(number: int | Literal["*"]) -> str:
+def swap_permit_key(number: int | Literal["*"]) -> str:
     """Return the key of one slot of the swap semaphore in the lease bucket; `*` for every slot."""
     return f"swap.{number}"
 

@@ -67,9 +67,8 @@ class ExpertChoices:
     """The experts of every token but the last, which no model computes; checked on construction (PackError)."""
 
     shape: RouterShape
-    ids: npt.NDArray[
-        np.unsignedinteger
-    ]  # [T - 1, layers, k] uint8, or uint16 with more than 256 experts; rising along k
+    # [T - 1, layers, k] uint8, or uint16 with more than 256 experts; rising along k
+    ids: npt.NDArray[np.unsignedinteger]
 
     def __post_init__(self) -> None:
         expected = (self.shape.num_layers, self.shape.top_k)

@@ -202,19 +202,19 @@ class Group:
     @property
     def turns(self) -> list[tuple[Turn, ...]]:
         """The turns of each trajectory, in the order of its tokens; () where the group has no episodes."""
-        found = [row.turns for episode in self.episodes for row in episode.rows]
-        return found or [()] * len(self.trajectories)
+        turn_lists = [row.turns for episode in self.episodes for row in episode.rows]
+        return turn_lists or [()] * len(self.trajectories)
 
     @property
     def trained_rows(self) -> list[Trajectory]:
         """The trajectories that may be trained on: all but those of the baseline."""
-        return [one for one in self.trajectories if not one.is_baseline]
+        return [trajectory for trajectory in self.trajectories if not trajectory.is_baseline]
 
     def _check_processor(self) -> None:
-        found = {row.images.processor for row in self.trajectories if row.images is not None}
-        if len(found) > 1:
+        processors = {row.images.processor for row in self.trajectories if row.images is not None}
+        if len(processors) > 1:
             raise PackError(
-                f"group {self.group_id}: its images were computed by the processors {' and '.join(sorted(found))}, expected one"
+                f"group {self.group_id}: its images were computed by the processors {' and '.join(sorted(processors))}, expected one"
             )
 
     def _check_episodes(self) -> None:

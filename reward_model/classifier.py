@@ -103,8 +103,6 @@ class Scored:
 
 
 class Classifier:
-    """A loaded model with its tokenizer."""
-
     def __init__(
         self, folder: Path, *, dtype: Dtype, device: str, label: int | None, max_length: int | None, batch_tokens: int
     ) -> None:
@@ -134,7 +132,6 @@ class Classifier:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the tokenizer has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def render(self, messages: Messages) -> str:

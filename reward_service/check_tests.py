@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed, SandboxUnavailable
-from penstock.reward_service.program_tests import answers, tests_of_row
+from penstock.reward_service.program_tests import tests_of_row
 from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry.built_in import BY_SOURCE
 from penstock.reward_service.rewards import code
@@ -93,8 +93,8 @@ def solution(row: Mapping[str, Any]) -> str | None:
     """Return a row's own solution as a program, alone or after the code of its prompt; None if it has none that compiles."""
     fields = tests_of_row.fields_of(row.get("ground_truth"), row.get("extra_info"), extra_columns=_SOLUTIONS)
     for text in (text for name in _SOLUTIONS for text in _listed(fields.get(name))[:1]):
-        prompt = answers.program(str(row.get("prompt") or "")) or ""
-        for program in (answers.program(text) or "", text, prompt + text):
+        prompt = tests_of_row.program(str(row.get("prompt") or "")) or ""
+        for program in (tests_of_row.program(text) or "", text, prompt + text):
             if program.strip() and _compiles(program):
                 return program
     return None

@@ -8,7 +8,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import structlog
 
@@ -51,7 +52,6 @@ _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 
 
 def main() -> int:
-    """Run a worker; returns the exit status."""
     configure("rollout")
     log = structlog.get_logger("rollout")
     problems: list[BaseException] = []
@@ -72,11 +72,11 @@ def main() -> int:
 
 
 def _flatten(group: BaseExceptionGroup[PenstockError]) -> Iterator[BaseException]:
-    for one in group.exceptions:
-        if isinstance(one, BaseExceptionGroup):
-            yield from _flatten(one)
+    for exception in group.exceptions:
+        if isinstance(exception, BaseExceptionGroup):
+            yield from _flatten(exception)
         else:
-            yield one
+            yield exception
 
 
 async def _serve(settings: RolloutSettings) -> None:
@@ -124,56 +124,14 @@ async def _wire(
     traces: Traces,
     gpus: GpuSampler,
 ) -> loop.Worker:
-    run_id, worker_id = settings.run.id, settings.worker.id
-    metrics, activity, gate = WorkerMetrics(), Activity(), VersionGate()
-    inboxes: dict[Split, Inbox[TaskIssued]] = {
-        split: await bus.inbox(streams.tasks_consumer(run_id, split), TaskIssued) for split in settings.worker.roles
-    }
-    announcements = WeightAnnouncements(bus, run_id=run_id, worker_id=worker_id)
-    semaphore = SwapSemaphore(bus, run_id=run_id, worker_id=worker_id, max_share=settings.worker.max_paused_share)
-    servable = ServableVersions(engine)
-    swap = WeightSwap(
-        engine=engine,
-        servable=servable,
-        semaphore=semaphore,
-        announcements=announcements,
-        metrics=metrics,
-        check_every=settings.worker.check_weights_every,
-        update_mode=settings.worker.update_mode,
-    )
-    weights = WeightFollower(
-        bus=bus,
-        mirror=mirror,
-        engine=engine,
-        servable=servable,
-        gate=gate,
-        announcements=announcements,
-        swap=swap,
-        run_id=run_id,
-    )
-    settlement = Settlement(
-        bus,
-        metrics,
-        run_id=run_id,
-        worker_id=worker_id,
-        task_attempts=settings.worker.task_attempts,
-        retry_delay_s=settings.worker.retry_delay_s,
-        traces=traces,
-    )
-    tasks = TaskSource(inboxes, engine, stop, period_s=lambda: heartbeat.period_s)
-    environments = load_environments(settings.worker.environments, settings.environment.define)
-    if settings.environment.define:
-        own = await target_policy.find_own_servers(settings.nats, settings.s3)
-        for environment in environments.values():
-            environment.never_call(own)
-    images = RunImages(blobs, run_id)
-    episodes = FinishedEpisodes(blobs, engine, metrics, run_id=run_id, images=images)
-    most = settings.worker.max_episodes
-    places = asyncio.Semaphore(most) if most else None
-    for environment in environments.values():
-        environment.use_worker(episodes, places)
-        environment.use_images(images)
-    registry = await _registry(bus, environments.values())
+    ids = {"run_id": settings.run.id, "worker_id": settings.worker.id}
+    metrics, activity, gate, servable = WorkerMetrics(), Activity(), VersionGate(), ServableVersions(engine)
+    tasks = await _tasks(settings, bus, engine, stop, lambda: heartbeat.period_s)
+    weights = _weights(settings, bus, mirror, engine, servable, gate, metrics)
+    settlement = _settlement(settings, bus, metrics, traces)
+    images = RunImages(blobs, settings.run.id)
+    episodes = FinishedEpisodes(blobs, engine, metrics, run_id=settings.run.id, images=images)
+    environments = await _environments(settings, episodes, images)
     packs = PackGenerator(
         engine=engine,
         environments=environments,
@@ -187,31 +145,17 @@ async def _wire(
         teacher=Teacher.of(settings.teacher),
         images=images,
     )
-    announcer = PackAnnouncer(
-        bus=bus,
-        blobs=blobs,
-        activity=activity,
-        metrics=metrics,
-        run_id=run_id,
-        worker_id=worker_id,
-        traces=traces,
-    )
+    figures = partial(_figures, metrics, tasks, gpus)
     heartbeat = HeartbeatWriter(
-        bus=bus,
-        engine=engine,
-        activity=activity,
-        figures=lambda: {**metrics.snapshot(), "packs_held": float(tasks.num_held), **gpus.figures()},
-        needs_version=lambda: mirror.oldest_needed,
-        run_id=run_id,
-        worker_id=worker_id,
+        bus=bus, engine=engine, activity=activity, figures=figures, needs_version=lambda: mirror.oldest_needed, **ids
     )
     return loop.Worker(
         engine=engine,
-        registry=registry,
+        registry=await _registry(bus, environments.values()),
         weights=weights,
         tasks=tasks,
         packs=packs,
-        announcer=announcer,
+        announcer=PackAnnouncer(bus=bus, blobs=blobs, activity=activity, metrics=metrics, **ids, traces=traces),
         settlement=settlement,
         heartbeat=heartbeat,
         activity=activity,
@@ -221,9 +165,83 @@ async def _wire(
     )
 
 
+def _figures(metrics: WorkerMetrics, tasks: TaskSource, gpus: GpuSampler) -> dict[str, float]:
+    return {**metrics.snapshot(), "packs_held": float(tasks.num_held), **gpus.figures()}
+
+
+async def _tasks(
+    settings: RolloutSettings, bus: Bus, engine: Engine, stop: asyncio.Event, period_s: Callable[[], float]
+) -> TaskSource:
+    inboxes: dict[Split, Inbox[TaskIssued]] = {
+        split: await bus.inbox(streams.tasks_consumer(settings.run.id, split), TaskIssued)
+        for split in settings.worker.roles
+    }
+    return TaskSource(inboxes, engine, stop, period_s=period_s)
+
+
+def _settlement(settings: RolloutSettings, bus: Bus, metrics: WorkerMetrics, traces: Traces) -> Settlement:
+    return Settlement(
+        bus,
+        metrics,
+        run_id=settings.run.id,
+        worker_id=settings.worker.id,
+        task_attempts=settings.worker.task_attempts,
+        retry_delay_s=settings.worker.retry_delay_s,
+        traces=traces,
+    )
+
+
+def _weights(
+    settings: RolloutSettings,
+    bus: Bus,
+    mirror: Mirror,
+    engine: Engine,
+    servable: ServableVersions,
+    gate: VersionGate,
+    metrics: WorkerMetrics,
+) -> WeightFollower:
+    run_id, worker = settings.run.id, settings.worker
+    announcements = WeightAnnouncements(bus, run_id=run_id, worker_id=worker.id)
+    swap = WeightSwap(
+        engine=engine,
+        servable=servable,
+        semaphore=SwapSemaphore(bus, run_id=run_id, worker_id=worker.id, max_share=worker.max_paused_share),
+        announcements=announcements,
+        metrics=metrics,
+        check_every=worker.check_weights_every,
+        update_mode=worker.update_mode,
+    )
+    return WeightFollower(
+        bus=bus,
+        mirror=mirror,
+        engine=engine,
+        servable=servable,
+        gate=gate,
+        announcements=announcements,
+        swap=swap,
+        run_id=run_id,
+    )
+
+
+async def _environments(
+    settings: RolloutSettings, episodes: FinishedEpisodes, images: RunImages
+) -> dict[str, Environment]:
+    """Return the worker's environments by name, with what they share; raises ConfigError."""
+    environments = load_environments(settings.worker.environments, settings.environment.define)
+    own = await target_policy.find_own_servers(settings.nats, settings.s3) if settings.environment.define else ()
+    most = settings.worker.max_episodes
+    running = asyncio.Semaphore(most) if most else None
+    for environment in environments.values():
+        if settings.environment.define:
+            environment.never_call(own)
+        environment.use_worker(episodes, running)
+        environment.use_images(images)
+    return environments
+
+
 async def _registry(bus: Bus, environments: Iterable[Environment]) -> ServerRegistry | None:
     """Return the registry of environment servers, if one of the environments finds its servers there."""
-    registered = [one for one in environments if one.registered]
+    registered = [environment for environment in environments if environment.registered]
     if not registered:
         return None
     registry = registered[0].new_registry(await bus.key_value(streams.environments_bucket().bucket))

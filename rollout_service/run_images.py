@@ -100,15 +100,17 @@ class RunImages:
         if isinstance(image, AdmittedImage):
             return image
         name = hashlib.sha256(image).hexdigest()
-        found = self._admitted.pop(name, None)
-        if found is None or found.sha256 not in self._kept:
-            found = await asyncio.to_thread(admission.admit, image)
-            key = blob_keys.image(self._run_id, found.sha256)
-            await retry(lambda: asyncio.to_thread(self._blobs.put, key, found.data), f"store image {found.sha256}")
-        self._keep(found.sha256, found.data)
-        self._admitted[name] = found
+        admitted = self._admitted.pop(name, None)
+        if admitted is None or admitted.sha256 not in self._kept:
+            admitted = await asyncio.to_thread(admission.admit, image)
+            key = blob_keys.image(self._run_id, admitted.sha256)
+            await retry(
+                lambda: asyncio.to_thread(self._blobs.put, key, admitted.data), f"store image {admitted.sha256}"
+            )
+        self._keep(admitted.sha256, admitted.data)
+        self._admitted[name] = admitted
         self._admitted = {sent: one for sent, one in self._admitted.items() if one.sha256 in self._kept}
-        return found
+        return admitted
 
     def _keep(self, sha256: str, data: bytes) -> None:
         """Keep an image as the one that was used last; drop those used longest ago beyond the memory."""

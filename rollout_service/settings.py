@@ -38,7 +38,6 @@ def default_worker_id() -> str:
 
 @contextlib.contextmanager
 def _config_errors() -> Iterator[None]:
-    """Turn a ConfigError of an extension into the ValueError that pydantic collects."""
     try:
         yield
     except ConfigError as err:
@@ -197,7 +196,7 @@ class WorkerSettings(Section):
             try:
                 kind.options.model_validate(self.engine_options)
             except ValidationError as err:
-                problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
+                problems = (f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors())
                 raise ValueError("; ".join(f"worker.engine_options.{problem}" for problem in problems)) from None
         return self
 

@@ -101,9 +101,9 @@ def attack(kind: Kind) -> str:
         if "ESCAPED" in said or "through" not in said:
             return (said + run.errors.decode(errors="replace")).strip().replace("\n", "; ")[-500:]
         for program, reason in _EXCESSES.items():
-            found = failure(run_program(zygote, program, _LIMITS), _LIMITS)
-            if found is not reason:
-                return f"{program!r} ended with {found}, expected {reason}"
+            outcome = failure(run_program(zygote, program, _LIMITS), _LIMITS)
+            if outcome is not reason:
+                return f"{program!r} ended with {outcome}, expected {reason}"
     except (SandboxError, OSError) as err:
         return str(err)
     finally:

@@ -40,9 +40,8 @@ def failure(run: Run, limits: Limits) -> Reason | None:
     """Return how a program failed, None if it succeeded; raises SandboxError if the sandbox failed."""
     if run.killed is Killed.OUTPUT:
         return Reason.OUTPUT
-    if (
-        run.killed is Killed.WALL_TIME
-    ):  # the kernel's kill comes a second of CPU time later, on a busy machine after the wall limit
+    # the kernel's kill comes a second of CPU time later, on a busy machine after the wall limit
+    if run.killed is Killed.WALL_TIME:
         return Reason.CPU_TIME if run.cpu_s >= limits.cpu_s else Reason.WALL_TIME
     if was_out_of_cpu(run, limits):
         return Reason.CPU_TIME

@@ -58,7 +58,7 @@ _CONNECT_S = 5.0
 
 
 class ConnectionFailed(PenstockError):
-    """No connection, or it broke before the answer was complete: what became of the request is not known."""
+    """No connection, or it broke before the answer was complete: whether the request was processed is unknown."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"{url}: {reason}")

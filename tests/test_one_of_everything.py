@@ -81,8 +81,6 @@ def _places() -> Mapping[str, set[str]]:
                 "protocol/files.py",
                 "protocol/parent_death.py",  # a program that imports no package
                 "fine_tuning/training_folder.py",  # moves what may be on another file system
-                "trainer/learner/export.py",
-                "trainer/learner/gguf_model.py",
             },
         ),
         ("parent death", {"protocol/parent_death.py", "sandbox/inside/confine.py"}),  # the second can import nothing

@@ -23,9 +23,15 @@ from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import VersionPublisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import VersionWriter
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets, read_buckets
+from penstock.trainer.publishing.weight_buckets import (
+    AdapterBase,
+    AdapterWeights,
+    ModelWeights,
+    Snapshot,
+    copy_to_buckets,
+    read_buckets,
+)
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 NEVER = FullSnapshotPolicy(max_ratio=1e9, max_versions=10**9)

@@ -7,20 +7,18 @@ a run as ``lives`` (`RecordedSession`).
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any
 
 import structlog
 
 from penstock.protocol import streams
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.heartbeats import Activity, cpu_seconds
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.packs.task_promise import TaskSettings
@@ -45,14 +43,7 @@ from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.vision_check import check_vision
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.preflight import (
-    RunData,
-    check_rewards,
-    check_shared,
-    connect,
-    newest_checkpoint,
-    open_data,
-)
+from penstock.trainer.preflight import RunData, check_rewards, check_shared, connect, newest_checkpoint, open_data
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
@@ -63,7 +54,7 @@ from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
-from penstock.trainer.recovery.resume_checks import SUMMARY_FILE, describe_rolled_back, read_rolled_back
+from penstock.trainer.recovery.resume_checks import describe_rolled_back, read_rolled_back, write_summary
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import TrainerSettings
@@ -215,7 +206,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
         finally:
             if training.lease.is_held:
                 wall_s = time.monotonic() - started
-                _write_summary(training, evaluation_log, is_complete=is_complete, wall_s=wall_s)
+                write_summary(training, evaluation_log, is_complete=is_complete, wall_s=wall_s)
     learner.dismiss()
 
 
@@ -384,29 +375,3 @@ def _evaluator(
         seed=settings.run.seed,
         mixture=Mixture.of(settings.environment, settings.run.seed),
     )
-
-
-def _write_summary(training: Training, results: EvaluationLog, *, is_complete: bool, wall_s: float) -> None:
-    """Write ``trainer.json``; ``complete`` is True once all steps, the export and the last evaluation are done."""
-    busy_s, idle_s = training.activity.totals()
-    totals = training.issuer.totals()
-    document: dict[str, Any] = {
-        "run_id": training.settings.run.id,
-        "finished": training.is_done,
-        "early_stop": training.early_stop.document(),
-        "complete": is_complete,
-        "steps": training.num_steps_done,
-        "version": training.version,
-        "groups": training.issuer.groups(),
-        "dropped_tokens": totals["dropped_tokens"],
-        "staleness_tokens": totals["staleness_tokens"],
-        "tokens_trained": totals["tokens_trained"],
-        "versions_published": training.publisher.num_published,
-        "versions_skipped": training.publisher.num_skipped,
-        "anchors_written": training.publisher.num_full_snapshots,
-        "evaluations": [asdict(result) for result in results.results],
-        "idle_share": idle_s / max(busy_s + idle_s, 1e-9),
-        "wall_s": wall_s,
-        "cpu_s": cpu_seconds(),
-    }
-    (training.settings.run.folder / SUMMARY_FILE).write_text(json.dumps(document, indent=1) + "\n")

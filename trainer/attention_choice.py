@@ -8,9 +8,7 @@ Attention = Literal["auto", "flash-3", "flash-4", "flash", "cpu-flash", "flex", 
 
 NAMES: tuple[str, ...] = get_args(Attention)
 MAX_FLASH_HEAD = 256  # dimensions of a head, of torch's flash kernels for CUDA
-MAX_MATRIX_BYTES = (
-    256 * 1024 * 1024
-)  # of one float32 matrix [H, T, T]; a larger one is computed only where its name is set
+MAX_MATRIX_BYTES = 256 * 1024 * 1024  # of a float32 matrix [H, T, T]; a larger one only where its name is set
 
 _WHERE = {"flash-3": "cuda", "flash-4": "cuda", "flash": "cuda", "flex": "cuda", "cpu-flash": "cpu"}  # others: anywhere
 

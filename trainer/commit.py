@@ -122,11 +122,7 @@ class Committer:
         if self.stored is not None and not checkpoint.has_weights_of(root, state):
             self.stored.remove_local(self.lease.confirm)
         data = checkpoint.commit(
-            root,
-            state,
-            self.writer.write,
-            keep=self.settings.trainer.keep_checkpoints,
-            confirm=self.lease.confirm,
+            root, state, self.writer.write, keep=self.settings.trainer.keep_checkpoints, confirm=self.lease.confirm
         )
         crash_points.reach(CrashPoint.COMMITTED)
         if self.stored is not None:

@@ -16,12 +16,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import explain, is_same_option
 from penstock.trainer.algorithm.corrections.m2po import m2po
-from penstock.trainer.algorithm.preferences.interface import (
-    PREFERENCE_LOSSES,
-    Divergence,
-    PreferenceLoss,
-    WeighedLoss,
-)
+from penstock.trainer.algorithm.preferences.interface import PREFERENCE_LOSSES, Divergence, PreferenceLoss, WeighedLoss
 from penstock.trainer.data_settings import DataSettings
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.rollout_settings import RolloutSettings
@@ -108,18 +103,18 @@ class DpoSettings(_AllSettings):
     @property
     def needs_reference(self) -> bool:
         """Whether a loss compares with the reference policy."""
-        return any(one.loss.needs_reference for one in self.losses)
+        return any(weighed.loss.needs_reference for weighed in self.losses)
 
     @property
     def takes_one_answer(self) -> bool:
         """Whether rows with one answer and a label can be trained on."""
         is_plain = self.length_alpha is None and self.weighting == "none"
-        return is_plain and all(one.loss.takes_one_answer for one in self.losses)
+        return is_plain and all(weighed.loss.takes_one_answer for weighed in self.losses)
 
     @property
     def reward_scale(self) -> float:
         """Factor from log-ratios to the rewards that are reported: beta of the first loss that has it."""
-        return next((float(one.options["beta"]) for one in self.losses if "beta" in one.options), 1.0)
+        return next((float(weighed.options["beta"]) for weighed in self.losses if "beta" in weighed.options), 1.0)
 
     def _options(self, loss: PreferenceLoss[Any]) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in loss.option_names if name in type(self).model_fields}

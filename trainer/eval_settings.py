@@ -47,7 +47,6 @@ class EvalSource(Section):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of the prompts."""
         return listed(self.data)
 
 

@@ -16,7 +16,6 @@ TurnMasks = Literal["auto", "turns", "markers"]
 
 
 def listed(files: Files) -> tuple[Path, ...]:
-    """Return the files that a setting names, as a tuple."""
     return tuple(files) if isinstance(files, list) else (files,)
 
 

@@ -26,9 +26,7 @@ class LoraSettings(Section):
     )
 
     seed: int | None = Field(
-        default=None,
-        ge=0,
-        description="Seed of the adapters' first values, and of dropout; none: run.seed.",
+        default=None, ge=0, description="Seed of the adapters' first values, and of dropout; none: run.seed."
     )
 
     publish: Literal["adapter", "merged"] = Field(
@@ -64,16 +62,12 @@ class CriticSettings(Section):
         description="Model folder whose weights the critic starts from, without the head; none: model.path.",
     )
     lr: float = Field(
-        default=1e-5,
-        gt=0.0,
-        description="Peak learning rate of the critic's AdamW, with trainer.schedule.",
+        default=1e-5, gt=0.0, description="Peak learning rate of the critic's AdamW, with trainer.schedule."
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to critic.lr.")
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="The critic's gradients are clipped to this norm.")
     head_start_steps: int = Field(
-        default=0,
-        ge=0,
-        description="First steps of the run, in which only the critic is updated.",
+        default=0, ge=0, description="First steps of the run, in which only the critic is updated."
     )
     updates: int = Field(default=1, ge=1, description="Optimizer steps of the critic on each batch.")
     loss: Literal["mse", "huber"] = Field(default="mse", description="Value loss: half the squared error, or Huber's.")
@@ -119,7 +113,7 @@ class ModelSettings(Section):
 
     path: Path = Field(
         description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template; or a GGUF file, which is "
-        "converted to such a folder beside it; or the id OWNER/NAME of one on the Hugging Face hub, OWNER/NAME@REVISION.",
+        "converted to such a folder beside it; or the id OWNER/NAME of one on the Hugging Face hub, OWNER/NAME@REVISION."
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default_factory=default_dtype,

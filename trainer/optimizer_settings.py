@@ -236,7 +236,6 @@ class OptimizerSettings(Section):
 
     @property
     def layout(self) -> ParallelLayout:
-        """How the ranks are divided."""
         return ParallelLayout(self.sequence_parallel, self.tensor_parallel)
 
     def signing_key(self) -> SigningKey | None:

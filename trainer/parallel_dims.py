@@ -27,7 +27,6 @@ class ParallelLayout:
     tensor_parallel: int = 1  # ranks that share the weights
 
     def __str__(self) -> str:
-        """The settings that are not 1."""
         settings = (("sequence_parallel", self.sequence_parallel), ("tensor_parallel", self.tensor_parallel))
         return " x ".join(f"trainer.{name} = {value}" for name, value in settings if value > 1)
 
@@ -93,8 +92,8 @@ class ParallelLayout:
         if family not in DIVIDED:
             raise ConfigError(
                 f"trainer.tensor_parallel = {ranks}, and {where} is a {family} model: only the weights of {', '.join(DIVIDED)} are "
-                "divided, which are compared with one process; DeepSpeed 0.19 refuses experts, and trains others wrongly without a "
-                "word where a weight is read by a part of the heads. Set trainer.tensor_parallel = 1, and trainer.zero_stage = 3"
+                "divided, which are compared with one process; DeepSpeed 0.19 refuses experts, and trains others wrongly without an "
+                "error where a weight is read by a part of the heads. Set trainer.tensor_parallel = 1, and trainer.zero_stage = 3"
             )
         width = config.get("intermediate_size")
         if isinstance(width, int) and width % ranks:

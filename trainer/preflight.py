@@ -111,7 +111,7 @@ def check_is_newest(
 ) -> None:
     """Refuse to resume from anything but the newest checkpoint that the run committed.
 
-    The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without a word. A
+    The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without an error. A
     checkpoint that is newer than NATS knows is accepted: the trainer was killed before it wrote the key.
 
     Args:
@@ -324,7 +324,7 @@ def open_data(settings: TrainerSettings) -> RunData:
         raise UnsupportedModel(
             f"model.path = {settings.model.path}: it has no config.json; set it to a Hugging Face model folder"
         )
-    tokenizer = read_tokenizer(settings)
+    tokenizer = read_tokenizer(settings, renders_chats=settings.data.from_run is None)
     if settings.data.from_run is not None:  # nothing is generated: no prompts are needed, and none can be evaluated
         return RunData(None, (), tokenizer)
     evaluated = tuple(_open_source(settings, name, tokenizer) for name in settings.evaluated)

@@ -52,11 +52,10 @@ class RankActivity:
     since: float = field(default_factory=time.monotonic)
 
     def begin(self, phase: str, step: int) -> None:
-        """Take note that a phase begins, after ``step`` steps of the run."""
+        """Record the start of a phase, after ``step`` steps of the run."""
         self.phase, self.step, self.since = phase, step, time.monotonic()
 
     def describe(self) -> str:
-        """Return it in words."""
         return f"`{self.phase}` after step {self.step}, for {time.monotonic() - self.since:.0f} s"
 
 
@@ -71,12 +70,10 @@ class RankWatch:
         self._thread = threading.Thread(target=self._work, name="rank-watch", daemon=True)
 
     def __enter__(self) -> RankWatch:
-        """Start to ask."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop asking."""
         self._stop.set()
         self._thread.join(self._deadline_s)
 
@@ -164,7 +161,6 @@ class RankProgram:
     """An object that every rank holds. Rank 0 calls its methods; the others run `follow`, which makes the same calls in the same order."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Build it on every rank with the same arguments."""
         self.ranks = ranks
         self.activity = RankActivity()
 

@@ -43,7 +43,6 @@ class Ranks:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is rank 0."""
         return self.rank == 0
 
     def broadcast(self, order: Any) -> Any:
@@ -89,15 +88,12 @@ class Ranks:
         return RankChannel(self.rank, self.num_ranks)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise sum over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def maximum(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise maximum over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
         if self.num_ranks > 1:
             dist.all_reduce(torch.zeros(1))
 
@@ -136,9 +132,8 @@ class RankSubgroup:
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """Send ``parts[n]`` to rank n of the group, and return what each sent to this one, [size, …] as ``parts``."""
         given = parts.contiguous()
-        found = torch.empty(
-            given.shape, dtype=given.dtype, device=given.device
-        )  # `empty_like` could keep other strides
+        # `empty_like` could keep other strides.
+        found = torch.empty(given.shape, dtype=given.dtype, device=given.device)
         dist.all_to_all_single(found, given, group=self._group)
         return found
 

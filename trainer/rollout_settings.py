@@ -83,7 +83,6 @@ class RolloutSettings(Section):
 
     @property
     def started_completions(self) -> int:
-        """Completions of a prompt that are started."""
         return self.group_size + self.redundant_completions
 
     @property

@@ -7,7 +7,7 @@ from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Snapshot, Weights
+from penstock.trainer.publishing.weight_buckets import Snapshot, Weights
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
 
@@ -20,7 +20,6 @@ class WeightSubmitter:
     def __init__(
         self, settings: TrainerSettings, learner: Learner, publisher: Publisher, record_writer: RunRecordWriter
     ) -> None:
-        """Submit nothing yet."""
         self._settings = settings
         self._learner = learner
         self._publisher = publisher
@@ -28,7 +27,6 @@ class WeightSubmitter:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that weights are published in."""
         chosen = self._settings.trainer.publish_dtype
         return self._learner.policy.dtype if chosen == "as-trained" else chosen
 
@@ -80,11 +78,7 @@ class WeightSubmitter:
         is_last = step == self._settings.trainer.steps
         self._publisher.submit(
             Snapshot(
-                version=version,
-                step=step,
-                weights=weights,
-                dtype=self.dtype,
-                must_publish=must_publish or is_last,
+                version=version, step=step, weights=weights, dtype=self.dtype, must_publish=must_publish or is_last
             )
         )
 

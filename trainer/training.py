@@ -43,7 +43,7 @@ from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmit
 from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
-from penstock.trainer.telemetry.metrics import StepTiming, speed_fields, step_fields
+from penstock.trainer.telemetry.metrics import speed_fields, step_fields
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
 log = structlog.get_logger("trainer.training")
@@ -110,7 +110,6 @@ class Training:
 
     @property
     def should_continue(self) -> bool:
-        """Whether a step is left and ``stop`` is not set."""
         return not self.is_done and not self.stop.is_set()
 
     @property
@@ -175,8 +174,8 @@ class Training:
                 keep_groups = self.settings.trainer.store_logprobs
                 learned = learn(self.planner, self.learner, batch, self.version, keep_groups=keep_groups)
             crash_points.reach(CrashPoint.STEPPED)
-            sums = learned.figures.sums
-            self.engine_check.check(compare_fresh_tokens(sums, learned.figures.maxima), self.version)
+            sums = learned.metrics.sums
+            self.engine_check.check(compare_fresh_tokens(sums, learned.metrics.maxima), self.version)
             self.collapse_check.check(sums["surprise"] / max(1.0, sums["tokens"]), self.num_steps_done)
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
             saved = self._save_batch(batch, err, algorithm)
@@ -196,14 +195,16 @@ class Training:
         first_uses = {group_id: count for group_id, count in tokens.items() if group_id not in self.ledger}
         num_reused = len(batch) - len(first_uses)
         skipped = dict(learned.skipped)
-        timing = StepTiming(self._wait_s, self._step_s, self.publisher.publish_s)
         self._fields = {
-            **step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing),
+            **step_fields(self.num_steps_done, self.version, learned.metrics, batch, ages),
+            "wait_s": self._wait_s,
+            "step_s": self._step_s,
+            "publish_s": self.publisher.publish_s,
             "mismatch_unseen_steps": self.engine_check.steps_since,
             "skipped": skipped,
             **({"updates_left_out": len(learned.left_out)} if learned.left_out else {}),
             **speed_fields(
-                learned.figures.work, num_tokens=sum(ages.values()), step_s=self._step_s, peak=self._peak_flops()
+                learned.metrics.work, num_tokens=sum(ages.values()), step_s=self._step_s, peak=self._peak_flops()
             ),
             **learned.reported,
             "reused_groups": num_reused,
@@ -304,7 +305,7 @@ class Training:
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
 
     def on_committed(self, took_s: float) -> None:
-        """Take note of a checkpoint that was committed ``took_s`` after its copy in memory (called on its thread)."""
+        """Record a checkpoint that was committed ``took_s`` after its copy in memory (called on its thread)."""
         self.schedule.committed(took_s)
         self.metrics.checkpoint_written(took_s)
 

@@ -1,4 +1,4 @@
-"""What environments of several turns and programs share: a group of episodes for each task, begun again where they fail.
+"""What environments of several turns and programs share: a group of episodes for each task, restarted where they fail.
 
 `TurnEnvironment` plays an author's class, `Program` runs a program; each makes one attempt at an episode, recorded token for token by
 `proxy/`.
@@ -122,7 +122,7 @@ class EpisodeEnvironment(Environment):
         try:
             chosen = self.options.model_validate(definition.options)
         except ValidationError as err:
-            problems = (f"{'.'.join(map(str, one['loc'])) or 'options'}: {one['msg']}" for one in err.errors())
+            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
             raise ConfigError(
                 f"environment.define.{name}.options: {'; '.join(problems)}; {self.name} has "
                 f"{', '.join(self.options.model_fields) or 'no options'}"
@@ -135,7 +135,6 @@ class EpisodeEnvironment(Environment):
 
     @property
     def kept_staleness(self) -> int:
-        """The most versions by which an ended episode of an earlier delivery may be behind."""
         return self.settings.kept_staleness
 
     def never_call(self, servers: Sequence[OwnServer]) -> None:
@@ -184,13 +183,13 @@ class EpisodeEnvironment(Environment):
         async with asyncio.TaskGroup() as playing:
             numbers = [index for index in range(task.group_size) if index not in ended]
             attempts = [playing.create_task(self._episode(site, task, index, sampler)) for index in numbers]
-        found = [attempt.result() for attempt in attempts]
-        episodes = [*ended.values(), *(one.episode for one in found if one.episode is not None)]
+        results = [attempt.result() for attempt in attempts]
+        episodes = [*ended.values(), *(one.episode for one in results if one.episode is not None)]
         episodes.sort(key=lambda one: one.index)
         needed = task.group_size if task.min_episodes is None else task.min_episodes
         if len(episodes) >= max(needed, 1):
             return episodes
-        problems = dict.fromkeys(one.problem for one in found if one.episode is None)
+        problems = dict.fromkeys(one.problem for one in results if one.episode is None)
         return TaskRefused(
             _FAILED,
             f"{task.group_id}: {len(episodes)} of {task.group_size} episodes of {self.name} could be played, {needed} are needed; "
@@ -213,7 +212,7 @@ class EpisodeEnvironment(Environment):
                     await self._store.keep(task, episode)
                 return _Attempted(episode, "")
             problem = f"{attempt.played.status}: {attempt.played.problem}"
-            log.warning("episode begun again", episode=begun.name, attempt=number, problem=problem)
+            log.warning("episode restarted", episode=begun.name, attempt=number, problem=problem)
         return _Attempted(None, problem)
 
     def _continues(self, task: Task, episode: Episode) -> bool:

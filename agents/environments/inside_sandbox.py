@@ -16,7 +16,6 @@ _BACKLOG = 128
 
 
 def main() -> None:
-    """Listen, start the program, and end as it ends."""
     target, port, *command = sys.argv[1:]
     listener = socket.create_server(("127.0.0.1", int(port)), backlog=_BACKLOG)
     threading.Thread(target=pass_on, args=(listener, target), daemon=True).start()
@@ -24,9 +23,8 @@ def main() -> None:
         status = subprocess.call(command)
     except OSError as err:
         sys.exit(f"cannot start {command[0]}: {err.strerror}")
-    os._exit(
-        status if status >= 0 else 128 - status
-    )  # as a shell says a signal; open connections have threads, which would be waited for
+    # as a shell says a signal; open connections have threads, which would be waited for
+    os._exit(status if status >= 0 else 128 - status)
 
 
 def pass_on(listener: socket.socket, target: str) -> None:

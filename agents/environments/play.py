@@ -127,7 +127,7 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
 def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
     """Return messages that the policy can answer; raises EnvironmentFailed."""
     messages = tuple(value) if isinstance(value, Sequence) else ()
-    wrong = [one for one in messages if not (isinstance(one, Message) and one.role in _ROLES)]
+    wrong = [message for message in messages if not (isinstance(message, Message) and message.role in _ROLES)]
     if wrong or not messages or messages[-1].role not in ("user", "tool"):
         last = f"the last of role {messages[-1].role!r}" if messages and not wrong else f"got {str(value)[:200]!r}"
         what = "start() returns" if is_first else "a reply that is not the last has"

@@ -1,14 +1,14 @@
 """One episode: the policy answers, the environment replies, until one of them ends it.
 
-| how it ends                                                  | status      | what becomes of it               |
+| how it ends                                                  | status      | outcome                          |
 |--------------------------------------------------------------|-------------|----------------------------------|
 | the environment's last reply                                 | `done`      | trained                          |
 | the same, where it says that a limit of its own was reached   | `truncated` | trained                          |
 | the turns, the model's context or the record are used up     | `truncated` | trained                          |
 | the time is used up, most of it by the policy                | `timeout`   | trained                          |
-| the time is used up, most of it by the environment           | `timeout`   | begun again with the same seed   |
-| the environment raised an error, or took too long for a reply | `failed`   | begun again with the same seed   |
-| its tokens are of versions too far apart                     | `expired`   | begun again with the same seed   |
+| the time is used up, most of it by the environment           | `timeout`   | restarted with the same seed   |
+| the environment raised an error, or took too long for a reply | `failed`   | restarted with the same seed   |
+| its tokens are of versions too far apart                     | `expired`   | restarted with the same seed   |
 
 A failure of the engine is not an end: it is raised, and the whole pack is requeued.
 """
@@ -150,6 +150,6 @@ async def _timed(function: Callable[[], Any], settings: EpisodeSettings, executo
 
 def _state_of(messages: Sequence[Message]) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    for one in messages:
-        digest.update(f"{one.role}\0{one.content}\0".encode("utf-8", "surrogatepass"))
+    for message in messages:
+        digest.update(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

@@ -1,13 +1,13 @@
 """`program`: a program that somebody else wrote, run once for each episode against a URL of the token-exact proxy.
 
-| how it ends                                                       | status      | what becomes of it             |
+| how it ends                                                       | status      | outcome                        |
 |-------------------------------------------------------------------|-------------|--------------------------------|
 | exit status 0                                                     | `done`      | trained                        |
 | the turns, the model's context or the record were used up         | `truncated` | trained                        |
 | the time is used up, most of it by the policy                     | `timeout`   | trained                        |
-| the time is used up, most of it by the program                    | `timeout`   | begun again with the same seed |
-| another exit status, no request, no result where one is needed    | `failed`    | begun again with the same seed |
-| its tokens are of versions too far apart                          | `expired`   | begun again with the same seed |
+| the time is used up, most of it by the program                    | `timeout`   | restarted with the same seed |
+| another exit status, no request, no result where one is needed    | `failed`    | restarted with the same seed |
+| its tokens are of versions too far apart                          | `expired`   | restarted with the same seed |
 
 A program that ends with an error after the engine failed did not fail itself: the pack is requeued.
 """
@@ -110,9 +110,11 @@ def _with_reward(
             raise ValueError(f"more than {MAX_RESULT_BYTES} bytes")
         given = ProgramResult.model_validate_json(result)
     except ValidationError as err:
-        found = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}" for one in err.errors()[:4])
+        problems = "; ".join(
+            f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}" for error in err.errors()[:4]
+        )
         return Played(
-            "failed", problem=f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {found[:1000]}'
+            "failed", problem=f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {problems[:1000]}'
         )
     except ValueError as err:
         return Played("failed", problem=f"its program's result: {err}")
@@ -158,7 +160,7 @@ class ProgramOptions(PlayOptions):
             )
         for one in self.readable:
             if not Path(one).is_absolute():
-                raise ValueError(f"readable: {one!r} is no absolute path")
+                raise ValueError(f"readable: {one!r} is not an absolute path")
         return self
 
 
@@ -318,7 +320,6 @@ class _TimedSampler:
                 self._seconds += time.monotonic() - self._since
 
     def seconds(self) -> float:
-        """Return the seconds so far."""
         return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
 
 

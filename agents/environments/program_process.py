@@ -2,7 +2,7 @@
 
 The kernel kills the program when its worker exits (`protocol/parent_death.py`). What the program itself had started then, or what had
 left its process group, carries the worker's mark in its environment variables, as the folders do in their names: every worker with
-programs on the machine looks for those of workers that are gone, when it begins and every half minute, and ends and deletes both.
+programs on the machine looks for those of workers that have exited, when it begins and every half minute, and ends and deletes both.
 
 A confined program has namespaces of its own for processes, network and users. The only network is a loopback interface on which
 `inside_sandbox.py` listens and passes every connection on to the proxy's Unix socket. All of its processes end with the sandbox: none
@@ -126,7 +126,7 @@ def mark() -> str:
 
 
 def sweep(parent: Path) -> tuple[int, int]:
-    """Kill programs and delete folders in ``parent`` of workers of this PID namespace that are gone; return how many."""
+    """Kill programs and delete folders in ``parent`` of workers of this PID namespace that have exited; return how many."""
     killed = deleted = 0
     for pid in left_processes():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -139,19 +139,19 @@ def sweep(parent: Path) -> tuple[int, int]:
 
 
 def left_processes() -> list[int]:
-    """Return the programs of workers of this PID namespace that are gone, and what these have started."""
-    found = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
-    return [pid for pid in found if pid != os.getpid()]
+    """Return the programs of workers of this PID namespace that have exited, and what these have started."""
+    pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def left_folders(parent: Path) -> list[Path]:
     """Return the folders in ``parent`` of such programs, as far as they are this user's."""
-    found = []
+    folders = []
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another worker deletes it too
             if _is_left(folder.name.removeprefix(PREFIX).rpartition("-")[0]) and folder.lstat().st_uid == os.getuid():
-                found.append(folder)
-    return found
+                folders.append(folder)
+    return folders
 
 
 class Sweeper:
@@ -170,7 +170,9 @@ class Sweeper:
         while True:
             killed, deleted = sweep(self._parent)
             if killed or deleted:
-                log.warning("programs of a worker that is gone", processes_killed=killed, folders_deleted=deleted)
+                log.warning(
+                    "ended programs of a worker that has exited", processes_killed=killed, folders_deleted=deleted
+                )
             if self._closed.wait(self._period_s):
                 return
 
@@ -181,7 +183,14 @@ def _mark_of(process: Path) -> str:
     except OSError:  # another user's, or it has ended
         return ""
     start = f"{MARK}=".encode()
-    return next((one.removeprefix(start).decode("ascii", "replace") for one in variables if one.startswith(start)), "")
+    return next(
+        (
+            variable.removeprefix(start).decode("ascii", "replace")
+            for variable in variables
+            if variable.startswith(start)
+        ),
+        "",
+    )
 
 
 def _is_left(found: str) -> bool:
@@ -222,12 +231,12 @@ _SYSTEM = (
 
 def program() -> str:
     """Return the path of bubblewrap; raises ConfigError when it is not installed."""
-    found = shutil.which("bwrap")
-    if found is None:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
         raise ConfigError(
             "options.sandbox needs bubblewrap: apt install bubblewrap, or leave it out and name a command that confines the program"
         )
-    return found
+    return bwrap
 
 
 def confined(

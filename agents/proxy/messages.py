@@ -63,7 +63,6 @@ class ToolCall:
     arguments: str  # JSON, or whatever the client wrote
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the call as the chat completions API writes it."""
         return {
             "id": self.id,
             "type": "function",
@@ -84,9 +83,8 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""  # of a tool's result
     name: str = ""
-    unparsed_calls: int = field(
-        default=0, compare=False
-    )  # begun in the content, and no calls; of an answer of the policy
+    # begun in the content, and no calls; of an answer of the policy
+    unparsed_calls: int = field(default=0, compare=False)
     parts: tuple[Part, ...] = ()  # texts and images in order, if it has an image; ``content`` is the texts
 
     @classmethod
@@ -97,7 +95,6 @@ class Message:
 
     @property
     def images(self) -> tuple[bytes | AdmittedImage, ...]:
-        """Its images, in order."""
         return tuple([part for part in self.parts if not isinstance(part, str)])
 
     def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:

@@ -79,9 +79,9 @@ class ChatRenderer:
         """Return what follows a sampled answer when ``new`` messages follow it; None if the template has no such form."""
         for calls in ((answer.tool_calls,) if answer.tool_calls and new[0].role == "tool" else ()) + ((),):
             for reasoning in ("", "r"):  # some templates render the last answer otherwise than earlier ones without it
-                found = self._behind_answer(calls, reasoning, new, tools, has_system=has_system)
-                if found is not None:
-                    return self._joined(found, end)
+                tokens = self._behind_answer(calls, reasoning, new, tools, has_system=has_system)
+                if tokens is not None:
+                    return self._joined(tokens, end)
         return None
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -196,13 +196,13 @@ class _KeptPrompts:
     def get(self, text: str, encode: Callable[[str], Rendered]) -> Rendered:
         """Return the ids of a text; of those who ask at the same time one encodes it. Raises what ``encode`` does, which is not kept."""
         with self._lock:
-            found = self._encoded.get(text)
-            if found is not None:
+            tokens = self._encoded.get(text)
+            if tokens is not None:
                 self._encoded.move_to_end(text)
-            own = self._begun(text) if found is None else None
+            own = self._begun(text) if tokens is None else None
         if own is None:
-            assert found is not None
-            return found.result()
+            assert tokens is not None
+            return tokens.result()
         try:
             own.set_result(encode(text))
         except Exception as err:  # noqa: BLE001 - those who wait for it get it too

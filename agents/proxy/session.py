@@ -311,7 +311,7 @@ class AgentProxy:
         return episode
 
     def end(self, episode: EpisodeSession) -> TreeRows:
-        """End an episode: its secret is worth nothing from now on."""
+        """End an episode: its secret is refused from now on."""
         self._open.pop(episode.secret, None)
         self._ended[episode.secret] = episode.id
         while len(self._ended) > _ENDED_KEPT:

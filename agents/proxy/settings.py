@@ -38,7 +38,9 @@ class EpisodeLimits(Section):
     )
     stream_comment_s: float = Field(3.0, gt=0, description="Seconds between the comments that keep a stream open.")
     retry_grace_s: float = Field(
-        5.0, ge=0, description="Seconds that a call goes on after its client is gone, in which a retry may join it."
+        5.0,
+        ge=0,
+        description="Seconds that a call goes on after its client has disconnected, in which a retry may join it.",
     )
     kept_answers: int = Field(64, ge=1, description="Finished answers that a retry may ask for again.")
     kept_answers_s: float = Field(600.0, ge=0, description="Seconds for which it may.")

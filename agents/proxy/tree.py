@@ -69,9 +69,8 @@ class SampledTurn:
 
     number: int
     follows: SampledTurn | None  # the turn whose answer the messages continue
-    parent: (
-        SampledTurn | None
-    )  # the turn whose tokens the prompt continues; another one where the history was rendered again
+    # the turn whose tokens the prompt continues; another one where the history was rendered again
+    parent: SampledTurn | None
     parent_tokens: int  # so many tokens of the parent's path precede the context
     context_ids: Int32s
     token_ids: Int32s  # as sampled, the stop token included
@@ -135,7 +134,6 @@ class SampledTurn:
             end, turn = start, turn.parent
 
     def path(self) -> Int32s:
-        """Return the tokens from the root to the end of the answer."""
         ids = np.empty(self.num_tokens, dtype=np.int32)
         end = self.num_tokens
         turn: SampledTurn | None = self

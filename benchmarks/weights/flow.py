@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,7 @@ from penstock.rollout_service.weights.mirror import Mirror
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 RUN = "flow"
@@ -98,32 +98,36 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
         mirror_s.append(time.monotonic() - started)
         mirror_cpu_s.append(time.process_time() - cpu)
     publisher.close()
+    mirrored = {"mirror_s": statistics.median(mirror_s[2:]), "mirror_cpu_s": statistics.median(mirror_cpu_s[2:])}
     late = Mirror(blobs, folder / "w1", RUN)
     cpu = time.process_time()
     joined = late.fetch(PolicyVersion(versions - 1), facts[versions - 1].manifest, newest=True)
     late_cpu_s = time.process_time() - cpu
-    patches = [p for p in publications if p.kind == "patch"]
     mirror.close(), late.close()
-    copy_s = memcpy_s(publications[0].raw_bytes)
-    middle = statistics.median
-    return {
-        "raw_bytes": publications[0].raw_bytes,
-        "density": middle(p.density for p in patches),
-        "patch_bytes": middle(p.sent_bytes for p in patches),
-        "patch_share": middle(p.sent_bytes / p.raw_bytes for p in patches),
+    return _published(publications) | {
         "submit_max_s": max(submit_s),
-        "diff_s": middle(p.diff_s for p in patches),
-        "upload_s": middle(p.upload_s for p in patches),
-        "publish_s": middle(p.publish_s for p in patches),
-        "anchor_publish_s": publications[0].publish_s,
-        "mirror_s": middle(mirror_s[2:]),
-        "mirror_cpu_s": middle(mirror_cpu_s[2:]),
-        "memcpy_s": copy_s,
+        **mirrored,
+        "memcpy_s": memcpy_s(publications[0].raw_bytes),
         "late_versions_behind": versions - 1,
         "late_bytes": joined.num_bytes,
         "late_bytes_share": joined.num_bytes / publications[0].raw_bytes,
         "late_s": joined.fetch_s,
         "late_cpu_s": late_cpu_s,
+    }
+
+
+def _published(publications: Sequence[Publication]) -> dict[str, object]:
+    """Return the medians of the patches, and the seconds of the full snapshot."""
+    patches, middle = [p for p in publications if p.kind == "patch"], statistics.median
+    return {
+        "raw_bytes": publications[0].raw_bytes,
+        "density": middle(p.density for p in patches),
+        "patch_bytes": middle(p.sent_bytes for p in patches),
+        "patch_share": middle(p.sent_bytes / p.raw_bytes for p in patches),
+        "diff_s": middle(p.diff_s for p in patches),
+        "upload_s": middle(p.upload_s for p in patches),
+        "publish_s": middle(p.publish_s for p in patches),
+        "anchor_publish_s": publications[0].publish_s,
     }
 
 

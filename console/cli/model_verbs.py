@@ -209,7 +209,7 @@ def merge(  # noqa: PLR0913 - each is an option of the command
 
 def _average_last(models: tuple[Path, ...], count: int, to: Path) -> int:
     from penstock.console.record import stored_run
-    from penstock.console.registry.averaging import average_last
+    from penstock.console.registry.versions import average_last
     from penstock.protocol.errors import ConfigError
 
     if not models:

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from penstock.console.evaluation.estimates import Estimate
-from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.evaluation.results import Estimate, EvaluationResult
 
 _COLOURS = ("#2563a8", "#c2620a", "#2c7a4b", "#8a3ba0", "#666666")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from penstock.console.evaluation.estimates import Estimate
-from penstock.console.evaluation.results import EvaluationResult, SourceResult
+from penstock.console import terminal
+from penstock.console.evaluation.results import Estimate, EvaluationResult, SourceResult
 
 
 def table(result: EvaluationResult) -> Table:
@@ -15,22 +15,20 @@ def table(result: EvaluationResult) -> Table:
     ks = sorted({k for source in result.sources for k in source.pass_at if k > 1})
     has_accuracy = any(source.accuracy for source in result.sources)
     has_majority = any(source.maj for source in result.sources)
-    found = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    found.add_column("source", no_wrap=True)
     names = ["prompts", f"reward avg@{result.k}"]
     names += [f"correct avg@{result.k}"] if has_accuracy else []
     names += [f"pass@{k}" for k in ks]
     names += [f"maj@{result.k}"] if has_majority else []
-    for name in (*names, "tokens", "cut off"):
-        found.add_column(name, justify="right", no_wrap=True)
+    names += ["tokens", "cut off"]
+    rows = terminal.table("source", *names, right=names)
     for source in result.sources:
         cells = [source.source, _prompts(source), text(source.reward, as_share=False)]
         cells += [text(source.accuracy)] if has_accuracy else []
         cells += [text(source.pass_at.get(k)) for k in ks]
         cells += [text(source.maj)] if has_majority else []
         tokens, cut = source.completion_tokens_mean, source.truncated_share
-        found.add_row(*cells, "–" if tokens is None else f"{tokens:.1f}", "–" if cut is None else f"{cut:.1%}")
-    return found
+        rows.add_row(*cells, "–" if tokens is None else f"{tokens:.1f}", "–" if cut is None else f"{cut:.1%}")
+    return rows
 
 
 def notes(result: EvaluationResult) -> Iterator[str]:

@@ -39,15 +39,11 @@ class Span:
 
 @dataclass(slots=True)
 class _Marks:
-    """Totals of one process at one moment."""
-
     busy_s: float = 0.0
     idle_s: float = 0.0
 
 
 class ServiceHistory:
-    """All starts of one service id."""
-
     def __init__(self, first: Heartbeat, seen_at: float, *, in_window: bool) -> None:
         """Start with the first heartbeat; ``seen_at`` is the reader's clock, in seconds."""
         self.beat = first
@@ -66,7 +62,7 @@ class ServiceHistory:
 
     @classmethod
     def restore(cls, totals: ServiceTotals) -> ServiceHistory:
-        """Continue after an earlier session; the service is not alive until its next heartbeat."""
+        """Continue after an earlier session; the service counts as lost until its next heartbeat."""
         history = cls(totals.beat, totals.beat.at, in_window=False)
         history.alive = history.is_of_this_session = False
         history.num_starts = totals.num_starts

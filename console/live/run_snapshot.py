@@ -43,8 +43,6 @@ class EvalPoint:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLine:
-    """One service as its heartbeats describe it."""
-
     role: str
     service_id: str
     state: str
@@ -96,8 +94,6 @@ class QueueDepths:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything one frame of the panel shows."""
-
     run_id: str
     started_at: float  # wall-clock seconds
     elapsed_s: float

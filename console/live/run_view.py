@@ -199,7 +199,7 @@ class RunView(RunFold):
         return max(by_heartbeats, self._groups.scored)
 
     def _tokens_generated(self, points: Sequence[StepPoint]) -> int:
-        """Return the sampled tokens, at least those trained: of a session that nobody watched there are no heartbeats."""
+        """Return the sampled tokens, at least those trained: a session that was not watched has no heartbeats."""
         by_heartbeats = self._fleet.count("tokens_generated")
         is_generated = self._fleet.has("rollout")  # else the groups are those of another run
         if not is_generated or self._groups.reused:
@@ -208,7 +208,7 @@ class RunView(RunFold):
 
     def _diagnoses(self, points: Sequence[StepPoint]) -> tuple[Diagnosis, ...]:
         steps = [point.learning for point in points]
-        return diagnoses.diagnose(diagnoses.RunFigures(steps, self._groups.issued, self._dropped()))
+        return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         found = {}

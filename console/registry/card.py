@@ -17,8 +17,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.console.evaluation import result_table, results
-from penstock.console.evaluation.estimates import Estimate
-from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.evaluation.results import Estimate, EvaluationResult
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.protocol.errors import ConfigError
@@ -122,7 +121,7 @@ def write(run_folder: Path, version: int | None, state_root: str, scores: Scores
         "## Settings\n\nWhat was set; everything else has its default.\n\n```toml\n"
         + "\n".join(_given(settings, origins))
         + "\n```",
-        "## Data\n\n" + "\n".join(_data(settings, results)),
+        "## Data\n\n" + "\n".join(_data(settings, stored)),
         "## Licence\n\n<!-- Name the licence of this model here and in the field license above; that of the base model and of the data apply. -->",
     ]
     return "\n\n".join(sections) + "\n"

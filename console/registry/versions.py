@@ -1,7 +1,8 @@
-"""List the versions of a run with tags, scores and lineage, tag them and select one (`penstock model list`, `tag`, `select`).
+"""List the versions of a run with tags, scores and lineage, tag them, select one, and average the newest.
 
-A tag, in ``tags.json`` of the run's folder, names a version and the digest of its weights. A version that the run deletes keeps
-its tag and loses its objects, unless its model was written to ``models/TAG`` in the run's folder when it was tagged.
+`penstock model list`, `tag`, `select`, and `merge RUN --average-last N`. A tag, in ``tags.json`` of the run's folder, names a version and
+the digest of its weights. A version that the run deletes keeps its tag and loses its objects, unless its model was written to
+``models/TAG`` in the run's folder when it was tagged.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json as json_text
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +24,11 @@ from rich.table import Table
 
 from penstock.console import connections
 from penstock.console.evaluation import results
+from penstock.console.models.merge import Recipe, merge_folders
 from penstock.console.registry import card
 from penstock.console.registry.card import Scores
 from penstock.console.report import curves
-from penstock.console.terminal import console
+from penstock.console.terminal import console, table
 from penstock.console.tools import weights
 from penstock.console.tools.weights import export, stored_versions
 from penstock.protocol.errors import ConfigError
@@ -258,14 +262,44 @@ def print_selected(
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("version", "step", "parent", *columns):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("weights", "tags", "kept"):
-        table.add_column(name)
+    numbers, texts = ("version", "step", "parent", *columns), ("weights", "tags", "kept")
+    shown = table(*numbers, *texts, right=numbers, wide=texts)
     for row in rows:
         cells = [str(row[name]) if row[name] is not None else "–" for name in ("version", "step", "parent")]
         cells += [f"{row['scores'][name]['value']:.3f}" if name in row["scores"] else "–" for name in columns]
         where = "stored" if row["stored"] else ", ".join(row["models"]) or "gone"
-        table.add_row(*cells, where, ", ".join(row["tags"]), weights.why(row["kept"]))
-    return table
+        shown.add_row(*cells, where, ", ".join(row["tags"]), weights.why(row["kept"]))
+    return shown
+
+
+def newest(versions: Sequence[int], count: int, run: str) -> list[int]:
+    """Return the newest versions, oldest first; raises ConfigError when there are fewer or fewer than two are asked for."""
+    if count < 2:
+        raise ConfigError(f"--average-last {count}: a mean needs at least 2 versions")
+    if len(versions) < count:
+        raise ConfigError(
+            f"--average-last {count}: run {run} has {len(versions)} stored versions ({', '.join(map(str, versions)) or 'none'}); ask for "
+            "fewer, or keep more (trainer.keep_versions)"
+        )
+    return sorted(versions)[-count:]
+
+
+def average_last(run: str, count: int, to: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+    """Write the mean of a run's newest versions as a model folder; return the versions. Raises PenstockError.
+
+    The exported versions need as much disk space as so many models, beside ``to``, until it is written.
+    """
+    if to.exists():
+        raise ConfigError(f"{to} exists; name another folder, or remove it")
+    chosen = newest([row["version"] for row in stored_versions(run, arguments, environ)], count, run)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    try:
+        folders = [scratch / f"{run}@{version}" for version in chosen]
+        with contextlib.redirect_stdout(sys.stderr):
+            for version, folder in zip(chosen, folders, strict=True):
+                export(run, version, folder, arguments, environ)
+        merge_folders(folders, None, to, Recipe("linear", (1.0,) * count))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return chosen

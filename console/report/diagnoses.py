@@ -43,7 +43,7 @@ _DROPPED_CURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class RunFigures:
+class RunMetrics:
     """What the rules read."""
 
     steps: Sequence[Figures]  # in order, those of the whole run
@@ -58,14 +58,14 @@ class RunFigures:
         return _mean(self.recent, name)
 
 
-def diagnose(run: RunFigures) -> tuple[Diagnosis, ...]:
+def diagnose(run: RunMetrics) -> tuple[Diagnosis, ...]:
     """Return what is wrong with a run's learning, the gravest first; empty for a run that looks sound."""
     if len(run.steps) < _LEAST:
         return ()
     return tuple(found for rule in _RULES for found in rule(run))
 
 
-def _not_finite(run: RunFigures) -> Iterator[Diagnosis]:
+def _not_finite(run: RunMetrics) -> Iterator[Diagnosis]:
     bad = sum(1 for step in run.steps if step.get("loss_not_finite"))
     if bad:
         yield Diagnosis(
@@ -76,7 +76,7 @@ def _not_finite(run: RunFigures) -> Iterator[Diagnosis]:
         )
 
 
-def _constant_reward(run: RunFigures) -> Iterator[Diagnosis]:
+def _constant_reward(run: RunMetrics) -> Iterator[Diagnosis]:
     rewards = [step["reward_mean"] for step in run.steps if "reward_mean" in step]
     spreads = [step["reward_std"] for step in run.steps if "reward_std" in step]
     if len(rewards) < _LEAST or max(rewards) != min(rewards) or any(spreads):
@@ -97,7 +97,7 @@ def _constant_reward(run: RunFigures) -> Iterator[Diagnosis]:
     yield Diagnosis(key="constant_reward", what=what, cause=cause, cure=cure)
 
 
-def _no_signal(run: RunFigures) -> Iterator[Diagnosis]:
+def _no_signal(run: RunMetrics) -> Iterator[Diagnosis]:
     share, reward = run.mean("zero_signal_groups"), run.mean("reward_mean")
     if share is None or share < _FEW_SIGNALS or any(_constant_reward(run)):
         return
@@ -120,7 +120,7 @@ def _no_signal(run: RunFigures) -> Iterator[Diagnosis]:
     )
 
 
-def _entropy(run: RunFigures) -> Iterator[Diagnosis]:
+def _entropy(run: RunMetrics) -> Iterator[Diagnosis]:
     first, now = _mean(run.steps[:_RECENT], "entropy"), run.mean("entropy")
     if first is None or now is None or len(run.steps) < _RECENT:
         return
@@ -134,7 +134,7 @@ def _entropy(run: RunFigures) -> Iterator[Diagnosis]:
         )
 
 
-def _learning_rate(run: RunFigures) -> Iterator[Diagnosis]:
+def _learning_rate(run: RunMetrics) -> Iterator[Diagnosis]:
     used, chosen = run.mean("lr"), run.mean("lr_set")
     if used is not None and chosen is not None and 0.0 <= used < chosen * _HALF:
         yield Diagnosis(
@@ -156,7 +156,7 @@ class _Bound:
     cause: str
     cure: str
 
-    def __call__(self, run: RunFigures) -> Iterator[Diagnosis]:
+    def __call__(self, run: RunMetrics) -> Iterator[Diagnosis]:
         value = run.mean(self.figure)
         if value is not None and self.is_bad(value):
             what = self.what.format(value=value, steps=len(run.recent))
@@ -197,7 +197,7 @@ _engine_gap = _Bound(
 )
 
 
-def _dropped(run: RunFigures) -> Iterator[Diagnosis]:
+def _dropped(run: RunMetrics) -> Iterator[Diagnosis]:
     total = sum(run.dropped.values())
     if run.issued and total >= run.issued * _MANY_DROPPED:
         reason, number = max(run.dropped.items(), key=lambda item: item[1])
@@ -209,7 +209,7 @@ def _dropped(run: RunFigures) -> Iterator[Diagnosis]:
         )
 
 
-def _reward_fell(run: RunFigures) -> Iterator[Diagnosis]:
+def _reward_fell(run: RunMetrics) -> Iterator[Diagnosis]:
     rewards = [step["reward_mean"] for step in run.steps if "reward_mean" in step]
     if len(rewards) < 3 * _RECENT:
         return
@@ -225,7 +225,7 @@ def _reward_fell(run: RunFigures) -> Iterator[Diagnosis]:
         )
 
 
-_RULES: tuple[Callable[[RunFigures], Iterator[Diagnosis]], ...] = (
+_RULES: tuple[Callable[[RunMetrics], Iterator[Diagnosis]], ...] = (
     _not_finite, _constant_reward, _no_signal, _truncated, _reward_fell, _entropy, _effective_samples, _kl, _engine_gap,
     _learning_rate, _dropped,
 )  # fmt: skip

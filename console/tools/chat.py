@@ -163,8 +163,6 @@ def _refusal(response: httpx.Response) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options of a conversation; see `penstock chat --help`."""
-
     model: str | None = None  # folder of another model
     prompt: str | None = None  # a single prompt instead of a conversation
     keep: bool = False

@@ -9,11 +9,10 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
-from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, printable, table
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
@@ -188,17 +187,16 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
     if not letters:
         print(f"run {run} has no dead letters" + (" that can be read" if dead.unreadable else ""))
         return 0
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("id", "when", "stage", "reason", "groups", "attempts", "sent again"):
-        table.add_column(name, justify="right" if name in {"id", "attempts"} else "left", overflow="fold")
+    names = ("id", "when", "stage", "reason", "groups", "attempts", "sent again")
+    rows = table(*names, right=("id", "attempts"), wide=names)
     for letter in letters:
         ids = letter.fact.group_ids
         groups = f"{ids[0]}{f' and {len(ids) - 1} more' if len(ids) > 1 else ''}" if ids else "unknown"
         when = letter.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         fact = letter.fact
         cells = (fact.stage, fact.reason, groups, str(fact.num_delivered), letter.sent_at or "–")
-        table.add_row(str(letter.number), when, *(Text(printable(cell)) for cell in cells))
-    console().print(table)
+        rows.add_row(str(letter.number), when, *(Text(printable(cell)) for cell in cells))
+    console().print(rows)
     print(f"\nnext: penstock dead-letters show {run} {letters[-1].number}")
     return 0
 

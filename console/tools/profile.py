@@ -24,7 +24,7 @@ from penstock.console.live.run_snapshot import service_name
 from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, printable, table
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
@@ -270,27 +270,21 @@ def _around(found: RunProfile) -> str:
 
 
 def _phases(found: RunProfile) -> Table:
-    table = _table("trainer", "ms a step", "s", "share")
+    rows = table("trainer", "ms a step", "s", "share", right=("ms a step", "s", "share"))
     for phase in found.phases:
         each = f"{phase.seconds / found.steps * 1000:.1f}"
-        table.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
-    return table
+        rows.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
+    return rows
 
 
 def _services(found: RunProfile) -> Table:
-    table = _table("service", "works s", "waits s", "waits", "CPU s", "CPU share", "of its newest process", left=(0, 6))
+    numbers, parts = ("works s", "waits s", "waits", "CPU s", "CPU share"), "of its newest process"
+    rows = table("service", *numbers, parts, right=numbers, wide=(parts,))
     for service in found.services:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(service.cpu_parts.items())[:_NUM_PARTS])
         starts = f" ({service.num_starts} starts)" if service.num_starts > 1 else ""
         waits = "–" if service.waiting_share is None else f"{service.waiting_share:.1%}"
         share = f"{service.cpu_s / found.cpu_s:.1%}" if found.cpu_s > 0.0 else "–"
         numbers = (f"{service.working_s:.1f}", f"{service.waiting_s:.1f}", waits, f"{service.cpu_s:.1f}", share)
-        table.add_row(printable(service.name) + starts, *numbers, printable(parts))
-    return table
-
-
-def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place in left else "right", no_wrap=place not in left[1:])
-    return table
+        rows.add_row(printable(service.name) + starts, *numbers, printable(parts))
+    return rows

@@ -1,4 +1,4 @@
-"""`penstock reward errors RUN`: groups without a reward, by reason, and whether they wait or were given up."""
+"""Count groups without a reward by reason, and whether they wait or were dead-lettered (`penstock reward errors RUN`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, printable, table
 from penstock.protocol import logs, subjects
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus
@@ -112,12 +111,9 @@ def print_errors(run: str, arguments: Sequence[str], environ: Mapping[str, str],
 
 
 def _print(lines: Sequence[ErrorLine]) -> None:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("reason", no_wrap=True)
-    table.add_column("waited", justify="right")
-    table.add_column("dead letters", justify="right")
-    table.add_column("newest message", overflow="fold")
+    right = ("waited", "dead letters")
+    rows = table("reason", *right, "newest message", right=right, wide=("newest message",))
     for line in lines:
-        table.add_row(Text(printable(line.reason)), str(line.waited), str(line.dead), Text(printable(line.newest)))
-    console().print(table)
+        rows.add_row(Text(printable(line.reason)), str(line.waited), str(line.dead), Text(printable(line.newest)))
+    console().print(rows)
     print("\nwaited: times that groups were returned to the queue; dead letters: groups that were given up")

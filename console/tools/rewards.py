@@ -18,11 +18,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections, launch
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, printable, table
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.tls import handshake_problem
@@ -44,8 +43,6 @@ class RewardServiceError(PenstockError):
 
 
 class RewardService:
-    """The HTTP API of one reward service."""
-
     def __init__(self, url: str, token_file: Path | None = None, *, answer_s: float = _ANSWER_S) -> None:
         """``token_file`` holds the bearer token, if the service requires one; raises ConfigError when unreadable.
 
@@ -121,7 +118,7 @@ def warn_of_new_service() -> None:
     """Say above a list of rewards that it is not that of a running service."""
     if not connections.answers(launch.REWARD_URL):
         print(
-            f"no reward service answers at {launch.REWARD_URL}: these are the built-in rewards of a new one, without anybody's "
+            f"no reward service answers at {launch.REWARD_URL}: these are the built-in rewards of a new one, without registered "
             "endpoints (--url names a running service)\n"
         )
 
@@ -154,13 +151,10 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(answer))
         return 0
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("reward", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    table.add_column("description", overflow="fold")
+    rows = table("reward", "kind", "description", wide=("description",))
     for row in answer["rewards"]:
-        table.add_row(*(Text(printable(row[key])) for key in ("name", "kind", "description")))
-    console().print(table)
+        rows.add_row(*(Text(printable(row[key])) for key in ("name", "kind", "description")))
+    console().print(rows)
     print("\nnext: penstock reward test NAME")
     return 0
 
@@ -334,13 +328,11 @@ def _print(
     by_kind: dict[str, list[float]],
     spread: dict[str, Any],
 ) -> None:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("scored", no_wrap=True)
-    for head in ("number", "mean", "min", "max"):
-        table.add_column(head, justify="right")
+    numbers = ("number", "mean", "min", "max")
+    distribution = table("scored", *numbers, right=numbers)
     for kind, scores in by_kind.items():
-        table.add_row(Text(kind), str(len(scores)), *(f"{f(scores):.3f}" for f in (fmean, min, max)))
-    console().print(table)
+        distribution.add_row(Text(kind), str(len(scores)), *(f"{f(scores):.3f}" for f in (fmean, min, max)))
+    console().print(distribution)
     if spread["num_scores"]:
         print(
             f"\n{name} on {len(rows)} rows: {spread['num_scores']} scores, mean {spread['mean']:.3f}, standard deviation "

@@ -17,7 +17,7 @@ from rich.table import Table
 from penstock.console import connections
 from penstock.console.report import curves, fine_tuned
 from penstock.console.report.event_fields import number
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, printable, table
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
@@ -229,9 +229,8 @@ def _held_out(line: RunLine) -> str:
 
 
 def _table(lines: Sequence[RunLine]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("run", "state", "step", "held-out", "reward", "when"):
-        table.add_column(name, justify="right" if name in {"step", "held-out", "reward"} else "left", no_wrap=True)
+    right = ("step", "held-out", "reward")
+    rows = table("run", "state", *right, "when", right=right)
     for line in lines:
         when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
         numbers = (
@@ -240,5 +239,5 @@ def _table(lines: Sequence[RunLine]) -> Table:
             f"loss {line.loss:.3f}" if line.loss is not None else "–" if line.reward is None else f"{line.reward:.2f}",
         )
         style = {"running": "green", "stopped": "yellow"}.get(line.state, "")
-        table.add_row(line.run, f"[{style}]{line.state}[/]" if style else line.state, *numbers, when)
-    return table
+        rows.add_row(line.run, f"[{style}]{line.state}[/]" if style else line.state, *numbers, when)
+    return rows

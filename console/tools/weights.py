@@ -13,7 +13,7 @@ from rich.table import Table
 from penstock.console import connections
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, printable, table
 from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, SignatureRefused, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
@@ -255,14 +255,12 @@ def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) 
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("version", "parent", "kind", "changed", "bytes", "seconds", "kept", "served by"):
-        is_text = name in {"kind", "kept", "served by"}
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in {"kept", "served by"})
+    names, wide = ("version", "parent", "kind", "changed", "bytes", "seconds"), ("kept", "served by")
+    shown = table(*names, *wide, right={*names} - {"kind"}, wide=wide)
     for row in rows:
         kind = row["kind"] + (" + full" if row["anchor"] and row["kind"] == "patch" else "")
         kind += "" if row["base"] is None else f" on {row['base']}"
-        table.add_row(
+        shown.add_row(
             f"{row['version']}{' head' if row['head'] else ''}",
             "–" if row["parent"] is None else str(row["parent"]),
             kind,
@@ -272,4 +270,4 @@ def _table(rows: Sequence[Row]) -> Table:
             why(row["kept"]),
             ", ".join(row["served_by"]),
         )
-    return table
+    return shown

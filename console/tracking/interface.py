@@ -32,8 +32,6 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the rows of a run go."""
-
     run_id: str
     key: str  # 16 hex digits, made when the run was first tracked: names the tracker's own run, also after a restart
     project: str
@@ -78,8 +76,6 @@ class TrackerWriter(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TrackerKind:
-    """A kind of tracker."""
-
     name: str
     module: str  # that is imported, to say at once when it is not installed
     install: str  # what pip installs

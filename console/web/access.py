@@ -178,7 +178,7 @@ class Access:
                 if (seen := _stamp(self.file)) != self._seen:
                     self._tokens, self._seen = _read(self.file), seen
             except FileNotFoundError:
-                self._tokens, self._seen = [], (0, 0, 0)  # somebody removed it: no token is known any more
+                self._tokens, self._seen = [], (0, 0, 0)  # it was removed: no token is known any more
             except (OSError, ConfigError):
                 pass
             return self._tokens

@@ -1,14 +1,14 @@
 """``GET /v1/runs/{run}/events``: the events of a run as server-sent events, resumable by Last-Event-ID.
 
-The id of an event is its number in the run's stream on NATS, so a client goes on at any process of the API. Three kinds:
+The id of an event is its number in the run's stream on NATS, so a client continues at any process of the API. Three kinds:
 
 | event | id | data |
 |---|---|---|
 | `run` | its number | the stored event: `kind`, `source`, `at`, `data` |
 | `state` | none | the state of the run, at first and whenever it changes |
-| `gap` | none | the events after the client's last one are not stored any more, or the stream began anew |
+| `gap` | none | the events after the client's last one are not stored any more, or the stream was created again |
 
-A stream is bounded: a client that reads too slowly is disconnected, and goes on where it was; so are all when the server stops.
+A stream is bounded: a client that reads too slowly is disconnected, and continues where it was; so are all when the server stops.
 """
 
 from __future__ import annotations

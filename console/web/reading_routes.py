@@ -21,12 +21,12 @@ from penstock.console.tools.rewards import RewardServiceError
 from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
 from penstock.console.web.jobs import job_file, job_state
 from penstock.console.web.problems import RESPONSES, Problem
-from penstock.console.web.reading import documents, group_detail, run_list, server_requests
+from penstock.console.web.reading import documents, group_detail, server_requests
 from penstock.console.web.reading.group_detail import MAX_TOKENS, group_document, token_document
-from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun
+from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun, listed_runs
+from penstock.console.web.reading.page_view import MAX_POINTS
 from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
 from penstock.console.web.reading.run_reading import RunReading
-from penstock.console.web.reading.step_series import MAX_POINTS
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
 
@@ -69,7 +69,7 @@ Runs = Annotated[OpenRuns, Depends(open_runs)]
 
 
 def reading_of(run: RunName, runs: Runs, _: Reader) -> RunReading:
-    """Return the reader of a run, opening it if nobody looked at it before; a problem 404 if there is no such run."""
+    """Return the reader of a run, opening it at its first request; a problem 404 if there is no such run."""
     return open_run(runs, run)
 
 
@@ -126,7 +126,7 @@ def _state(folder: Path, otherwise: str) -> str:
 @router.get("/runs")
 def list_runs(web: Context, _: Reader) -> list[RunItem]:
     """List the runs in the folder of runs, and those on the NATS server that was configured, newest first."""
-    rows = run_list.rows(*where(web))
+    rows = listed_runs(*where(web))
     return [RunItem(**{**row, "state": _state(web.runs_dir / row["run"], row["state"])}) for row in rows]
 
 

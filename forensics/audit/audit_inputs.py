@@ -89,10 +89,7 @@ def pointer_faults(
     if pointer is not None and last.number == number:
         faults += [
             Breach("checkpoint differs", "", f"NATS names {name} {named}, the last chapter has {found}")
-            for name, named, found in (
-                ("step", pointer.step, last.step),
-                ("version", pointer.version, last.version),
-            )
+            for name, named, found in (("step", pointer.step, last.step), ("version", pointer.version, last.version))
             if named != found
         ]
     return faults

@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from penstock.protocol.facts import AbandonedCompletion, BlobRef, Split
-from penstock.protocol.record.lineage import (
-    DroppedGroup,
-    EvaluatedGroup,
-    LineageChapter,
-    RecordedStep,
-    SplitTotals,
-)
+from penstock.protocol.record.lineage import DroppedGroup, EvaluatedGroup, LineageChapter, RecordedStep, SplitTotals
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 _NEVER_VERIFIED = frozenset({"unreadable", "quarantined"})  # reasons for which the trainer had no readable pack
@@ -35,8 +29,6 @@ class Breach:
 
 @dataclass(slots=True)
 class SplitAccount:
-    """The state of every issued group of one split."""
-
     issued: set[str] = field(default_factory=set)
     used: dict[str, str] = field(default_factory=dict)  # id -> which step or evaluation
     dropped: dict[str, str] = field(default_factory=dict)  # id -> reason
@@ -51,7 +43,6 @@ class SplitAccount:
         return self.issued - self.used.keys() - self.dropped.keys()
 
     def totals(self, in_flight: int) -> SplitTotals:
-        """Return the counts."""
         return SplitTotals(
             issued=len(self.issued),
             used=len(self.used),
@@ -64,17 +55,15 @@ class SplitAccount:
         )
 
     def add_abandoned(self, completions: Iterable[AbandonedCompletion]) -> None:
-        """Count completions that were started and not kept."""
-        for one in completions:
-            self.abandoned[one.reason] += 1
-            self.abandoned_tokens[one.reason] += one.num_tokens
+        for completion in completions:
+            self.abandoned[completion.reason] += 1
+            self.abandoned_tokens[completion.reason] += completion.num_tokens
 
 
 class RecordFold:
     """The record up to its last chapter."""
 
     def __init__(self, chapters: Iterable[LineageChapter]) -> None:
-        """Fold chapters in order, oldest first."""
         self.accounts: dict[Split, SplitAccount] = {split: SplitAccount() for split in SPLITS}
         self.breaches: list[Breach] = []
         self.packs: dict[str, BlobRef] = {}

@@ -39,8 +39,6 @@ _SHOWN_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class ReportedSteps:
-    """The digests that one source has."""
-
     source: str  # for people
     digests: Mapping[int, Sequence[StepDigest]] = field(default_factory=dict)  # by number of the step
     steps: frozenset[int] = frozenset()  # all that are reported, also without a digest, by an older build

@@ -80,8 +80,6 @@ def _described(saved: SavedRun) -> str:
 
 
 class _Progress:
-    """Prints a line every few seconds."""
-
     def __init__(self) -> None:
         self._next = time.monotonic() + _REPORT_EVERY_S
 

@@ -64,8 +64,6 @@ class SavedObject(BaseModel):
 
 
 class SavedRun(BaseModel):
-    """What ``backup.json`` holds."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["penstock_backup.v1"] = "penstock_backup.v1"
@@ -82,13 +80,11 @@ class SavedRun(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all streams and objects."""
-        return sum(one.size_bytes for one in (*self.streams, *self.objects))
+        return sum(part.size_bytes for part in (*self.streams, *self.objects))
 
     @property
     def num_messages(self) -> int:
-        """Messages of all streams and buckets."""
-        return sum(int(one.state.get("messages", 0)) for one in self.streams)
+        return sum(int(stream.state.get("messages", 0)) for stream in self.streams)
 
 
 def names(run_id: str) -> tuple[str, ...]:
@@ -101,12 +97,10 @@ def names(run_id: str) -> tuple[str, ...]:
 
 
 def stream_file(folder: Path, name: str) -> Path:
-    """Return the file of a stream."""
     return folder / "streams" / f"{name}.snapshot"
 
 
 def object_file(folder: Path, sha256: str) -> Path:
-    """Return the file of an object."""
     return folder / "objects" / sha256
 
 
@@ -156,14 +150,13 @@ def verified(path: Path, size_bytes: int, sha256: str) -> Path:
 
 
 def chunks(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file."""
     with path.open("rb") as file:
         while chunk := file.read(size):
             yield chunk
 
 
 def _named(saved: SavedRun) -> set[str]:
-    return {one.name for one in saved.streams}
+    return {stream.name for stream in saved.streams}
 
 
 COPIES_AT_ONCE = 8
@@ -202,7 +195,7 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
 def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
     """Return the rescored inputs that a run trained on: replay needs them, and their objects are their own."""
     settings = (one for one in saved.objects if one.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config."))
-    read = (json.loads(object_file(folder, one.sha256).read_bytes()) for one in settings)
+    read = (json.loads(object_file(folder, setting.sha256).read_bytes()) for setting in settings)
     return sorted({name for one in read if (name := one.get("data", {}).get("from_run"))})
 
 

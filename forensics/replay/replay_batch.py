@@ -15,13 +15,12 @@ weights come from a checkpoint.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.forensics.replay.replay_verdict import BatchVerdict, group_figures
+from penstock.forensics.replay.replay_verdict import BatchVerdict, group_metrics
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef
@@ -40,14 +39,14 @@ from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
-from penstock.trainer.telemetry.metrics import StepTiming, step_fields
+from penstock.trainer.telemetry.metrics import step_fields
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
@@ -57,11 +56,9 @@ class StoppedPacks:
     """The groups of a saved batch, as every rank reads them from a folder that all of them see."""
 
     def __init__(self, folder: Path) -> None:
-        """Read nothing yet."""
         self._folder = folder
 
     def get(self, ref: BlobRef) -> bytes:
-        """Return the pack of the batch, whose key is the file's name."""
         return (self._folder / ref.key).read_bytes()
 
 
@@ -169,17 +166,16 @@ class BatchReplay:
 
     def run(self, store: Blobs) -> BatchVerdict:
         """Train on the batch once, and return what was found; raises ConfigError where the weights before it are not stored."""
-        started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="replay-", dir=self._folder.parent) as scratch:
             weights = self._find_weights(store, Path(scratch))
             learner = self._build(weights)
             planner = Planner(self._settings, learner, self._batch.algorithm)
             plan = planner.plan(self._ready, self._batch.version)
             figures = learner.measure(plan, self._ready, keep_rows=len(plan.rows))
-            groups = group_figures(plan, figures, self._ready)
+            groups = group_metrics(plan, figures, self._ready)
             planner = Planner(self._settings, learner, self._batch.algorithm)  # the first plan has moved its state
             failure, made = self._failure(planner, learner, figures)
-        fields = self._fields(figures if made is None else made, time.monotonic() - started)
+        fields = self._fields(figures if made is None else made)
         if made is None:  # no step was made
             fields = {name: value for name, value in fields.items() if name not in ("grad_norm", "lr", "lr_set")}
         if self._ranks.num_ranks > 1:
@@ -198,12 +194,12 @@ class BatchReplay:
         )
 
     def _failure(
-        self, planner: Planner, learner: Learner, measured: StepFigures
-    ) -> tuple[Exception | None, StepFigures | None]:
+        self, planner: Planner, learner: Learner, measured: StepMetrics
+    ) -> tuple[Exception | None, StepMetrics | None]:
         """Return the error of this batch alone, and the figures of its step if one was made."""
         trainer = self._settings.trainer
         try:
-            figures = learn(planner, learner, self._ready, self._batch.version).figures
+            figures = learn(planner, learner, self._ready, self._batch.version).metrics
         except TrainingDiverged as err:
             return err, None
         learner.dismiss()
@@ -219,11 +215,9 @@ class BatchReplay:
             ), figures
         return None, figures
 
-    def _fields(self, figures: StepFigures, took_s: float) -> dict[str, Any]:
+    def _fields(self, figures: StepMetrics) -> dict[str, Any]:
         ages = staleness_tokens(self._ready, PolicyVersion(self._batch.version), least=self._settings.data.least_age)
-        timing = StepTiming(wait_s=0.0, step_s=took_s, publish_s=0.0)
-        fields = step_fields(self._batch.step, self._batch.version, figures, self._ready, ages, timing)
-        return {name: value for name, value in fields.items() if name not in ("wait_s", "publish_s", "step_s")}
+        return step_fields(self._batch.step, self._batch.version, figures, self._ready, ages)
 
     def _find_weights(self, store: Blobs, scratch: Path) -> _Weights:
         """Return the weights of the batch's version: of a checkpoint, as published, or the initial ones."""

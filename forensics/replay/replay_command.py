@@ -74,7 +74,9 @@ main = program("penstock replay", replay, error=None)
 def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
     """Return where the run is; raises ConfigError for an override of a recorded setting."""
     recorded = [
-        one for one in from_overrides(overrides, []) if one.path[0].replace("-", "_") not in RunLocation.model_fields
+        override
+        for override in from_overrides(overrides, [])
+        if override.path[0].replace("-", "_") not in RunLocation.model_fields
     ]
     if recorded:
         raise ConfigError(

@@ -212,7 +212,7 @@ class Replay:
             learned = learn(planner, self._require_learner(), batch, item.trained_version)
             self.verdict.count([group.num_tokens for group in batch])
             self.verdict.findings += other_updates(item, learned.updates, learned.left_out)
-            figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
+            figures = {name: getattr(learned.metrics, name) for name in ("loss", "grad_norm", "lr")}
             yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.skipped)}
 
     def _change_session(self, session: RecordedSession, planner: Planner, scratch: Path) -> Planner:

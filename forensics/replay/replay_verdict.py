@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 EXPLANATION = "no recorded difference: groups, settings, libraries, code and machine are the same"
@@ -57,7 +57,6 @@ class Verdict:
         return self.difference is None and not self.findings and bool(self.same)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the verdict as plain JSON values."""
         document = {"surroundings" if k == "environment_differences" else k: v for k, v in asdict(self).items()}
         return {**document, "holds": self.holds}
 
@@ -95,7 +94,7 @@ def _first_difference(verdict: Verdict) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFigures:
+class GroupMetrics:
     """One group of the batch, under the weights before the step."""
 
     group_id: str
@@ -120,7 +119,7 @@ class BatchVerdict:
     failure: str  # of the replay; empty: none
     error: str  # its kind
     figures: Mapping[str, Any]  # of the step, by the names of metrics.jsonl
-    groups: tuple[GroupFigures, ...]
+    groups: tuple[GroupMetrics, ...]
 
     @property
     def is_reproduced(self) -> bool:
@@ -132,7 +131,7 @@ class BatchVerdict:
         return _finite({**asdict(self), "is_reproduced": self.is_reproduced})
 
 
-def group_figures(plan: StepPlan, figures: StepFigures, batch: Sequence[ReadyGroup]) -> tuple[GroupFigures, ...]:
+def group_metrics(plan: StepPlan, figures: StepMetrics, batch: Sequence[ReadyGroup]) -> tuple[GroupMetrics, ...]:
     """Return the figures of each group from the kept log-probabilities of the plan's rows."""
     kept = figures.kept
     assert kept is not None
@@ -151,11 +150,11 @@ def group_figures(plan: StepPlan, figures: StepFigures, batch: Sequence[ReadyGro
     return tuple(_of_group(group, held[place], sampled[place]) for place, group in enumerate(batch))
 
 
-def _of_group(group: ReadyGroup, held: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> GroupFigures:
+def _of_group(group: ReadyGroup, held: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> GroupMetrics:
     ours, theirs = (np.concatenate([*rows, np.empty(0, np.float32)]).astype(np.float64) for rows in (held, sampled))
     is_finite = np.isfinite(ours) & np.isfinite(theirs)
     gaps = np.abs(ours - theirs)[is_finite]
-    return GroupFigures(
+    return GroupMetrics(
         group_id=group.group_id,
         rewards=tuple(group.scored.rewards),
         tokens=len(ours),

@@ -51,8 +51,6 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class GroupToScore:
-    """A group to be scored again."""
-
     member: RecordedGroup
     pack: BlobRef
     text: GroupTexts
@@ -83,7 +81,7 @@ def parse_weights(text: str) -> dict[str, float]:
 def score_again(groups: Sequence[GroupToScore], rule: Rule, service: Service) -> dict[str, Outcome]:
     """Return each group's outcome by id; the service is called only when the rule names a reward."""
     if rule.reward is None:
-        found: dict[str, Outcome] = {one.member.group_id: one.member.scored for one in groups}
+        found: dict[str, Outcome] = {group.member.group_id: group.member.scored for group in groups}
     else:
         found = {}
         for start in range(0, len(groups), _CALL_GROUPS):
@@ -165,8 +163,6 @@ def _outcome(one: GroupToScore, result: Mapping[str, Any]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RescoreOptions:
-    """Options of `penstock rescore`."""
-
     rule: Rule
     into: str | None  # id of the input; None: made from run and reward
     url: str
@@ -315,7 +311,10 @@ def _temperature(record: StoredRecord, blobs: Blobs) -> float:
     """Return the sampling temperature of every session of the run; raises RecordBroken when it changed."""
     documents = {session.config.key: session.config for session in record.sessions}
     try:
-        found = {float(json.loads(blobs.get(one))["settings"]["rollout"]["temperature"]) for one in documents.values()}
+        found = {
+            float(json.loads(blobs.get(document))["settings"]["rollout"]["temperature"])
+            for document in documents.values()
+        }
     except (ValueError, KeyError, TypeError) as err:
         raise RecordBroken(f"run {record.run_id}: its recorded settings have no rollout.temperature ({err})") from None
     if len(found) != 1:

@@ -86,7 +86,6 @@ class NatsSettings(Section):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses in ``url``."""
         return tuple(one.strip() for one in self.url.split(","))
 
     @property

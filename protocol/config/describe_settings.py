@@ -152,17 +152,19 @@ def _default(field: FieldInfo) -> str:
 def _values(members: Sequence[Any], field: FieldInfo) -> list[str]:
     if members == [bool]:
         return ["true", "false"]
-    found = [str(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
+    choices = [str(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
     for one in field.metadata:
         if choice := _CHOICE_PATTERN.match(str(getattr(one, "pattern", ""))):
-            found += choice[1].split("|")
-    return found
+            choices += choice[1].split("|")
+    return choices
 
 
 def _type_name(annotation: Any, *, many: bool = False) -> str:
     members = members_of(annotation)
-    if len(members) > 1:
-        return " or ".join(dict.fromkeys(_type_name(one, many=many) for one in members if one is not type(None)))
+    if len(members) != 1:
+        return " or ".join(
+            dict.fromkeys(_type_name(member, many=many) for member in members if member is not type(None))
+        )
     (annotation,) = members
     origin = get_origin(annotation)
     parts: tuple[Any, ...] = get_args(annotation)

@@ -25,13 +25,13 @@ class EpisodeSettings(Section):
         256, ge=1, description="Episodes that a worker plays at once; the others wait, and hold no place in the engine."
     )
     reply_deadline_s: float = Field(
-        60.0, gt=0, description="Seconds that the environment may take for one reply; then the episode is begun again."
+        60.0, gt=0, description="Seconds that the environment may take for one reply; then the episode is restarted."
     )
     episode_deadline_s: float = Field(
         900.0,
         gt=0,
         description="Seconds of one episode. If the policy took most of them, it ends as it is; if the environment did, it is "
-        "begun again.",
+        "restarted.",
     )
     attempts: int = Field(
         3,

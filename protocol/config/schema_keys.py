@@ -112,7 +112,7 @@ def unknown_key(settings_class: type[BaseModel], path: KeyPath, depth: int, fiel
         if spelling[-1] in ALIASES:
             keys = ALIASES[spelling[-1]].keys
             names = {key.rpartition(".")[2] for key in keys}
-            own = [one for one in siblings if one.rpartition(".")[2] in names]  # sft.lr, not trainer.lr
+            own = [sibling for sibling in siblings if sibling.rpartition(".")[2] in names]  # sft.lr, not trainer.lr
             similar = own or list(keys)
         elif instead := advice(spelling[-1]):
             return UnknownKeyError(spelling, f"unknown key {dotted}; {instead}")

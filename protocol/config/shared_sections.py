@@ -98,7 +98,6 @@ class RetentionSettings(Section):
         return value
 
     def limits(self) -> StreamLimits:
-        """Return the limits of the run's streams with these maximum ages."""
         return StreamLimits(events_age_s=self.events_h * _HOUR_S, dead_age_s=self.dead_letters_h * _HOUR_S)
 
 
@@ -119,14 +118,14 @@ def expired(
         settings: The retention times.
         now: The current time; compared with times of the object store's clock.
     """
-    found = []
+    old_keys = []
     for stat in stored:
         if stat.key in named:
             continue
         hours = settings.trained_packs_h if stat.key in trained else settings.unused_packs_h
         if hours and (now - stat.modified).total_seconds() > hours * _HOUR_S:
-            found.append(stat.key)
-    return found
+            old_keys.append(stat.key)
+    return old_keys
 
 
 class TeacherSettings(Section):
@@ -158,7 +157,6 @@ class TeacherSettings(Section):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs in ``url``."""
         return tuple(url.strip().rstrip("/") for url in self.url.split(",") if url.strip())
 
     @field_validator("url")

@@ -145,10 +145,10 @@ def _load(image: Any) -> None:
 
 def _orientation(image: Any) -> int:
     try:
-        found = image.getexif().get(_ORIENTATION, 1)
+        orientation = image.getexif().get(_ORIENTATION, 1)
     except Exception as err:  # noqa: BLE001  EXIF from outside
         raise ImageRefused(f"the EXIF data of an image are not readable ({_one_line(err)}); remove them") from None
-    return next((number for number in range(1, 9) if number == found), 1)  # it may be written as a fraction
+    return next((number for number in range(1, 9) if number == orientation), 1)  # it may be written as a fraction
 
 
 def _upright(image: Any, orientation: int) -> Any:
@@ -183,11 +183,8 @@ def _one_line(err: Exception) -> str:
 
 
 Source: TypeAlias = Any  # bytes, a text, or a mapping of these
-IMAGE_TYPES = (
-    "image",
-    "image_url",
-    "input_image",
-)  # of parts of a message: transformers, OpenAI's chat and Responses APIs
+# of parts of a message: transformers, OpenAI's chat and Responses APIs
+IMAGE_TYPES = "image", "image_url", "input_image"
 _KEYS = ("image", "image_url", "source", "base64", "bytes", "path", "url")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)

@@ -172,8 +172,8 @@ def _own_config(folder: Path) -> dict[str, Any]:
     """Return the image processor's part of a model folder: a file of its own, or a part of the processor's."""
     for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         if (folder / name).is_file():
-            found = _read(folder / name)
-            own = found if part is None else found.get(part)
+            config = _read(folder / name)
+            own = config if part is None else config.get(part)
             if isinstance(own, dict):
                 return own
     raise UnsupportedModel(
@@ -231,12 +231,12 @@ def _colours(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as err:
         raise UnsupportedModel(f"{path}: not readable as JSON ({err}); restore the file") from None
-    if not isinstance(found, dict):
-        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(found).__name__}; restore the file")
-    return found
+    if not isinstance(document, dict):
+        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(document).__name__}; restore the file")
+    return document
 
 
 def expanded(

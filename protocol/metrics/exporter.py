@@ -31,17 +31,17 @@ def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, s
         http_tls.AUTHORITY: environ.get(http_tls.AUTHORITY),
     }
     own = ends_of(environ.get(http_tls.CERTIFICATE))
-    found = {http_tls.CERTIFICATE: min(own)} if own else {}
-    return found | {name: max(ends) for name, file in authorities.items() if (ends := ends_of(file))}
+    end_times = {http_tls.CERTIFICATE: min(own)} if own else {}
+    return end_times | {name: max(ends) for name, file in authorities.items() if (ends := ends_of(file))}
 
 
 def ends_of(file: str | Path | None) -> list[float]:
     """Return when each certificate of a PEM file ends; none for no file, and for one that cannot be read."""
     try:
-        found = x509.load_pem_x509_certificates(Path(file).read_bytes()) if file else []
+        certificates = x509.load_pem_x509_certificates(Path(file).read_bytes()) if file else []
     except (OSError, ValueError, x509.InvalidVersion):
         return []
-    return [one.not_valid_after_utc.timestamp() for one in found]
+    return [one.not_valid_after_utc.timestamp() for one in certificates]
 
 
 Collect = Callable[[Samples], None]

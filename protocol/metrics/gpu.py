@@ -89,9 +89,9 @@ def read(nvml: Any, devices: Sequence[Any]) -> dict[str, float]:
     figures = {"gpu_count": float(len(devices))}
     for name, (_, value_of) in _READ.items():
         values: list[float] = []
-        for one in devices:
+        for device in devices:
             with contextlib.suppress(nvml.NVMLError):
-                values.append(value_of(nvml, one))
+                values.append(value_of(nvml, device))
         if values:
             figures.update({f"gpu_{name}_{statistic}": of(values) for statistic, of in _STATISTICS.items()})
     return figures

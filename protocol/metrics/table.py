@@ -87,7 +87,7 @@ _TRAINER = (
         ("penstock_trainer_environment_reward_mean", "gauge", "reward", "environment", "Mean reward of one environment's episodes, newest step."),
         ("penstock_trainer_environment_turns_mean", "gauge", "turns", "environment", "Mean trained turns of one environment's episodes, newest step."),
         ("penstock_trainer_environment_tokens_mean", "gauge", "tokens", "environment", "Mean sampled tokens of one environment's episodes, newest step."),
-        ("penstock_trainer_environment_failed_attempts", "gauge", "attempts", "environment", "Attempts at the newest step's episodes that failed and were begun again."),
+        ("penstock_trainer_environment_failed_attempts", "gauge", "attempts", "environment", "Attempts at the newest step's episodes that failed and were restarted."),
         ("penstock_trainer_gradient_norm", "gauge", "", "", "Norm before clipping."),
         ("penstock_trainer_layer_gradient_norm", "gauge", "", "layers", "Norm before clipping of one group of layers: by kind (embedding, attention, mlp, norm, head), and by range of blocks."),
         ("penstock_trainer_layer_update_ratio", "gauge", "0 to 1", "layers", "Norm of the newest step's change of the weights over the norm of the weights, of one group of layers or all."),

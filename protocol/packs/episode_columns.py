@@ -133,7 +133,6 @@ def _row_values(group: Group) -> Iterator[dict[str, Any]]:
 
 
 def has_episodes(rows: Rows) -> bool:
-    """Return True if the columns of episodes are there."""
     return "episode_number" in rows.table.column_names
 
 
@@ -148,17 +147,17 @@ class EpisodeSpan:
 def spans(rows: Rows) -> list[list[EpisodeSpan]]:
     """Return the episodes of each group; raises PackError unless they are numbered 0, 1, … with their rows together."""
     numbers = rows.values("episode_number")
-    found = []
+    groups = []
     for start, end in itertools.pairwise(rows.starts):
         own = numbers[start:end]
         if own.count(_NONE) == len(own):
-            found.append([])
+            groups.append([])
             continue
         starts = [start + i for i, number in enumerate(own) if not i or number != own[i - 1]]
         if [numbers[at] for at in starts] != list(range(len(starts))):
             raise PackError(f"the rows of a group have the episode numbers {own[:8]}, expected 0, 1, … each together")
-        found.append([EpisodeSpan(*pair) for pair in itertools.pairwise([*starts, end])])
-    return found
+        groups.append([EpisodeSpan(*pair) for pair in itertools.pairwise([*starts, end])])
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +275,7 @@ class Episodes:
 
 def named_numbers(text: str) -> tuple[tuple[str, float], ...]:
     """Return a JSON object of numbers as pairs; raises PackError for another text."""
-    found = json.loads(text)
-    if not isinstance(found, dict) or any(type(number) not in (int, float) for number in found.values()):
+    numbers = json.loads(text)
+    if not isinstance(numbers, dict) or any(type(number) not in (int, float) for number in numbers.values()):
         raise PackError(f"expected a JSON object of numbers, got {text[:200]!r}")
-    return tuple(found.items())
+    return tuple(numbers.items())

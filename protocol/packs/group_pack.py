@@ -323,12 +323,12 @@ def _trajectories(
     lengths = [b - a for a, b in itertools.pairwise(at)] if sharing is None else sharing.totals
     experts = expert_columns.of_rows(rows, lengths, None if sharing is None else sharing.parents)
     images = image_columns.of_rows(rows)
-    found = []
+    trajectories = []
     for i, text in enumerate(texts):
         span = slice(at[i], at[i + 1])
         threes = iter(numbers[runs_at[i] : runs_at[i + 1]])
         whole.append(stored[i] if sharing is None else sharing.restore(stored, whole, i))
-        found.append(
+        trajectories.append(
             Trajectory.of_checked_values(
                 whole[i],
                 masks[span] if sharing is None else sharing.context(masks[span], i),
@@ -341,4 +341,4 @@ def _trajectories(
                 images=images[i],
             )
         )
-    return found
+    return trajectories

@@ -102,7 +102,7 @@ def texts_of(rows: Rows) -> list[GroupTexts]:
 def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
     """Return the episodes of each group, with where their rows are; raises PackError for a reward that is not finite."""
     columns = {name: rows.values(name) for name in ("end_status", "episode_reward", "reward_parts", "messages")}
-    found = []
+    groups = []
     for spans in episode_columns.spans(rows):
         texts = []
         for span in spans:
@@ -113,5 +113,5 @@ def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, E
                     f"the reward of an episode is {reward} of {dict(one.reward_parts)}, expected finite ones"
                 )
             texts.append((span, one))
-        found.append(texts)
-    return found
+        groups.append(texts)
+    return groups

@@ -28,11 +28,11 @@ _NUMBERS = 6
 
 
 def columns(groups: Sequence[Group]) -> list[pa.Array]:
-    found = [row.images for group in groups for row in group.trajectories]
-    refs = [images.refs if images is not None else () for images in found]
+    row_images = [row.images for group in groups for row in group.trajectories]
+    refs = [images.refs if images is not None else () for images in row_images]
     numbers = [[(r.position, r.num_tokens, *r.grid_thw, r.size_bytes) for r in some] for some in refs]
     return [
-        pa.array([images.processor if images is not None else "" for images in found], pa.string()),
+        pa.array([images.processor if images is not None else "" for images in row_images], pa.string()),
         lists([np.array(some, dtype=np.int64).reshape(-1) for some in numbers], pa.int64()),
         lists([np.array([ref.sha256 for ref in some], dtype=object) for some in refs], pa.string()),
     ]

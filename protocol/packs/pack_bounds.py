@@ -101,8 +101,8 @@ def check_footer(data: bytes) -> int:
             f"not a Parquet object (its magic bytes or the size of its footer are wrong); {len(data)} bytes"
         )
     start = len(data) - 8 - size
-    found = _FOOTER.match(data, start)
-    if found is None or (found[2] is not None and found[2][0] > _MAX_SCHEMA_ELEMENTS):
+    footer = _FOOTER.match(data, start)
+    if footer is None or (footer[2] is not None and footer[2][0] > _MAX_SCHEMA_ELEMENTS):
         raise PackError(
             f"the Parquet footer is not that of a pack: no schema, or more than {_MAX_SCHEMA_ELEMENTS} elements in it"
         )
@@ -136,9 +136,9 @@ def _stored(schema: pa.Schema) -> tuple[pq.ParquetSchema, tuple[StoredColumn, ..
     """Return a schema as Parquet reads it back, with its columns."""
     sink = io.BytesIO()
     pq.ParquetWriter(sink, schema, store_schema=False).close()
-    found = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
-    leaves = [found.column(i) for i in range(len(found.names))]
-    return found, tuple(
+    parquet_schema = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    leaves = [parquet_schema.column(i) for i in range(len(parquet_schema.names))]
+    return parquet_schema, tuple(
         StoredColumn(
             leaf.path,
             _WIDTHS[leaf.physical_type],
@@ -198,10 +198,10 @@ def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, li
     total = num_values * (column.width + _LEVEL_BYTES * column.is_list)
     values = dictionary = 0
     while position < end and total <= limit:
-        found = _PAGE.match(data, position)
-        if found is None:
+        page_match = _PAGE.match(data, position)
+        if page_match is None:
             raise PackError(f"column {column.path} has a page of a form that packs do not use, at byte {position}")
-        page = _page(found[0])
+        page = _page(page_match[0])
         if page.is_dictionary:
             if position != start:
                 raise PackError(f"column {column.path} has a dictionary after its first page")
@@ -212,7 +212,9 @@ def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, li
             if page.uses_dictionary and column.is_text:
                 total += dictionary * page.num_values
         total += page.size
-        position = (_end_of_statistics(data, found.end()) if page.has_statistics else found.end()) + page.stored
+        position = (
+            _end_of_statistics(data, page_match.end()) if page.has_statistics else page_match.end()
+        ) + page.stored
     if total <= limit and (position != end or values != num_values):
         raise PackError(
             f"column {column.path}: its pages hold {values} values and end at byte {position}, the footer says "
@@ -233,16 +235,16 @@ class _Page(NamedTuple):
 @functools.lru_cache(1024)  # a page's 300 bytes stay
 def _page(header: bytes) -> _Page:
     """Read a header that `_PAGE` matches; many pages of a run have the same. Raises PackError for what packs do not use."""
-    found = _PAGE.match(header)
-    assert found is not None
-    if found[6] is not None:
-        size, stored, count = map(_unsigned, found.group(6, 7, 8))
+    page = _PAGE.match(header)
+    assert page is not None
+    if page[6] is not None:
+        size, stored, count = map(_unsigned, page.group(6, 7, 8))
         return _Page(size, stored, count, is_dictionary=True)
-    encoding = found[4][0]
+    encoding = page[4][0]
     if encoding not in (_PLAIN, _BYTE_STREAM_SPLIT, *_DICTIONARY):
         raise PackError(f"a page has encoding {encoding >> 1}, which packs do not use")
-    size, stored, count = map(_unsigned, found.group(1, 2, 3))
-    return _Page(size, stored, count, uses_dictionary=encoding in _DICTIONARY, has_statistics=found[5] is not None)
+    size, stored, count = map(_unsigned, page.group(1, 2, 3))
+    return _Page(size, stored, count, uses_dictionary=encoding in _DICTIONARY, has_statistics=page[5] is not None)
 
 
 def _unsigned(varint: bytes) -> int:
@@ -262,10 +264,10 @@ def _end_of_statistics(data: bytes, position: int) -> int:
     while position < len(data) and (kind := data[position] & 0x0F):
         position += 1
         if kind in (5, 6, 8):  # an integer, or the length of a text
-            found = _ONE_VARINT.match(data, position)
-            if found is None:
+            varint = _ONE_VARINT.match(data, position)
+            if varint is None:
                 break
-            position = found.end() + (_varint(found[0]) if kind == 8 else 0)
+            position = varint.end() + (_varint(varint[0]) if kind == 8 else 0)
         elif kind not in (1, 2):
             break
     if data[position : position + 3] != b"\x00\x00\x00":

@@ -34,7 +34,6 @@ class StoredColumn:
 
     @property
     def is_list(self) -> bool:
-        """Whether a row has any number of values."""
         return self.max_repetition_level > 0
 
 
@@ -68,12 +67,12 @@ def row_groups(data: bytes, start: int, columns: Sequence[StoredColumn]) -> list
 
 
 def _row_group(fields: dict[tuple[int, int], Any], columns: Sequence[StoredColumn]) -> RowGroup:
-    found = fields[1, _LIST]
-    if len(found) != len(columns):
-        raise PackError(f"a row group has {len(found)} columns, its schema has {len(columns)}")
+    column_list = fields[1, _LIST]
+    if len(column_list) != len(columns):
+        raise PackError(f"a row group has {len(column_list)} columns, its schema has {len(columns)}")
     chunks = [
         chunk if isinstance(chunk, Chunk) else _chunk(chunk, column)
-        for chunk, column in zip(found, columns, strict=True)
+        for chunk, column in zip(column_list, columns, strict=True)
     ]
     return RowGroup(fields[3, _I64], chunks)
 
@@ -171,9 +170,9 @@ class _Fields:
             size, position = self._varint(position)
         values: list[Any] = []
         for number in range(size):
-            found = forms[number].match(self._data, position) if number < len(forms) and kind == _STRUCT else None
-            if found is not None:
-                value, position = _written_chunk(found), found.end()
+            form = forms[number].match(self._data, position) if number < len(forms) and kind == _STRUCT else None
+            if form is not None:
+                value, position = _written_chunk(form), form.end()
             else:
                 value, position = self._value(kind, position, depth)
             values.append(value)

@@ -131,9 +131,9 @@ def _decode(data: bytes, run_id: str, step: int) -> StepLogprobs:
         raise _Refused(f"they are of step {header.step} of run {header.run_id}")
     num_rows, num_tokens = _sizes(document)
     tensors = _tensors(data, 8 + size, document, {"rows": (num_rows, 3), "logprobs": (num_tokens,), "outcomes": (num_tokens,)})  # fmt: skip
-    found = StepLogprobs(header, tensors["rows"], tensors["logprobs"], tensors["outcomes"])
-    _check(found)
-    return found
+    decoded = StepLogprobs(header, tensors["rows"], tensors["logprobs"], tensors["outcomes"])
+    _check(decoded)
+    return decoded
 
 
 def _header(text: bytes) -> tuple[LogprobsHeader, dict[str, Any]]:
@@ -190,6 +190,6 @@ def _check(found: StepLogprobs) -> None:
     if len(np.unique(places)) != len(places):
         raise _Refused("a row twice")
     if len(logprobs) and not (np.isfinite(logprobs).all() and float(logprobs.max()) <= _MAX_LOGPROB):
-        raise _Refused("a value that is no log-probability")
+        raise _Refused("a value that is not a log-probability")
     if len(outcomes) and int(outcomes.max()) > CLIPPED + DUAL_CLIPPED + REJECTED:
         raise _Refused(f"an outcome of {int(outcomes.max())}")

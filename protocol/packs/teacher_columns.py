@@ -33,17 +33,17 @@ def columns(groups: Sequence[Group]) -> list[Any]:
     for group in groups:
         if group.teacher is not None:
             group.teacher.check(num_sampled(group.trajectories), None)
-    found = [
+    teacher_rows = [
         (group.teacher, row)
         for group in groups
         for row in (group.teacher.rows if group.teacher is not None else [_NONE] * len(group.trajectories))
     ]
     return [
-        pa.array([teacher.model if teacher is not None else "" for teacher, _ in found], pa.string()),
-        pa.array([teacher.top_k if teacher is not None else 0 for teacher, _ in found], pa.int32()),
-        lists([row.logprobs for _, row in found], pa.float32()),
-        lists([row.top_ids.reshape(-1) for _, row in found], pa.int32()),
-        lists([row.top_logprobs.reshape(-1) for _, row in found], pa.float32()),
+        pa.array([teacher.model if teacher is not None else "" for teacher, _ in teacher_rows], pa.string()),
+        pa.array([teacher.top_k if teacher is not None else 0 for teacher, _ in teacher_rows], pa.int32()),
+        lists([row.logprobs for _, row in teacher_rows], pa.float32()),
+        lists([row.top_ids.reshape(-1) for _, row in teacher_rows], pa.int32()),
+        lists([row.top_logprobs.reshape(-1) for _, row in teacher_rows], pa.float32()),
     ]
 
 
@@ -83,4 +83,4 @@ def of_groups(rows: Rows, trajectories: Sequence[Trajectory], vocab_size: int | 
 
 def num_sampled(trajectories: Sequence[Trajectory]) -> list[int]:
     """Return how many tokens of each trajectory a teacher is asked about: the sampled ones, none of a baseline."""
-    return [0 if one.is_baseline else one.num_completion_tokens for one in trajectories]
+    return [0 if trajectory.is_baseline else trajectory.num_completion_tokens for trajectory in trajectories]

@@ -33,23 +33,20 @@ class CheckpointState(Wire):
     weights_dtype: str  # of their publication
     weights_are: Literal["model", "adapter"] = "model"  # in their publication
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids), within the window
-    dispatch: dict[
-        str, Any
-    ]  # the data cursor and the outstanding groups, as `trainer/groups/dispatch_state.py` writes it
+    # the data cursor and the outstanding groups, as `trainer/groups/dispatch_state.py` writes it
+    dispatch: dict[str, Any]
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
     letters_read: Count = 0  # sequence number of the last dead letter that this state knows
     totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/counters.py` writes them
-    algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/algorithm_state.py` writes it
-    abandoned: tuple[
-        tuple[Count, Count], ...
-    ] = ()  # versions between both were published by sessions that were rolled back
+    algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/credit.py` writes it
+    # versions between both were published by sessions that were rolled back
+    abandoned: tuple[tuple[Count, Count], ...] = ()
     account: AccountState
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are repeated
     record: BlobRef  # the last chapter of the lineage
     chapter: Count  # its number
-    files: dict[str, Sha256] = Field(
-        default={}
-    )  # of every other file of the folder, by relative path; {}: not recorded
+    # of every other file of the folder, by relative path; {}: not recorded
+    files: dict[str, Sha256] = Field(default={})
 
 
 def folder_name(step: int) -> str:
@@ -75,5 +72,5 @@ def committed(root: Path) -> list[tuple[Path, CheckpointState]]:
     Raises MalformedFact or OSError for one that cannot be read.
     """
     folders = [path for path in root.glob(f"{_PREFIX}*") if path.is_dir() and PARTIAL not in path.suffixes]
-    found = [(path, read_state(path)) for path in folders]
-    return sorted(found, key=lambda pair: (pair[1].epoch, pair[1].step))
+    states = [(path, read_state(path)) for path in folders]
+    return sorted(states, key=lambda pair: (pair[1].epoch, pair[1].step))

@@ -118,9 +118,8 @@ class RecordedSession(Wire):
     parent_version: Count | None
     weights_digest: Sha256
     config: BlobRef  # all settings with their origin, JSON, secrets masked
-    environment: dict[str, str] = Field(
-        default={}
-    )  # libraries and machine, as `trainer/recovery/run_record_writer.py` names them
+    # libraries and machine, as `trainer/recovery/run_record_writer.py` names them
+    environment: dict[str, str] = Field(default={})
 
 
 class DroppedGroup(Wire):

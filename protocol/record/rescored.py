@@ -50,14 +50,14 @@ def find_input(name: str, blobs: Blobs) -> tuple[RescoredInput, str]:
     Raises RecordBroken when there is none, BlobCorrupt for an altered one.
     """
     prefix = blob_keys.rescored_prefix(name)
-    found = [stat for stat in blobs.list(prefix) if blob_keys.rescored_sha256(name, stat.key)]
-    if len(found) != 1:
+    stats = [stat for stat in blobs.list(prefix) if blob_keys.rescored_sha256(name, stat.key)]
+    if len(stats) != 1:
         raise RecordBroken(
-            f"{len(found)} rescored inputs are called {name} in bucket {blobs.bucket}; make one with: "
+            f"{len(stats)} rescored inputs are called {name} in bucket {blobs.bucket}; make one with: "
             f"penstock rescore RUN --reward NAME --into {name}"
         )
-    sha256 = blob_keys.rescored_sha256(name, found[0].key)
-    data = blobs.get(BlobRef(key=found[0].key, size_bytes=found[0].size_bytes, sha256=sha256))
+    sha256 = blob_keys.rescored_sha256(name, stats[0].key)
+    data = blobs.get(BlobRef(key=stats[0].key, size_bytes=stats[0].size_bytes, sha256=sha256))
     return decode(data, RescoredInput), sha256
 
 

@@ -26,9 +26,8 @@ class StoppedBatch(Wire):
     reason: str
     error: str = ""  # the kind of the error; empty: written by an earlier release, as are the next two
     epoch: Count = 0  # of the trainer's lease
-    algorithm: dict[str, Any] = Field(
-        default_factory=dict
-    )  # the state before the step: `trainer/algorithm/algorithm_state.py`
+    # the state before the step: `trainer/algorithm/credit.py`
+    algorithm: dict[str, Any] = Field(default_factory=dict)
     groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]  # in the order of their use
 
 
@@ -51,12 +50,12 @@ def find_batch(run_folder: Path, given: str) -> Path:
 def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
     """Read a saved batch with its trajectories; raises MalformedFact for a damaged one, and OSError, PackError."""
     try:
-        found = StoppedBatch.model_validate_json(read_regular(folder / BATCH))
+        batch = StoppedBatch.model_validate_json(read_regular(folder / BATCH))
     except ValidationError as err:
         first = err.errors()[0]
         raise MalformedFact(
             f"{folder / BATCH}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}; restore the file"
         ) from None
-    described = [scored.generated for scored in found.groups]
+    described = [scored.generated for scored in batch.groups]
     groups = group_pack.decode(read_regular(folder / GROUPS), [one.row_group for one in described], described=described)
-    return found, groups
+    return batch, groups

@@ -48,7 +48,7 @@ class StoredRecord:
             fetch: Returns a verified object (`Blobs.get`).
 
         Raises:
-            BlobMissing, BlobCorrupt: A chapter is gone or altered.
+            BlobMissing, BlobCorrupt: A chapter is missing or altered.
             WireError: An object is no chapter.
             RecordBroken: Chapters, steps or versions are not consecutive, or a group has no pack.
         """
@@ -141,11 +141,11 @@ def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]
         RecordBroken: No checkpoint was committed, or one cannot be read.
     """
     try:
-        found = committed(folder / "checkpoints")
+        checkpoints = committed(folder / "checkpoints")
     except (OSError, MalformedFact) as err:
         raise RecordBroken(f"a checkpoint below {folder} is not readable: {err}") from None
-    if found:
-        return found[-1][1].record
+    if checkpoints:
+        return checkpoints[-1][1].record
     value = pointer()
     known = decode(value, CheckpointCommitted) if value is not None else None
     if known is None or known.record is None:

@@ -23,9 +23,8 @@ class OtlpExporter:
 
     def __init__(self, resource: Mapping[str, str]) -> None:
         """``resource`` describes this service; ``OTEL_RESOURCE_ATTRIBUTES`` adds to it."""
-        logging.getLogger("opentelemetry").setLevel(
-            logging.CRITICAL
-        )  # it logs each failure; the recorder logs a change
+        # it logs each failure; the recorder logs a change
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter = OTLPSpanExporter()
         self._resource = Resource.create(dict(resource))
         self._scope = InstrumentationScope("penstock", penstock.__version__)

@@ -74,13 +74,11 @@ class Blobs:
             self._requests.make_bucket(deadline_s=30.0)
 
     def put(self, key: str, data: bytes) -> BlobRef:
-        """Store an object and return the reference that a message carries."""
         sha256 = hashlib.sha256(data).hexdigest()
         self._requests.put(key, data)
         return BlobRef(key=key, size_bytes=len(data), sha256=sha256)
 
     def put_file(self, key: str, path: Path) -> BlobRef:
-        """Store a file; large ones are sent in parts."""
         digest, size = hashlib.sha256(), 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -153,8 +151,8 @@ class Blobs:
         return True
 
     def list(self, prefix: str) -> Iterator[BlobStat]:
-        found = self._requests.list(prefix)
-        return (BlobStat(item.object_name or "", item.size or 0, item.last_modified or _NO_DATE) for item in found)
+        stats = self._requests.list(prefix)
+        return (BlobStat(item.object_name or "", item.size or 0, item.last_modified or _NO_DATE) for item in stats)
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete objects; missing ones are no error. Returns the number of keys."""
@@ -182,7 +180,7 @@ def _require_key(key: str) -> None:
     """
     parts = key.split("/")
     if not key.isprintable() or any(p.strip() in {"", ".", ".."} or len(p.encode()) > _MAX_PART_BYTES for p in parts):
-        raise BlobMissing(f"{key[:200]!r} is no valid object key; the message that names it is wrong")
+        raise BlobMissing(f"{key[:200]!r} is not a valid object key; the message that names it is wrong")
 
 
 def _verified(

@@ -159,7 +159,6 @@ class KillMarks:
             log.debug("return of a message not recorded", sequence=sequence, error=str(err))
 
     async def forget(self, sequence: int) -> None:
-        """Delete the record of a message that is not delivered again."""
         try:
             await (await self._bound()).delete(self._key(sequence))
         except BusError as err:  # it expires after a day
@@ -260,7 +259,6 @@ class Delivery(Generic[F]):
         )
 
     def renew(self, msg: Msg) -> None:
-        """Use the handle of a redelivery of the same message from now on."""
         self._msg = msg
         self.num_delivered = msg.metadata.num_delivered or self.num_delivered
 

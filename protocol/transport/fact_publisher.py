@@ -70,7 +70,7 @@ async def publish(
             if err.err_code == ERR_FULL:
                 await backlog.wait(f"stream is full: {err.description}", subjects.reader(subject))
             elif err.err_code in ERR_STORAGE_FULL:
-                store_errors.take_note("nats", "full")
+                store_errors.count("nats", "full")
                 await backlog.wait(f"{err.description}", f"storage of NATS at {connection.url}")
             else:
                 raise refusal(err, f"publication to {subject}", connection.url) from None

@@ -134,7 +134,7 @@ class KeyValue:
                 raise MissingStream(f"{what}: the bucket does not exist; {BOOTSTRAP}") from None
             except nats.js.errors.APIError as err:
                 if err.err_code == ERR_FULL or err.err_code in ERR_STORAGE_FULL:
-                    store_errors.take_note("nats", "full")
+                    store_errors.count("nats", "full")
                 if err.err_code == ERR_FULL:
                     raise await self._full(what, err) from None
                 raise refusal(err, what, self._connection.url) from None

@@ -220,7 +220,7 @@ class Connection:
         if self._settings.user:
             options = {"user": self._settings.user, "password": self._settings.secret()}
         if self._settings.is_tls:
-            # A client that reads the server's greeting first believes one that says "no TLS", and sends its password.
+            # A client that reads the server's greeting first accepts "no TLS" from it, and sends its password.
             options |= {"tls": client_context(self._settings.ca_file, "nats.ca_file"), "tls_handshake_first": True}
         deadline = time.monotonic() + deadline_s
         pause, hint = RETRY_S, ""

@@ -12,9 +12,8 @@ from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, Missi
 
 BOOTSTRAP = "create it with: penstock bootstrap run.toml"
 ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
-ERR_NO_LEADER = frozenset(
-    {10004, 10008, 10009, 10118, 10119}
-)  # of a cluster: it goes on when its servers have elected one
+# of a cluster: it goes on when its servers have elected one
+ERR_NO_LEADER = frozenset({10004, 10008, 10009, 10118, 10119})
 # A majority does not have an earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
 ERR_PUBLICATION_UNDER_WAY = 10158  # a message of the same id
 ERR_SWAP_UNDER_WAY = 10164  # a swap of the same key
@@ -48,7 +47,7 @@ _REMEDIES: dict[int, tuple[type[BusError], str]] = {
     ),
     10074: (
         BusRefused,
-        "this server is no cluster: set nats.replicas = 1, or start a cluster (docs/guides/nats_cluster.md)",
+        "this server is not a cluster: set nats.replicas = 1, or start a cluster (docs/guides/nats_cluster.md)",
     ),
     **dict.fromkeys(
         (10007, *ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY, ERR_SWAP_UNDER_WAY),

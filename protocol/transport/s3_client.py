@@ -81,7 +81,7 @@ def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
 def _count(status: int | None, code: str | None = None) -> None:
     """Count an answer that said that the store failed; None is no answer."""
     if status is not None:
-        store_errors.take_note("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
+        store_errors.count("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
 
 
 class _XmlPool(urllib3.PoolManager):
@@ -136,7 +136,6 @@ class S3Requests:
         self._retry(once, f"put {key}")
 
     def put_file(self, key: str, path: Path) -> None:
-        """Store a file; a large one is sent in parts."""
         self._retry(lambda: self._client.fput_object(self.bucket, key, str(path)), f"put {key}")
 
     def get(self, key: str, *, offset: int = 0, size_bytes: int = 0, most: int | None = None) -> bytes:

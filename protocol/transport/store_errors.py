@@ -19,7 +19,7 @@ _found: Counter[tuple[Store, Reason]] = Counter()
 _lock = threading.Lock()
 
 
-def take_note(store: Store, reason: Reason) -> None:
+def count(store: Store, reason: Reason) -> None:
     """Count one answer: ``full`` for want of space, ``error`` for another failure of the server."""
     with _lock:
         _found[store, reason] += 1

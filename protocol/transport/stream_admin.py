@@ -363,12 +363,12 @@ async def _next(connection: Connection, waiting: Awaitable[Msg], what: str) -> M
 
 
 def _snapshot_answer(connection: Connection, answer: Msg, what: str) -> dict[str, Any]:
-    found = json.loads(answer.data)
-    if error := found.get("error"):
+    reply = json.loads(answer.data)
+    if error := reply.get("error"):
         text = f"{what}: NATS at {connection.url} says {error.get('description')} (error {error.get('err_code')})"
         if error.get("err_code") == _NOT_FOUND:
             raise MissingStream(f"no stream {what.rpartition(' ')[2]}; {BOOTSTRAP}")
         if error.get("err_code") == _EXISTS:
             text += "; nothing was changed"
         raise BusRefused(text)
-    return found
+    return reply

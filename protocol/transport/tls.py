@@ -31,17 +31,17 @@ def handshake_problem(err: BaseException, url: str, key: str) -> str:
 
     ``key`` is the setting that names the CA, such as ``nats.ca_file``.
     """
-    found = _ssl_error(err)
-    if isinstance(found, ssl.SSLCertVerificationError):
-        reason = found.verify_message or str(found)
-        if found.verify_code == 10:
+    cause = _ssl_error(err)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        reason = cause.verify_message or str(cause)
+        if cause.verify_code == 10:
             fix = "renew the server's certificate: penstock certs FOLDER --renew, and restart the server"
-        elif found.verify_code in (62, 64):
+        elif cause.verify_code in (62, 64):
             fix = "connect by a name of the certificate, or make one with this name: penstock certs FOLDER --name"
         else:
             fix = f"set {key} to the ca.pem that signed the server's certificate"
         return f"{url}: the server's certificate is refused: {reason}; {fix}"
-    if found is not None and (found.reason or "") in _PLAIN:
+    if cause is not None and (cause.reason or "") in _PLAIN:
         return f"{url}: the server does not speak TLS; correct the URL's scheme, or start the server with a certificate"
     return ""
 

@@ -91,7 +91,6 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def adapter_name(version: PolicyVersion) -> str:
-    """Return the name under which engines know a version's adapter."""
     return f"{_NAME}{version}"
 
 

@@ -54,12 +54,12 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
     num_words = num_words_of(new, word_bytes)
     num_changed = count_if_dense(old, new, word_bytes, above=DENSE_ABOVE)
     if num_changed is None:
-        found = difference(old, new, word_bytes)
-        num_changed = found.num_changed
+        patch = difference(old, new, word_bytes)
+        num_changed = patch.num_changed
         if num_changed == 0:
             return Encoded("none", b"", 0)
         if num_changed <= DENSE_ABOVE * num_words:
-            return Encoded("gapabs1", patch_segment.pack(found, num_words, bucket=bucket), num_changed)
+            return Encoded("gapabs1", patch_segment.pack(patch, num_words, bucket=bucket), num_changed)
     segment = raw_segment.encode(new, word_bytes, bucket=bucket, num_changed=num_changed)
     return Encoded("raw_zstd", segment, num_changed)
 

@@ -121,9 +121,9 @@ def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArra
 
 def _every(one: np.ndarray, two: np.ndarray, offset: int) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
     """Compare word by word, which is fastest where most words changed."""
-    found = (one != two).nonzero()[0]
-    now = two[found]
-    return found + offset, one[found] ^ now, now
+    changed = (one != two).nonzero()[0]
+    now = two[changed]
+    return changed + offset, one[changed] ^ now, now
 
 
 def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -132,8 +132,8 @@ def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     groups = (by_eight != 0).nonzero()[0]
     if groups.size * 16 > mask.size:
         return mask.nonzero()[0]
-    found = by_eight[groups].view(np.bool_).nonzero()[0]
-    return (groups[found >> 3] << 3) + (found & 7)
+    changed = by_eight[groups].view(np.bool_).nonzero()[0]
+    return (groups[changed >> 3] << 3) + (changed & 7)
 
 
 def _closer(
@@ -143,6 +143,6 @@ def _closer(
     per_hit = 8 // words.itemsize
     if per_hit == 1:
         return hits, deltas, words
-    found = (deltas != 0).nonzero()[0]
+    changed = (deltas != 0).nonzero()[0]
     shift = per_hit.bit_length() - 1
-    return (hits[found >> shift] << shift) + (found & (per_hit - 1)), deltas[found], words[found]
+    return (hits[changed >> shift] << shift) + (changed & (per_hit - 1)), deltas[changed], words[changed]

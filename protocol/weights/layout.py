@@ -56,7 +56,6 @@ class Bucket(Wire):
 
     @property
     def num_bytes(self) -> int:
-        """Raw bytes of the bucket."""
         return self.tensors[-1].byte_offset + self.tensors[-1].num_bytes
 
     @property

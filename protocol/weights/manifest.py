@@ -168,7 +168,7 @@ class VersionManifest(Wire):
             raise MalformedFact(f"weights manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
         line, line_break, signed = data.partition(b"\n")
         if line_break and not SIGNATURE_LINE.fullmatch(signed):
-            raise MalformedFact("weights manifest: its second line is no signature")
+            raise MalformedFact("weights manifest: its second line is not a signature")
         try:
             return cls.model_validate_json(line)
         except ValidationError as err:

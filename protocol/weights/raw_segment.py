@@ -33,7 +33,7 @@ class ParsedRaw:
 
 
 def encode(new: Readable, word_bytes: int, *, bucket: int = 0, num_changed: int) -> bytes:
-    """Encode the bucket as it is now; raises ValueError when its size is no multiple of ``word_bytes``."""
+    """Encode the bucket as it is now; raises ValueError when its size is not a multiple of ``word_bytes``."""
     data = as_bytes(new)
     num_words = num_words_of(data, word_bytes)
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)

@@ -86,54 +86,54 @@ class WeightReader:
 
         Raises ChainBroken for another version, and SignatureRefused for one that no trusted key has signed.
         """
-        found = self._manifests.get(ref.sha256)
-        if found is None:
+        version_manifest = self._manifests.get(ref.sha256)
+        if version_manifest is None:
             if ref.size_bytes > MAX_MANIFEST_BYTES:
                 raise MalformedFact(f"{ref.key}: {ref.size_bytes} bytes, the limit is {MAX_MANIFEST_BYTES}")
             data = self._blobs.get(ref)
             if self._trusted_keys is not None:
                 self._trusted_keys.verify(data, ref.key)
-            found = VersionManifest.from_json(data)
-        if (found.run_id, found.version) != (self._run_id, version):
+            version_manifest = VersionManifest.from_json(data)
+        if (version_manifest.run_id, version_manifest.version) != (self._run_id, version):
             raise ChainBroken(
-                f"version {version} of run {self._run_id}: its manifest {ref.key} is of version {found.version} "
-                f"of run {found.run_id}"
+                f"version {version} of run {self._run_id}: its manifest {ref.key} is of version {version_manifest.version} "
+                f"of run {version_manifest.run_id}"
             )
         with self._lock:
-            self._manifests[ref.sha256] = found
+            self._manifests[ref.sha256] = version_manifest
             self._manifests.move_to_end(ref.sha256)
         self._forget_oldest(_MANIFESTS_PLANNED)
-        return found
+        return version_manifest
 
     def base(self, adapter: VersionManifest) -> VersionManifest:
         """Return the manifest of an adapter's base model; raises ChainBroken for another version."""
         assert adapter.base is not None
-        found = self.manifest(adapter.base.manifest, PolicyVersion(adapter.base.version))
-        verify_base(adapter, found)
-        return found
+        base_manifest = self.manifest(adapter.base.manifest, PolicyVersion(adapter.base.version))
+        verify_base(adapter, base_manifest)
+        return base_manifest
 
     def layout(self, manifest: VersionManifest) -> WeightLayout:
         """Return the layout of a version; raises ChainBroken when its buckets are not those that the manifest says are stored.
 
         So a caller may allocate a bucket: what is stored whole has the size that the layout states.
         """
-        found = self._layouts.get(manifest.layout_id)
-        if found is None:
+        weight_layout = self._layouts.get(manifest.layout_id)
+        if weight_layout is None:
             if manifest.layout.size_bytes > MAX_LAYOUT_BYTES:
                 raise MalformedFact(
                     f"{manifest.layout.key}: {manifest.layout.size_bytes} bytes, the limit is {MAX_LAYOUT_BYTES}"
                 )
-            found = WeightLayout.from_json(self._blobs.get(manifest.layout))
-            self._layouts[manifest.layout_id] = found
-        if [bucket.num_words for bucket in found.buckets] != [bucket.num_words for bucket in manifest.buckets]:
+            weight_layout = WeightLayout.from_json(self._blobs.get(manifest.layout))
+            self._layouts[manifest.layout_id] = weight_layout
+        if [bucket.num_words for bucket in weight_layout.buckets] != [bucket.num_words for bucket in manifest.buckets]:
             raise ChainBroken(f"version {manifest.version}: its buckets are not those of its layout")
-        for number, (bucket, state) in enumerate(zip(found.buckets, manifest.buckets, strict=True)):
+        for number, (bucket, state) in enumerate(zip(weight_layout.buckets, manifest.buckets, strict=True)):
             if state.codec == "safetensors" and state.stored is not None and state.stored.size_bytes < bucket.num_bytes:
                 raise ChainBroken(
                     f"version {manifest.version}: bucket {number} has {bucket.num_bytes} bytes in its layout, and "
                     f"{state.stored.size_bytes} are stored"
                 )
-        return found
+        return weight_layout
 
     def layout_of(self, plan: CatchUp) -> WeightLayout:
         """Return the layout of a plan's target, compared with what the plan's full snapshot says is stored."""

@@ -7,6 +7,8 @@
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
 After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds; so do
 those that are left when a program has used up its part of its group's time.
+
+`SandboxPool` runs a bounded number of programs at a time, each killable.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from dataclasses import dataclass, field
 
 from penstock.reward_service.errors import SandboxFailed
-from penstock.reward_service.program_tests import answers, test_code
+from penstock.reward_service.program_tests import test_code, tests_of_row
 from penstock.reward_service.program_tests.test_code import Graded, Proofs
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
 from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure, run_program
@@ -109,9 +111,9 @@ def _one(slot: Slot, program: str, tests: StdinTests | FunctionTests, place: int
 
 def _right(run: Run, tests: StdinTests | FunctionTests, place: int) -> bool:
     if isinstance(tests, StdinTests):
-        return answers.same_output(run.output.decode(errors="replace"), tests.outputs[place])
+        return tests_of_row.same_output(run.output.decode(errors="replace"), tests.outputs[place])
     try:
-        return answers.same_result(json.loads(run.answer), tests.results[place])
+        return tests_of_row.same_result(json.loads(run.answer), tests.results[place])
     except (ValueError, RecursionError):  # it wrote something else, or nothing
         return False
 
@@ -152,5 +154,4 @@ class SandboxPool:
             raise SandboxFailed(str(err)) from None
 
     async def close(self) -> None:
-        """Kill all zygotes and end all threads."""
         await self._slots.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from penstock.reward_service.program_tests import answers, tests_of_row
+from penstock.reward_service.program_tests import tests_of_row
 from penstock.reward_service.program_tests.test_code import Graded
 from penstock.reward_service.program_tests.tests_of_row import Tests
 from penstock.reward_service.rewards.reward import SandboxedReward, Verdict
@@ -28,7 +28,7 @@ async def judge(
     Raises BadGroundTruth when the row has no tests that can be run, SandboxFailed when the sandbox failed.
     """
     tests = tests_of_row.read(truth, extra)
-    programs = [answers.program(completion) for completion in completions]
+    programs = [tests_of_row.program(completion) for completion in completions]
     different = dict.fromkeys(program for program in programs if program is not None)
     known = {program: await grade(program, tests, len(different)) for program in different}
     return [

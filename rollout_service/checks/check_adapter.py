@@ -139,10 +139,10 @@ def check_adapter(folder: Path, version: PolicyVersion, base: Path) -> None:
     """Raise WeightsNotApplied for an adapter that is incomplete, not finite, or does not fit the model in ``base``."""
     try:
         config = read_config(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
-        found = {name: sizes for name, (_, sizes) in read_file(folder / ADAPTER_WEIGHTS).items()}
+        shapes = {name: sizes for name, (_, sizes) in read_file(folder / ADAPTER_WEIGHTS).items()}
         weights: dict[str, tuple[int, ...]] = {}
         for file in sorted(base.glob("*.safetensors")):
             weights |= {name: tuple(entry["shape"]) for name, entry in read_header(file)[0].items()}
-        pair_tensors(config, found, weights)
+        pair_tensors(config, shapes, weights)
     except (OSError, ValueError, KeyError, TypeError, AdapterUnfit) as err:
         raise WeightsNotApplied(f"adapter of version {version} in {folder}: {err}") from None

@@ -42,7 +42,7 @@ class ModelLimits:
 
     @classmethod
     def of(cls, folder: Path) -> ModelLimits:
-        """Read the limits of a model folder; raises WeightsUnusable when its config is no JSON object."""
+        """Read the limits of a model folder; raises WeightsUnusable when its config is not a JSON object."""
         path = folder / "config.json"
         try:
             whole = json.loads(path.read_bytes())

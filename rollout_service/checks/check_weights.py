@@ -47,12 +47,12 @@ class WeightsCheck:
         if version == self._passed:
             return
         try:
-            found = _read_folder(folder)
+            shapes = _read_folder(folder)
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise WeightsUnusable(f"version {version}: {folder} is not a readable set of weights ({err})") from None
-        if self._standard is not None and found != self._standard:
-            raise WeightsUnusable(f"version {version}: {_difference(found, self._standard)}")
-        self._standard = found
+        if self._standard is not None and shapes != self._standard:
+            raise WeightsUnusable(f"version {version}: {_difference(shapes, self._standard)}")
+        self._standard = shapes
         self._passed = version
 
 

@@ -185,10 +185,10 @@ class ImageFeatureCache:
 
     def find(self, number: int) -> torch.Tensor | None:
         """Return the features [tokens, hidden] of an image; None if they have to be computed."""
-        found = self._found.get(number)
-        if found is not None:
+        features = self._found.get(number)
+        if features is not None:
             self._found.move_to_end(number)
-        return found
+        return features
 
     def keep(self, number: int, features: torch.Tensor) -> None:
         size = features.numel() * features.element_size()

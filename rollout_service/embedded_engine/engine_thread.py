@@ -103,7 +103,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the engine thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -115,7 +114,6 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine thread is running."""
         return self._thread.is_alive() and self.failure is None
 
     @property
@@ -135,7 +133,6 @@ class EngineThread:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens whose keys and values are in the cache."""
         return self._runner.num_stored_tokens
 
     @property
@@ -156,7 +153,6 @@ class EngineThread:
             self._changed.notify()
 
     def update(self, update: WeightUpdate) -> Future[UpdateOutcome]:
-        """Queue a weight update behind the jobs already submitted."""
         with self._changed:
             self._refuse_if_stopped()
             self._inbox.append(update)
@@ -210,7 +206,6 @@ class EngineThread:
         return self._command(command)
 
     def drop_adapter(self, adapter: Adapter) -> Future[None]:
-        """Drop the tensors of an adapter that no sequence uses any more."""
         return self._command(lambda: self._runner.drop_adapter(adapter))
 
     def _command(self, action: Callable[[], T]) -> Future[T]:

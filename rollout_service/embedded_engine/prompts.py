@@ -53,7 +53,7 @@ def prompts_of(admitted: Items[Sequence], kept: PrefixCache) -> list[Prompt]:
 
 
 def spans_of(prompts: Items[Prompt]) -> list[PromptSpan]:
-    lengths = ((one.reused.length, len(one.new_tokens)) for one in prompts)
+    lengths = ((prompt.reused.length, len(prompt.new_tokens)) for prompt in prompts)
     return [PromptSpan(len(list(same)), start, length) for (start, length), same in itertools.groupby(lengths)]
 
 
@@ -62,15 +62,17 @@ def packed(prompts: Items[Prompt], merge_size: int) -> tuple[np.ndarray, np.ndar
 
     Both are int64, ids [N] and 0 where an image is, positions [N], or [N, 3] where a prompt has images.
     """
-    num_tokens = sum(len(one.new_tokens) for one in prompts)
+    num_tokens = sum(len(prompt.new_tokens) for prompt in prompts)
     token_ids = np.zeros(padded_rows(num_tokens), dtype=np.int64)
-    token_ids[:num_tokens] = list(itertools.chain.from_iterable(one.new_tokens for one in prompts))
-    if all(one.images is None for one in prompts):
+    token_ids[:num_tokens] = list(itertools.chain.from_iterable(prompt.new_tokens for prompt in prompts))
+    if all(prompt.images is None for prompt in prompts):
         positions = np.zeros(len(token_ids), dtype=np.int64)
-        positions[:num_tokens] = np.concatenate([np.arange(one.reused.length, len(one.tokens)) for one in prompts])
+        positions[:num_tokens] = np.concatenate(
+            [np.arange(prompt.reused.length, len(prompt.tokens)) for prompt in prompts]
+        )
         return token_ids, positions
     positions = np.zeros((len(token_ids), 3), dtype=np.int64)
-    positions[:num_tokens] = np.concatenate([_rope_positions(one, merge_size) for one in prompts])
+    positions[:num_tokens] = np.concatenate([_rope_positions(prompt, merge_size) for prompt in prompts])
     return np.maximum(token_ids, 0), positions
 
 

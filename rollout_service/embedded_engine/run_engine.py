@@ -161,7 +161,6 @@ class _Server(uvicorn.Server):
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the listeners, then report that the server is ready."""
         await super().startup(sockets)
         self._on_ready()
 

@@ -36,9 +36,8 @@ class Rows:
 
     last_token: np.ndarray  # int64, sampled, not yet in the cache
     position: np.ndarray  # int64, position of the last token; equals the number of tokens in the cache
-    skipped: (
-        np.ndarray
-    )  # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
+    # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
+    skipped: np.ndarray
     adapter: np.ndarray  # int64, the adapter's number or NO_ADAPTER
     num_output: np.ndarray  # int64
     max_output: np.ndarray  # int64
@@ -96,9 +95,8 @@ class Rows:
 
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
-_MAX_FEATURE_BYTES = (
-    256 * 2**20
-)  # of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
+# of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
+_MAX_FEATURE_BYTES = 256 * 2**20
 _KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
 
 
@@ -173,7 +171,7 @@ class Runner:
         finite = torch.isfinite(last_hidden[: len(prompts)]).all(1).tolist()
         for prompt, row, end, is_finite in zip(prompts, starts, ends.tolist(), finite, strict=True):
             self._report_prompt(prompt, hidden[end - len(prompt.new_tokens) : end])
-            if is_finite:  # one value that is not spoils those of the tokens before it too: 0 x NaN in a masked product
+            if is_finite:  # one NaN makes those of the tokens before it NaN too: 0 x NaN in a masked product
                 self.kept.keep(prompt.prefix, partial(self._cache.read, row))
         for row, sequence in enumerate((one for prompt in prompts for one in prompt.sequences), start=first):
             self._rows.fill(row, sequence, merge_size=self._merge_size)
@@ -240,11 +238,11 @@ class Runner:
         return ImageTokens(self._to_device(rows), torch.cat(features))
 
     def _features_of(self, image: Image) -> torch.Tensor:
-        found = self._features.find(image.number)
-        if found is None:
-            found = self._model.features(self.weights, torch.from_numpy(image.pixel_values), image.grid)
-            self._features.keep(image.number, found)
-        return found
+        features = self._features.find(image.number)
+        if features is None:
+            features = self._model.features(self.weights, torch.from_numpy(image.pixel_values), image.grid)
+            self._features.keep(image.number, features)
+        return features
 
     def _rotary_positions(self, num_rows: int) -> torch.Tensor | None:
         """Return the positions for rotary embeddings of the running sequences and of padding rows; None: those in the cache."""
@@ -256,11 +254,11 @@ class Runner:
 
     def _prompt_adapters(self, prompts: list[Prompt]) -> RowAdapters | None:
         """Return the adapters of packed prompts; None when none has one."""
-        adapters = [one.sequences[0].adapter for one in prompts]
+        adapters = [prompt.sequences[0].adapter for prompt in prompts]
         given = [adapter for adapter in adapters if adapter is not None]
         if not given:
             return None
-        lengths = [len(one.new_tokens) for one in prompts]
+        lengths = [len(prompt.new_tokens) for prompt in prompts]
         numbers = [NO_ADAPTER if adapter is None else adapter.number for adapter in adapters]
         padding = padded_rows(sum(lengths)) - sum(lengths)
         return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))

@@ -1,6 +1,6 @@
 """Decide which waiting sequences start now. Pure.
 
-First come, first served, so no sequence starves. Three rules:
+First come, first served, so every sequence starts eventually. Three rules:
 
 1. The KV rectangle must hold the worst case: (padded rows x longest possible sequence) <= ``max_total_tokens``.
    An admitted sequence is therefore never evicted for lack of memory.

@@ -135,7 +135,6 @@ class Sequence:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and the longest completion allowed."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     @property

@@ -121,7 +121,6 @@ class AttachedEngine:
                 raise EngineUnreachable(f"{problem}; no answer for {self._unreachable_limit_s:.0f} s")
 
     async def stop(self) -> None:
-        """Close the connections; the server keeps running."""
         await self.client.close()
 
     def cpu_seconds(self) -> float:
@@ -137,7 +136,11 @@ class AttachedEngine:
             try:
                 served = await self.client.served_version()
                 if served != self._serving.base:
-                    log.warning("the engine lost its weights; loading them again", url=self.client.url, served=served)
+                    log.warning(
+                        "the engine serves other weights than it loaded; loading them again",
+                        url=self.client.url,
+                        served=served,
+                    )
                     self.client.mark_unverified(f"it loaded version {self._serving.base} but serves {served}")
                     self.ready.clear()
                     await self._load("drain")

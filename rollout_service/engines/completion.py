@@ -133,7 +133,6 @@ class Resumption:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that may still be sampled."""
         return self.max_new_tokens - sum(len(part.token_ids) for part in self.parts)
 
     @property

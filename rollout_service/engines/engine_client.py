@@ -159,7 +159,7 @@ class PlacesEpisodes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptCompletions:
-    """The completions of one prompt that ended first, and what became of the others that were started."""
+    """The completions of one prompt that ended first, and the others that were started."""
 
     completions: list[Completion]
     abandoned: tuple[AbandonedCompletion, ...]
@@ -258,9 +258,7 @@ class EngineClient(Generates, Protocol):
         """Forget the adapters that the server no longer has, so that they can be loaded again."""
         ...
 
-    async def metrics(self) -> dict[str, float]:
-        """Return the server's metrics by the names of `engine_client.py`."""
-        ...
+    async def metrics(self) -> dict[str, float]: ...
 
     def mark_unverified(self, reason: str) -> None:
         """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""

@@ -1,16 +1,27 @@
-"""Calls to one engine, each with a deadline; every failure is an EngineError."""
+"""Calls to one engine, each with a deadline, where every failure is an EngineError; and what all clients of engines over HTTP share."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from penstock.rollout_service.engines.completion import shorten
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.engines.adapter_loader import AdapterLoader
+from penstock.rollout_service.engines.completion import Completion, Resumption, read_version, shorten
+from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
+from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.errors import EngineRefused, EngineTimeout, EngineUnreachable, ReplyRefused
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections
 
+PROBE_S = 10.0  # a request that generates nothing, such as one for the served version
 _KEEP_S = 3.0  # less than the 5 s after which uvicorn, which all engines use, closes an idle connection
 
 
@@ -53,3 +64,105 @@ class EngineHttp:
             raise ReplyRefused(
                 f"{self.url}{path} answered what is not JSON ({err}): {shorten(answer.body.decode('utf-8', 'replace'))}"
             ) from None
+
+
+class HttpAdapterCalls(ABC):
+    """One engine's calls for `AdapterLoader`."""
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    @abstractmethod
+    async def load(self, name: str, folder: Path) -> None:
+        """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
+
+    @abstractmethod
+    async def unload(self, name: str) -> None:
+        """Unload an adapter; raises EngineRefused when the server refuses."""
+
+    async def list_names(self) -> list[object]:
+        """Return the names of everything that requests may name."""
+        answer = await self._http.call("GET", "/v1/models", None, PROBE_S)
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        return [card.get("id") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+
+
+class HttpEngineClient(ABC):
+    """What the clients of all engines over HTTP share; see `EngineClient`."""
+
+    adapter_calls: ClassVar[type[HttpAdapterCalls]]
+    version_page: ClassVar[str]  # whose ``weight_version`` is the served version
+    returns_text: ClassVar[bool] = True  # False: token ids only, which the worker decodes
+
+    def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
+        self.url = url
+        self.limits = ModelLimits(None, None)
+        self._http = EngineHttp(url, api_key=api_key)
+        self._request_deadline_s = request_deadline_s
+        self._weights_turn = asyncio.Lock()
+        self._adapters = AdapterLoader(
+            url, self.adapter_calls(self._http), self.served_version, request_deadline_s=request_deadline_s
+        )
+        self._sampler = CompletionSampler(
+            url,
+            self._sample,
+            self._adapters.table,
+            request_deadline_s=request_deadline_s,
+            returns_text=self.returns_text,
+        )
+        self._aborting = False  # an update that aborts running requests is under way
+        self._num_aborts = 0  # incremented when such an update begins and when it ends
+
+    @abstractmethod
+    async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
+        """Sample the next part of each sequence; see `SampleParts`."""
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits, seeds)
+
+    def mark_unverified(self, reason: str) -> None:
+        self._sampler.mark_unverified(reason)
+
+    def mark_verified(self) -> None:
+        self._sampler.mark_verified()
+
+    async def served_version(self) -> PolicyVersion | None:
+        async with self._weights_turn:
+            return await self._read_version()
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        await self._adapters.load(folder, version)
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        await self._adapters.unload(version)
+
+    async def drop_adapters(self) -> None:
+        await self._adapters.drop_all()
+
+    async def forget_lost_adapters(self) -> None:
+        await self._adapters.forget_lost()
+
+    async def _read_version(self) -> PolicyVersion | None:
+        info = await self._http.call("GET", self.version_page, None, PROBE_S)
+        return read_version(info.get("weight_version") if isinstance(info, dict) else None)
+
+    @contextlib.contextmanager
+    def _pausing(self, mode: UpdateMode) -> Iterator[None]:
+        """Count the block as an abort of running requests, if that is what ``mode`` does."""
+        self._aborting = mode == "abort"
+        self._num_aborts += self._aborting
+        try:
+            yield
+        finally:
+            self._num_aborts += self._aborting
+            self._aborting = False

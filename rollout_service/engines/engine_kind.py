@@ -35,9 +35,8 @@ class ServerLaunch:
     log_name: str  # of the file in the worker's cache folder that takes its output
     environ: Mapping[str, str] | None = None  # its whole environment; None: the worker's
     context_length: int | None = None  # the limit it is started with, where less than the model's
-    prepare: Sequence[
-        str
-    ] = ()  # its program and a flag with which it reads the words after these from stdin (`PreparedProcess`)
+    # its program and a flag with which it reads the words after these from stdin (`PreparedProcess`)
+    prepare: Sequence[str] = ()
 
 
 class NoOptions(Section):

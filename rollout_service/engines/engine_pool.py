@@ -90,9 +90,9 @@ class EnginePool:
         """
         checksums = await asyncio.gather(*(engine.weights_checksum() for engine in self._engines))
         first = checksums[0]
-        if first is None or any(one is None or one.layout != first.layout for one in checksums):
+        if first is None or any(checksum is None or checksum.layout != first.layout for checksum in checksums):
             return None
-        if any(one != first for one in checksums):
+        if any(checksum != first for checksum in checksums):
             raise EngineDisagrees(
                 f"the engines of this worker serve different weights as version {self.version}: {checksums}"
             )
@@ -168,7 +168,7 @@ class _Router:
         adapter: PolicyVersion | None,
         seeds: Sequence[int] | None,
     ) -> list[list[Completion]]:
-        """Sample at an episode's place, which is chosen anew where its engine cannot be asked."""
+        """Sample at an episode's place, or at another one where its engine cannot be asked."""
         usable = self._usable()
         if place.number not in usable:
             self.move(place, None)
@@ -221,7 +221,6 @@ class _Router:
         return [found[index] for index in range(num_prompts)]
 
     def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
-        """Assign each prompt to the engine with the fewest pending tokens: engine number → prompt numbers."""
         usable = self._usable()
         assigned: dict[int, list[int]] = {}
         for index in range(num_prompts):
@@ -273,7 +272,7 @@ class _AnyReady:
 
 async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
     """Return when the first of several coroutines has returned."""
-    waiting = [asyncio.ensure_future(one) for one in waits]
+    waiting = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:

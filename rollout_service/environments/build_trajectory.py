@@ -66,8 +66,8 @@ def build_group(
 
     Raises PackError for episodes that are not those of one group, or did not end by the policy's doing.
     """
-    episodes = tuple([one for one in members if isinstance(one, Episode)])
-    trajectories = [one for one in members if isinstance(one, Trajectory)]
+    episodes = tuple([member for member in members if isinstance(member, Episode)])
+    trajectories = [member for member in members if isinstance(member, Trajectory)]
     if episodes and trajectories:
         raise PackError(
             f"group {task.group_id} has {len(episodes)} episodes and {len(trajectories)} other trajectories"

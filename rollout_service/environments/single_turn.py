@@ -55,7 +55,9 @@ class SingleTurn(Environment):
         for indices, reply in replies:
             for index, kept in zip(indices, reply.result(), strict=True):
                 task = tasks[index]
-                trajectories = [build_trajectory(task.prompt_ids, one, task.images) for one in kept.completions]
+                trajectories = [
+                    build_trajectory(task.prompt_ids, completion, task.images) for completion in kept.completions
+                ]
                 is_redundant = tasks[index].redundant_completions > 0
                 groups[index] = KeptTrajectories(trajectories, kept.abandoned) if is_redundant else trajectories
         return groups
@@ -76,9 +78,8 @@ async def _sample(
 ) -> list[KeptCompletions]:
     tasks, prompts = [task for task, _ in given], [prompt for _, prompt in given]
     if redundancy.extra:  # which completions are kept depends on when they end: no seed would repeat them
-        assert isinstance(
-            sampler, SamplesRedundantly
-        )  # tasks with redundant completions come from a worker's queue only
+        # tasks with redundant completions come from a worker's queue only
+        assert isinstance(sampler, SamplesRedundantly)
         return await sampler.generate_redundantly(prompts, sampling, redundancy)
     seeds = [task.seed for task in tasks if task.seed is not None]
     if len(seeds) < len(tasks):  # of a trainer that sets none

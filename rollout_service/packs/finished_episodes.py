@@ -66,7 +66,7 @@ class FinishedEpisodes:
                 keys, read = await asyncio.to_thread(self._stored, task, vocab_size)
             except PenstockError as err:
                 log.warning(
-                    "ended episodes cannot be read, and are played again", group_id=task.group_id, error=str(err)
+                    "finished episodes cannot be read; playing them again", group_id=task.group_id, error=str(err)
                 )
                 continue
             self._keys.setdefault(task.group_id, set()).update(keys)
@@ -74,7 +74,7 @@ class FinishedEpisodes:
                 is_usable = self._is_usable(task, episode, max_staleness[task.environment])
                 if not is_usable or not await self._has_own_images(episode):
                     log.info(
-                        "an ended episode has other versions, experts or image processor than are wanted now, and is played again",
+                        "a finished episode has other versions, experts or images than the task needs; playing it again",
                         episode=episode.episode_id,
                         oldest_version=episode.oldest_version,
                         newest_version=episode.newest_version,
@@ -89,7 +89,7 @@ class FinishedEpisodes:
         taken = self._found.pop((task.group_id, _kind(task)), [])
         self._metrics.episodes_continued += len(taken)
         if taken:
-            log.info("ended episodes continued", group_id=task.group_id, num_episodes=len(taken))
+            log.info("finished episodes continued", group_id=task.group_id, num_episodes=len(taken))
         return taken
 
     async def keep(self, task: Task, episode: Episode) -> None:
@@ -101,7 +101,7 @@ class FinishedEpisodes:
             ref = await asyncio.to_thread(self._write, task, episode)
         except PenstockError as err:
             self._metrics.episodes_not_stored += 1
-            log.warning("an ended episode is not stored", episode=episode.episode_id, error=str(err))
+            log.warning("a finished episode is not stored", episode=episode.episode_id, error=str(err))
             return
         self._keys.setdefault(task.group_id, set()).add(ref.key)
         self._metrics.episodes_stored += 1
@@ -116,7 +116,7 @@ class FinishedEpisodes:
         try:
             await asyncio.to_thread(self._blobs.delete, keys)
         except PenstockError as err:
-            log.warning("ended episodes are not deleted; they expire", num_objects=len(keys), error=str(err))
+            log.warning("finished episodes are not deleted; they expire", num_objects=len(keys), error=str(err))
 
     def _write(self, task: Task, episode: Episode) -> BlobRef:
         data = group_pack.encode([build_group(task, [episode])])
@@ -144,7 +144,7 @@ class FinishedEpisodes:
             if said != (task.group_id, task.split, task.attempt, int(name[2])):
                 raise PackError(f"it holds group, split, attempt and index {said}")
         except (PenstockError, ValueError) as err:
-            log.warning("an object is no ended episode, and is left out", key=stat.key, error=str(err))
+            log.warning("object ignored: it is not a finished episode of the task", key=stat.key, error=str(err))
             return None
         return name[1], ContinuedEpisode(**{one.name: getattr(episode, one.name) for one in fields(Episode)})
 

@@ -105,8 +105,8 @@ class PackGenerator:
         await self._episodes.forget([group.group_id for group in groups], delete=True)
 
     def _kept_staleness(self) -> dict[str, int]:
-        found = {name: environment.kept_staleness for name, environment in self._environments.items()}
-        return {name: versions for name, versions in found.items() if versions is not None}
+        limits = {name: environment.kept_staleness for name, environment in self._environments.items()}
+        return {name: versions for name, versions in limits.items() if versions is not None}
 
     async def _generate(self, received: ReceivedPack, tasks: Sequence[Task]) -> list[Group]:
         by_pin: dict[int | None, list[Task]] = {}

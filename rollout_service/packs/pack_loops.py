@@ -98,7 +98,6 @@ class PackLimit:
         known.at = load.at
 
     def _move(self, load: EngineLoad, fresh: float) -> None:
-        """Move the limit; ``fresh`` are the sequences of a fresh pack."""
         if min(load.queued, self._queued) > 2.0 * fresh:
             self._set(self.value - 1)
         elif load.queued > 0.0 and self._queued >= fresh:

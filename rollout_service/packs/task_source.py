@@ -60,11 +60,10 @@ class TaskSource:
 
     @property
     def num_held(self) -> int:
-        """Packs fetched and not yet settled."""
         return sum(inbox.num_held for inbox in self._inboxes.values())
 
     async def take(self) -> ReceivedPack | None:
-        """Return the next pack, or None when the worker stops. Raises MissingStream when the stream is gone."""
+        """Return the next pack, or None when the worker stops. Raises MissingStream when the stream does not exist."""
         async with self._taking:
             self._idle_since = time.monotonic()
             while not self._stop.is_set():

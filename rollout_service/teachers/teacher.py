@@ -135,12 +135,12 @@ class Teacher:
         ends = time.monotonic() + start_deadline_s
         for client in self._clients:
             self._names[client.url] = await _once_it_answers(client, ends, start_deadline_s)
-            found = await client.encode(text, self._deadline_s)
-            if found[-len(expected) :] != expected or len(found) > len(expected) + 1:  # it may put one token in front
-                place = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
+            tokens = await client.encode(text, self._deadline_s)
+            if tokens[-len(expected) :] != expected or len(tokens) > len(expected) + 1:  # it may put one token in front
+                place = next((n for n, pair in enumerate(zip(tokens, expected, strict=False)) if pair[0] != pair[1]), 0)
                 raise TeacherUnfit(
                     f"the teacher {self._names[client.url]} at {client.url} has another vocabulary than the policy: a text is "
-                    f"{len(found)} tokens {found[place : place + 4]}… to it and {len(expected)} tokens "
+                    f"{len(tokens)} tokens {tokens[place : place + 4]}… to it and {len(expected)} tokens "
                     f"{expected[place : place + 4]}… to the policy; log-probabilities of token ids would be of other tokens: "
                     "use a teacher of the policy's family"
                 )

@@ -55,11 +55,11 @@ class ServableVersions:
     @property
     def newest_adapter(self) -> PolicyVersion | None:
         """The newest adapter; None while the model itself is served."""
-        found = None
+        best = None
         for version in self._adapters:
-            if is_newer(version, found):
-                found = version
-        return found
+            if is_newer(version, best):
+                best = version
+        return best
 
     def set_model(self, version: PolicyVersion) -> None:
         """Record that the engine holds this model now; adapters of the one before are gone."""
@@ -67,11 +67,9 @@ class ServableVersions:
         self._adapters.clear()
 
     def add_adapter(self, version: PolicyVersion) -> None:
-        """Record that requests may name an adapter of the model."""
         self._adapters.add(version)
 
     def remove_adapter(self, version: PolicyVersion) -> None:
-        """Record that requests may not name an adapter any more."""
         self._adapters.discard(version)
 
     def shares_model(self, mirrored: MirroredVersion) -> bool:
@@ -100,7 +98,6 @@ class ServableVersions:
 
     @contextlib.contextmanager
     def using(self, adapter: PolicyVersion | None) -> Iterator[None]:
-        """Keep an adapter loaded inside the block."""
         if adapter is None:
             yield
             return

@@ -83,14 +83,13 @@ class SwapSemaphore:
             return None, 0
         taken = {entry.key for entry in await self._leases.entries()}
         for number in range(self._num_permits):
-            key = streams.swap_turn_key(number)
+            key = streams.swap_permit_key(number)
             if key not in taken:
                 with contextlib.suppress(CompareAndSwapFailed):
                     return key, await self._leases.swap(key, self._worker_id.encode(), None)
         return None
 
     async def _count_workers(self) -> None:
-        """Set the number of permits from the workers that have a heartbeat."""
         live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
         own = streams.heartbeat_key("rollout", self._worker_id)
         others = {e.key for e in await live.entries() if e.key.startswith(streams.heartbeat_key("rollout", ""))} - {own}

@@ -150,11 +150,16 @@ class WeightAnnouncements:
         )
 
     def _compare(self, fact: WeightsApplied) -> None:
-        found = self._votes.add(fact)
-        if found is None:
+        disagreement = self._votes.add(fact)
+        if disagreement is None:
             return
-        log.error("engines disagree", policy_version=found.version, minority=found.minority, expected=found.expected)
-        announced = self._announced.get((found.version, found.layout))
-        if announced is not None and (announced != found.expected or found.is_tie):
-            self._disagreement = found
+        log.error(
+            "engines disagree",
+            policy_version=disagreement.version,
+            minority=disagreement.minority,
+            expected=disagreement.expected,
+        )
+        announced = self._announced.get((disagreement.version, disagreement.layout))
+        if announced is not None and (announced != disagreement.expected or disagreement.is_tie):
+            self._disagreement = disagreement
             self.on_disagreement()

@@ -162,7 +162,6 @@ class WeightFollower:
         return True
 
     async def _remove_unused(self) -> None:
-        """Remove what is not used any more: adapters from the engine, then folders."""
         await self._swap.unload_unused(self._needed)
         async with self._fetching:
             await asyncio.to_thread(self._mirror.trim, self._in_use())
@@ -190,7 +189,7 @@ class WeightFollower:
     async def pinned(self, version: PolicyVersion) -> AsyncIterator[None]:
         """Have the engine serve exactly ``version`` inside the block, with other versions where they share its model.
 
-        Raises TaskRefused when the version is gone: a later attempt could not find it either.
+        Raises TaskRefused when the version was deleted: a later attempt could not find it either.
         """
         await self._wait_until_published(version)
 

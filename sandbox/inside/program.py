@@ -54,8 +54,8 @@ def _stdin(job: dict[str, Any]) -> None:
 
 def _function(job: dict[str, Any]) -> None:
     names = _define(job, "program")
-    found = _find(names, job["function"])
-    result = json.dumps(found(*job["arguments"]))
+    function = _find(names, job["function"])
+    result = json.dumps(function(*job["arguments"]))
     _write(ANSWERS, result.encode())
 
 

@@ -147,15 +147,15 @@ class Program:
 
     def _class_of(self, names: list[Any]) -> type[Exception] | None:
         """Return the first class of an exception's ancestors that the tests know; None if it would end a loop of theirs."""
-        found: type[Exception] | None = None
+        expected: type[Exception] | None = None
         for name in names:
             kind = self._exceptions.get(str(name)) or getattr(builtins, str(name), None)
             if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is Exception:
                 continue
             if issubclass(kind, _SILENT):
                 return None
-            found = found or kind
-        return found
+            expected = expected or kind
+        return expected
 
 
 class Stub:

@@ -131,10 +131,8 @@ def _conditions(pid: int) -> dict[str, list[tuple[int, int, tuple[int, ...], boo
         "futex": [(1, 0xFFFFFFFF, _FUTEXES, True)],
         "prctl": [(0, 0xFFFFFFFF, _PRCTLS, True)],
         "prlimit64": [(0, 0xFFFFFFFF, (0, pid), True)],
-        "socketpair": [
-            (0, 0xFFFFFFFF, (_AF_UNIX,), True),
-            (1, 0xF, (_SOCK_STREAM,), True),
-        ],  # used by asyncio to wake its loop
+        # used by asyncio to wake its loop
+        "socketpair": [(0, 0xFFFFFFFF, (_AF_UNIX,), True), (1, 0xF, (_SOCK_STREAM,), True)],
     }
 
 

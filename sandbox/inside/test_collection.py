@@ -113,7 +113,9 @@ def _used_at_top_level(tree: ast.Module) -> set[str]:
 
 
 def _check(check: types.FunctionType, candidate: Callable[[], Any]) -> Found:
-    required = [one for one in inspect.signature(check).parameters.values() if one.default is one.empty]
+    required = [
+        parameter for parameter in inspect.signature(check).parameters.values() if parameter.default is parameter.empty
+    ]
     if len(required) > 1:
         raise BadTests("check takes several arguments; it gets one, the function under test")
     arguments = [candidate()] if required else []
@@ -222,7 +224,7 @@ def _cases(
 ) -> list[Found]:
     """Return a test function's cases: one, or one for each set of its parameters."""
     marks = [*getattr(kind, pytest_api.MARKS, []), *getattr(function, pytest_api.MARKS, [])]
-    if any(pytest_api.is_left_out(one) for one in marks):
+    if any(pytest_api.is_left_out(mark) for mark in marks):
         return []
 
     def run(arguments: dict[str, Any], report: Report) -> None:
@@ -278,7 +280,9 @@ def _make(name: str, fixtures: dict[str, Any], made: dict[str, Any], ending: con
 def _required(function: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind in kinds and one.default is one.empty]
+    return [
+        parameter.name for parameter in parameters if parameter.kind in kinds and parameter.default is parameter.empty
+    ]
 
 
 def _finish(result: Any) -> None:

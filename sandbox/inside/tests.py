@@ -101,13 +101,13 @@ class _Session:
                 )
             return names[functions[0]]
 
-        found = test_collection.collect(names, before, tree, candidate)
-        count = sum(one.count for one in found)
-        if not found and test_collection.has_statements(tree):
+        groups = test_collection.collect(names, before, tree, candidate)
+        count = sum(one.count for one in groups)
+        if not groups and test_collection.has_statements(tree):
             self._report(place, "")
             return 1
         _say({**self._label, "place": place, "planned": count})
-        for one in found:
+        for one in groups:
             one.run(lambda why: self._report(place, why))
         return count
 

@@ -125,7 +125,7 @@ def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> Non
     leases = {
         role: bus.key_value(streams.lease_bucket(run).bucket).wait() for role, bus in (("r", rollout), ("t", trainer))
     }
-    leases["r"].swap(streams.swap_turn_key(0), b"w0", None).wait()
+    leases["r"].swap(streams.swap_permit_key(0), b"w0", None).wait()
     leases["t"].swap(streams.GARBAGE_LEASE, b"t", None).wait()
     for bus, role in ((trainer, "trainer"), (rollout, "rollout"), (reward, "reward")):
         beat(bus, run, role, "x-1")

@@ -22,7 +22,7 @@ from typing import Any
 from penstock.protocol.trajectory import Group
 from penstock.trainer.__main__ import main
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import StepPlan
 
 VARIABLE = "PENSTOCK_SIMULATED_STEP"
@@ -33,7 +33,7 @@ def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
     compute = Learner._train
     lines = trace.open("a", buffering=1)
 
-    def train(self: Learner, plan: StepPlan, groups: Mapping[Any, Group], keep_rows: int) -> StepFigures:
+    def train(self: Learner, plan: StepPlan, groups: Mapping[Any, Group], keep_rows: int) -> StepMetrics:
         started = time.monotonic()
         row = plan.micro_batches[0][0][0]
         figures = compute(self, replace(plan, micro_batches=(((row,),),)), groups, keep_rows)

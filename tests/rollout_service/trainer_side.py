@@ -41,7 +41,7 @@ from penstock.protocol.weights.adapter_format import AdapterConfig, published_na
 from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
-from penstock.trainer.publishing.snapshot import AdapterBase
+from penstock.trainer.publishing.weight_buckets import AdapterBase
 from tests.forked import ForkedProcess
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import secret_file, wait_for

@@ -186,8 +186,7 @@ class _GeneralSettings(Section):
         description="Weight of the KL to the reference inside the reward, summed over the trajectory's tokens; 0: off.",
     )
     reward_kl_form: RewardKlForm = Field(
-        default="k1",
-        description="Estimator of the KL inside the reward; full: exact, of the policy before the step.",
+        default="k1", description="Estimator of the KL inside the reward; full: exact, of the policy before the step."
     )
     kl_target: float | None = Field(
         default=None,
@@ -291,9 +290,9 @@ class AlgorithmSettings(_AllSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:
-        for one in self.parts:
+        for part in self.parts:
             try:
-                self.options_of(one.value)
+                self.options_of(part.value)
             except ValidationError as err:
                 raise ValueError(explain(err, "algorithm")) from None
         self._refuse_parts_that_disagree()
@@ -391,7 +390,6 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def parts(self) -> ChosenParts:
-        """The loss, the estimator, the filters and the corrections."""
         return ChosenParts.of(self.__dict__)
 
     @property

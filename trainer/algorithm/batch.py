@@ -51,9 +51,7 @@ class Row:
     weight: float  # of each sampled token in the loss (`trainer/algorithm/aggregation.py`)
     ages: npt.NDArray[np.int32] | None = None  # [T] versions between sampling and training; None: all 0
     sft_weight: float = 0.0  # of each sampled token in the added cross-entropy
-    turns: Sequence[
-        tuple[int, int]
-    ] = ()  # start and end of each, in order, together all sampled tokens; none: one turn
+    turns: Sequence[tuple[int, int]] = ()  # start and end of each: together all sampled tokens; none: one turn
     turn_advantages: Sequence[float] = ()  # of each turn, instead of ``advantage``
     teacher: TeacherRow | None = None  # about its sampled tokens
     experts: Experts | None = None  # [T - 1, layers, k] that computed its tokens but the last in the engine
@@ -78,9 +76,7 @@ class MicroBatch:
     ages: Tensor  # [N] float32, versions between sampling and training
     sft_weights: Tensor  # [N] float32, of the added cross-entropy
     num_sequences: int  # trajectories, those without a sampled token included
-    position_ids: Tensor | None = (
-        None  # [1, T] int64, place of each token in its row, or [3, 1, T] with images; None: 0, 1, 2, …
-    )
+    position_ids: Tensor | None = None  # [1, T] int64, place in its row; [3, 1, T] with images; None: 0, 1, 2, …
     layout: Layout | None = None  # which token attends to which; None: one row
     proximal_logprobs: Tensor | None = None  # [N] float32, recomputed before the first update on the batch
     reference_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
@@ -105,7 +101,6 @@ class MicroBatch:
         return self.sequences if self.turn is None else Sequences(self.turn, self.num_turns)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Move every tensor to a device."""
         held = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: v.to(device) for n, v in held.items() if isinstance(v, Tensor | StreamImages)})
 
@@ -130,7 +125,7 @@ def prefixes_of(
 
 def of_all_rows(experts: Sequence[Experts | None]) -> list[Experts] | None:
     """Return the experts of rows; None unless they are known of each, for the same layers."""
-    found = [one for one in experts if one is not None]
+    found = [expert for expert in experts if expert is not None]
     return found if found and len(found) == len(experts) and len({one.shape[1:] for one in found}) == 1 else None
 
 

@@ -40,8 +40,6 @@ BY_KEY: dict[str, Registry[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChosenParts:
-    """The parts that a configuration uses."""
-
     loss: Extension[Loss[Any]]
     estimator: Extension[Estimator[Any]]
     filters: tuple[Extension[Filter[Any]], ...]
@@ -49,7 +47,7 @@ class ChosenParts:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ChosenParts:
-        """Find the parts by the values of [algorithm]; raises ConfigError for a part that there is not."""
+        """Find the parts by the values of [algorithm]; raises ConfigError for an unknown part."""
         return cls(
             LOSSES.find(values["loss"]),
             ESTIMATORS.find(values["advantage"]),
@@ -58,12 +56,10 @@ class ChosenParts:
         )
 
     def __iter__(self) -> Iterator[Extension[Any]]:
-        """Yield every part."""
         yield from (self.loss, self.estimator, *self.filters, *self.corrections)
 
     @property
     def option_names(self) -> frozenset[str]:
-        """Names of the options that the parts read."""
         return frozenset(name for one in self for name in one.value.option_names)
 
     @property

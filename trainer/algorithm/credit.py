@@ -1,15 +1,18 @@
 """Advantage and weight of each trajectory of a batch, from its rewards: shaping, estimator, filters, weights; pure.
 
 The order is that of `trainer/algorithm/reward_shaping.py`.
+
+`AlgorithmState` is kept between steps and is part of every checkpoint, so that a resumed run computes the same.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +20,60 @@ from torch import Tensor
 from penstock.protocol.episode import Turn
 from penstock.trainer.algorithm import reward_shaping
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.estimators.interface import Outcomes, Turns
 from penstock.trainer.algorithm.filters.interface import Candidate, keep
+from penstock.trainer.algorithm.kl import KlController
+from penstock.trainer.algorithm.reward_shaping import RunningMoments
+from penstock.trainer.errors import CheckpointError
+
+_STATE_TAG = "algorithm_state.v1"
+
+
+@dataclass(slots=True)
+class AlgorithmState:
+    """Moments of all rewards so far, and the adapted KL coefficient."""
+
+    kl: KlController
+    scaling: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_scaling
+    norm: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_norm = "running"
+
+    @classmethod
+    def fresh(cls, settings: AlgorithmSettings) -> AlgorithmState:
+        coefficient = settings.reward_kl_coefficient or settings.kl_coefficient
+        return cls(KlController(coefficient, settings.kl_target, settings.kl_horizon))
+
+    @classmethod
+    def resumed(cls, settings: AlgorithmSettings, document: Mapping[str, Any]) -> AlgorithmState:
+        """Return the state that `to_document` wrote; a fixed coefficient is the run file's, an adapted one the checkpoint's.
+
+        Raises CheckpointError for a document of another kind. A checkpoint written before this state existed
+        has an empty one: the run continues with a fresh state.
+        """
+        state = cls.fresh(settings)
+        if not document:
+            return state
+        if document.get("schema_tag") != _STATE_TAG:
+            raise CheckpointError(f"algorithm state: expected {_STATE_TAG}, got {document.get('schema_tag')!r}")
+        try:
+            state.scaling = RunningMoments(**document["scaling"])
+            state.norm = RunningMoments(**document["norm"])
+            if settings.kl_target is not None:
+                state.kl.coefficient = float(document["kl_coefficient"])
+        except (KeyError, TypeError, ValueError) as err:
+            raise CheckpointError(
+                f"algorithm state: {type(err).__name__}: {err}; the checkpoint's state.json was changed, restore it"
+            ) from None
+        return state
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the state as plain JSON values; every number is written so that it reads back the same."""
+        return {
+            "schema_tag": _STATE_TAG,
+            "scaling": asdict(self.scaling),
+            "norm": asdict(self.norm),
+            "kl_coefficient": self.kl.coefficient,
+        }
+
 
 _ROUNDING = 1e-9  # of the largest advantage of a batch, as for rewards; sums in another order differ by less
 
@@ -106,9 +160,7 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         )
         baselines = rewards[is_baseline][index[~is_baseline]] if estimator.needs_baseline else None
         rewards, shaped, lengths, index = (values[~is_baseline] for values in (rewards, shaped, lengths, index))
-        if (
-            settings.reward_kl_coefficient and not estimator.has_critic
-        ):  # with a critic, the KL of each token is in its own reward
+        if settings.reward_kl_coefficient and not estimator.has_critic:  # with a critic, it is in each token's reward
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
             rewards = rewards - running.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         turns = turns_of(groups, rewards) if estimator.by_turn or any(g.turns for g in groups) else None

@@ -104,7 +104,7 @@ def mismatch_maxima(current: Tensor, behaviour: Tensor, ages: Tensor, sequences:
     return {name: float(values.max()) if len(values) else float("-inf") for name, values in found.items()}
 
 
-def mismatch_figures(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, Any]:
+def mismatch_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, Any]:
     """Return a step's figures, by the names of the module; ``sums`` also has the batch's ``tokens``."""
     tokens, sequences = max(1.0, sums["tokens"]), max(1.0, sums["sequences"])
     found: dict[str, Any] = {

@@ -21,8 +21,7 @@ from penstock.trainer.algorithm.corrections.ratios import (
     log_weights,
     weigh_negatives,
 )
-from penstock.trainer.algorithm.distillation import DistillTerm, of_teacher
-from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate, kl_penalty
+from penstock.trainer.algorithm.kl import AnyKlForm, DistillTerm, kl_estimate, kl_penalty, of_teacher
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
 from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
 
@@ -312,11 +311,7 @@ class CrossEntropy(PlainObjective):
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         weights = batch.weights if self._form == "nll" else batch.weights * logprobs.detach().exp()
-        return Outcome(
-            loss=-(logprobs * weights).sum(),
-            sums={"tokens": torch.tensor(float(len(logprobs)))},
-            maxima={},
-        )
+        return Outcome(loss=-(logprobs * weights).sum(), sums={"tokens": torch.tensor(float(len(logprobs)))}, maxima={})
 
 
 def build_objective(settings: AlgorithmSettings) -> PolicyGradient:

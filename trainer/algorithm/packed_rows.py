@@ -45,16 +45,13 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the stream."""
         return self.nodes[-1].end
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row."""
         return int(self.depths.max()) + 1
 
     def trees(self) -> list[list[Node]]:
-        """Return the nodes of each tree."""
         found: list[list[Node]] = []
         end = 0
         for node in self.nodes:
@@ -158,8 +155,6 @@ def pack(rows: Sequence[Tokens], starts: Sequence[int], experts: Sequence[Expert
 
 @dataclass(slots=True)
 class _Run:
-    """A node under construction."""
-
     start: int
     end: int
     depth: int  # of its first token
@@ -253,14 +248,12 @@ class Bin:
     cost: float = 0.0
 
     def add(self, unit: Unit) -> None:
-        """Add a unit."""
         self.units.append(unit)
         self.num_tokens += unit.num_tokens
         self.cost += unit.cost
 
     @property
     def rows(self) -> list[int]:
-        """Row numbers."""
         return [row for unit in self.units for row in unit.rows]
 
 

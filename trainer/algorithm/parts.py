@@ -51,12 +51,10 @@ class Part(Generic[OptionsT_co]):
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
         return self.fn(*args, **kwargs)
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        """Names of its options."""
         return tuple(self.options.model_fields)
 
     @property

@@ -36,7 +36,6 @@ class RunningMoments:
     sum_squares: float = 0.0  # of deviations from the mean
 
     def update(self, values: Tensor) -> None:
-        """Add a batch of values."""
         if not len(values):
             return
         batch_mean, num = float(values.mean()), float(len(values))

@@ -95,7 +95,6 @@ PAGE = Path("docs/algorithms.md")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Renew or check the page; returns the exit code."""
     names = [argument for argument in arguments if argument != "--check"]
     page = Path(names[0]) if names else PAGE
     old = page.read_text()

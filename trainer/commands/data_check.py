@@ -46,9 +46,7 @@ class FileReport:
     formats: Counter[str] = field(default_factory=Counter)
     num_grpo: int = 0  # rows with a prompt to answer
     num_sft: int = 0  # rows with something to imitate
-    num_pairs: int | None = (
-        None  # rows with two answers, of a run that trains on them beside its groups; None: of no such run
-    )
+    num_pairs: int | None = None  # rows with two answers; None: the run does not train on them
     data_sources: Counter[str] = field(default_factory=Counter)
     num_ground_truths: Counter[str] = field(default_factory=Counter)  # by data_source
     prompt_lengths: list[int] = field(default_factory=list)
@@ -69,7 +67,6 @@ class FileReport:
         return next((notes.hints() for notes in self.notes if notes.num_rows), [])
 
     def to_document(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
         return {
             "file": self.file,
             "rows": self.num_rows,
@@ -116,9 +113,7 @@ def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
     if reading.model or reading.run:
         path = model_folder(reading.model, "--model") if reading.model else settings.model.path
         tokenizer = ChatTokenizer.read(
-            gguf_model.model_folder(path),
-            arguments=data.template_arguments,
-            needs_template=data.text_prompts == "chat",
+            gguf_model.model_folder(path), arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
         )
         images = ImageRows(read_processor(path))
     max_new_tokens = settings.rollout.max_new_tokens if reading.run else 1
@@ -331,7 +326,6 @@ def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
 
 
 def describe(report: FileReport) -> str:
-    """Return the report as text."""
     formats = ", ".join(
         f"{name} ({count})" if len(report.formats) > 1 else name for name, count in report.formats.items()
     )

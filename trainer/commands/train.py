@@ -29,9 +29,7 @@ from penstock.trainer.settings import TrainerSettings
 log = structlog.get_logger("trainer")
 
 ERROR = 2  # exit code of an error that is explained on stderr
-OUTAGE = (
-    75  # the same, while NATS or the object store does not answer (EX_TEMPFAIL): started again later, the run resumes
-)
+OUTAGE = 75  # the same while NATS or the object store does not answer (EX_TEMPFAIL): a later start resumes the run
 _PROBE_S = 5.0
 
 

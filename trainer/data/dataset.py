@@ -256,7 +256,6 @@ def reward_name(reward: RewardSettings, data_source: str) -> str:
 
 
 def prompt_text(row: PromptRow, tokenizer: ChatTokenizer) -> str:
-    """Return a prompt as the model gets it."""
     if row.is_plain:
         return row.chat[0]["content"]
     return tokenizer.render(row.chat, add_generation_prompt=True, tools=row.tools)

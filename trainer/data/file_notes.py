@@ -114,11 +114,9 @@ class FileNotes:
         return [f"format {forms}: {self.columns_text()}", *self.hints()]
 
     def columns(self, use: Use) -> list[str]:
-        """Return the columns with a use, sorted."""
         return sorted(self.uses.get(use, ()))
 
     def columns_text(self) -> str:
-        """Return the columns by use, as text."""
         return "; ".join(self._columns())
 
     def _columns(self) -> Iterator[str]:

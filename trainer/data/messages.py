@@ -132,7 +132,6 @@ def _part(part: Any, column: str, reads_images: bool) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error names it."""
     if value is None:
         return "nothing"
     if isinstance(value, (str, int, float)):

@@ -29,10 +29,9 @@ import numpy.typing as npt
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
 from penstock.trainer.data.read_rows import TurnRow, rename
-from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
+from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left, refuse_media
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.turns import prompt_and_completion, until_end
-from penstock.trainer.data.unread_columns import refuse_media
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -174,7 +173,6 @@ class Pair:
 
     @property
     def num_answers(self) -> int:
-        """1 or 2."""
         return bool(len(self.chosen)) + bool(len(self.rejected))
 
     @property

@@ -6,13 +6,16 @@ into a run file that people read: rows are read by what `data.map` says.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.row_files import RowFile
+from penstock.trainer.data.row_files import Row, RowFile
+from penstock.trainer.data.row_images import COLUMN
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
@@ -68,7 +71,6 @@ class Problems:
         """Rows with a problem."""
 
     def add(self, place: str, text: str) -> None:
-        """Take note of what is wrong with the row at ``place``."""
         self.count += 1
         first, count = self._places.get(text, (place, 0))
         if count or len(self._places) < MAX_PROBLEMS_SHOWN:
@@ -84,7 +86,6 @@ class Problems:
         return [*said, *([f"and {more} rows with other problems"] if more else [])]
 
     def raise_if_any(self) -> None:
-        """Raise MalformedData with the problems, if there are any."""
         if self.count:
             raise MalformedData("\n".join(self.lines()))
 
@@ -133,8 +134,52 @@ def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: C
     ]
 
 
-def read_tokenizer(settings: TrainerSettings) -> ChatTokenizer:
-    """Return the tokenizer of ``model.path`` with its chat template, which must exist where the settings render chats with it."""
+def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> ChatTokenizer:
+    """Return the tokenizer of ``model.path``; it must have a chat template if the settings render chats with it."""
     data = settings.data
-    renders_chats = data.text_prompts == "chat" and data.from_run is None
-    return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=renders_chats)
+    needs_template = renders_chats and data.text_prompts == "chat"
+    return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=needs_template)
+
+
+_PAIR = ("chosen", "rejected")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def is_self_play(row: Row) -> bool:
+    """Return True if the completions of the row's group are to be compared with one another."""
+    return row.get("self_play") not in (None, False, "", "false")
+
+
+def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool = False) -> None:
+    """Raise MalformedData naming the column, and the settings that read the row without it."""
+    if found := [name for name in _PAIR if _is_given(row.get(name))]:
+        raise MalformedData(
+            f"column {found[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(found)} to "
+            "train on the prompt alone; for SFT on the chosen answers set also "
+            'data.map.response = "chosen" and ignore only rejected'
+        )
+    if isinstance(row.get("label"), bool) and "completion" in row:
+        raise MalformedData(
+            'column label: tells good completions from bad ones, which `penstock dpo` with dpo.loss = "kto" trains on; keep only '
+            'the rows with good ones, or set data.ignore = ["label"]'
+        )
+    if is_self_play(row) and not reads_self_play:
+        raise MalformedData(
+            "column self_play: the answers of a group are compared with one another; set data.self_play_reward to a reward that "
+            'compares, such as a judge with mode = "pairwise" (`penstock reward serve-judge`), or data.ignore = ["self_play"] to score '
+            "such rows as all others"
+        )
+    refuse_media(row, reads_images=reads_images)
+
+
+def refuse_media(row: Row, *, reads_images: bool = False) -> None:
+    """Raise MalformedData naming a column of pictures, films or sounds that is not read, and the setting that leaves it out."""
+    if found := [name for name in _MEDIA if _is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
+        reads = 'images in the column "images" (data.map.images)' if reads_images else "text alone"
+        raise MalformedData(
+            f"column {found[0]}: what is read is {reads}; leave the row out, or set data.ignore = {json.dumps(found)} to train on the rest"
+        )
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value not in ([], "")

@@ -101,9 +101,7 @@ class ReadImages(NamedTuple):
     token_ids: list[int]  # with all tokens of the images
     places: RowImages | None = None
     files: tuple[AdmittedImage, ...] = ()  # each once
-    sha256: bytes = (
-        b""  # of the images as the row gives them, in order, whatever they are stored as; empty: it has none
-    )
+    sha256: bytes = b""  # of the images as the row gives them, in order; empty: it has none
 
 
 @dataclass(frozen=True, slots=True)

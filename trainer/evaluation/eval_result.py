@@ -38,7 +38,6 @@ class SuccessRule:
         return " and ".join(f"{self.reward}.{part} ≥ {least:g}" for part, least in self.threshold.items())
 
     def missing_part(self, group: ScoredGroup) -> str | None:
-        """Return the first part that the rule needs and the group lacks."""
         parts = self.threshold if isinstance(self.threshold, dict) else ()
         return next((part for part in parts if part not in group.parts), None)
 
@@ -105,8 +104,6 @@ def count_correct(groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The result of one evaluation."""
-
     step: int
     version: int
     num_prompts: int
@@ -190,7 +187,6 @@ class EvaluatedSource:
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts are evaluated."""
         return min(self.settings.num_prompts or len(self.prompts), len(self.prompts))
 
 
@@ -221,6 +217,11 @@ class Evaluation:
     def only_dead_lettered_are_missing(self) -> bool:
         """Whether every group that has not arrived is named by a dead letter."""
         return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
+
+    @property
+    def missing(self) -> str:
+        """The groups that have not arrived, as a failure begins with them."""
+        return f"evaluation of version {self.version}: {len(self.waiting_for)} of {self.source.num_prompts} groups"
 
     @property
     def is_over(self) -> bool:

@@ -77,19 +77,10 @@ class Evaluator:
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
-        Args:
-            connections: The run, NATS and the object store.
-            sources: Held-out prompts, numbered together in this order.
-            publisher: Publishes the versions, and keeps their weights while they are evaluated.
-            deadline_s: Longest duration of an evaluation.
-            on_end: Called with each result on the evaluator's thread, or in `resume` when an evaluation is lost.
-            accounting: Of all groups of the run.
-            success: Which completions are correct.
-            reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
-            silent_s: Seconds without an arrival after which dead-lettered groups are no longer waited for.
-            settings_before: Under which earlier sessions issued evaluations; empty: not known.
-            seed: ``run.seed``, from which those of the samples follow; None: they are random.
-            mixture: Chooses between the environments that a source mixes; None: none does.
+        The ``publisher`` keeps the weights of versions while they are evaluated, for at most ``deadline_s``. ``on_end`` is called with
+        each result on the evaluator's thread, or in `resume` when an evaluation is lost. Dead-lettered groups are no longer waited for
+        when nothing has arrived for ``silent_s``. Without a ``reader`` packs are read with no vocabulary and no mark; without a
+        ``seed`` (``run.seed``) samples are random. ``settings_before`` are those under which earlier sessions issued evaluations.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._images = ImageUploads(connections.blobs, connections.run_id)
@@ -97,13 +88,9 @@ class Evaluator:
         self._sources = NumberedSources(sources)
         self._publisher = publisher
         self._deadline_s, self._silent_s = deadline_s, silent_s
-        self._on_end = on_end
-        self._accounting = accounting
+        self._on_end, self._accounting, self._success = on_end, accounting, success
         self._reader = reader or PackReader(connections.blobs.get)
-        self._success = success
-        self._settings_before = settings_before
-        self._seed = seed
-        self._mixture = mixture
+        self._settings_before, self._seed, self._mixture = settings_before, seed, mixture
         self._evaluations: dict[tuple[PolicyVersion, str], Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
@@ -131,10 +118,7 @@ class Evaluator:
             self._reader.close()
 
     def start(self, version: PolicyVersion, step: int, names: Collection[str] | None = None) -> None:
-        """Start to evaluate a version that was submitted with ``must_publish``; return at once.
-
-        ``names`` are the sources, None for all. Groups that an earlier session issued for it are in flight already.
-        """
+        """Start to evaluate a version that was submitted with ``must_publish``, on all sources or those in ``names``."""
         with self._changed:
             in_flight = self._accounting.in_flight("eval")
             for source in self._sources.sources:
@@ -178,9 +162,8 @@ class Evaluator:
             self.start(version, step, [name])
             return
         self._abandon(ids)
-        if step is None:
-            reason = "it was under way when the trainer exited, and its weights are no longer stored"
-        else:
+        reason = "it was under way when the trainer exited, and its weights are no longer stored"
+        if step is not None:
             reason = (
                 f"it was under way when the trainer exited, with {len(ids)} groups in flight, and an evaluation has "
                 f"{len(self._sources.ids(version, name))} now: it had failed, or the held-out prompts have changed"
@@ -209,7 +192,6 @@ class Evaluator:
             ]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Acknowledge messages that a committed checkpoint covers."""
         Delivery.ack_all(deliveries)
         with self._changed:
             for delivery in deliveries:
@@ -359,17 +341,12 @@ class Evaluator:
     def _finish(self, evaluation: Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
         if not evaluation.is_over and elapsed_s > self._deadline_s:
-            evaluation.failure = (
-                f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
-                f"{evaluation.source.num_prompts} groups did not arrive within {self._deadline_s:.0f} s. "
-                f"{waiting.describe(self._bus, self._run_id)}"  # without the lock, since the bus's thread needs it
-            )
+            queues = waiting.describe(self._bus, self._run_id)  # without the lock, since the bus's thread needs it
+            evaluation.failure = f"{evaluation.missing} did not arrive within {self._deadline_s:.0f} s. {queues}"
         if not evaluation.is_over and self._is_lost(evaluation):
             group_id = min(evaluation.waiting_for)
-            evaluation.failure = (
-                f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of {evaluation.source.num_prompts} groups were "
-                f"dead-lettered, such as {group_id}: {evaluation.dead_lettered[group_id]}"
-            )
+            reason = evaluation.dead_lettered[group_id]
+            evaluation.failure = f"{evaluation.missing} were dead-lettered, such as {group_id}: {reason}"
         if not evaluation.is_over:
             return
         version, step, source = evaluation.version, evaluation.step, evaluation.source

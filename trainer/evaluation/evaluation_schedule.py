@@ -39,7 +39,6 @@ class EvaluationSchedule:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there are held-out prompts."""
         return self._evaluator is not None
 
     def is_due_at_start(self, step: int) -> bool:
@@ -87,7 +86,6 @@ class EvaluationSchedule:
         self._evaluator.wait(self._newest, should_stop)
 
     def wait_for_all(self, should_stop: Callable[[], bool]) -> None:
-        """Wait until no evaluation is under way."""
         assert self._evaluator is not None
         self._evaluator.wait_for_all(should_stop)
 
@@ -153,7 +151,6 @@ class EarlyEnd:
 
     @property
     def text(self) -> str:
-        """The reason as people read it."""
         return (
             f"ended early: the last {self.evaluations} evaluations, up to step {self.step}, were not better than {self.best:.4g} "
             f"({self.measure}) of step {self.best_step}"

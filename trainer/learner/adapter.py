@@ -32,9 +32,8 @@ class Lora:
     rank: int
     alpha: float
     dropout: float = 0.0
-    targets: tuple[
-        str, ...
-    ] = ()  # endings of module names; none: every linear layer but the output head, of a mixture of experts those of attention
+    # Endings of module names; none: every linear layer but the output head, of a mixture of experts those of attention.
+    targets: tuple[str, ...] = ()
     seed: int = 0  # of A: the same on every rank and after a restart
 
 
@@ -110,12 +109,10 @@ def load(model: nn.Module, folder: Path) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if a parameter belongs to an adapter."""
     return _ADAPTER in name
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
@@ -148,7 +145,6 @@ class Rounding:
     """
 
     def __init__(self) -> None:
-        """Begin with no weight."""
         self.sums = (0.0, 0.0)  # <rounded - W, change>, <change, change>
 
     def add(self, weight: Tensor, change: Tensor, rounded: Tensor) -> None:

@@ -37,7 +37,7 @@ def build_learner(
     """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings.
 
     Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`). The adapters
-    begin with those in the folder ``adapter``; None: anew.
+    begin with those in the folder ``adapter``; None: from their first values.
     """
     trainer = settings.trainer
     how = replace(
@@ -47,9 +47,8 @@ def build_learner(
         skip_above=trainer.skip_step_above_grad_norm,
         skip_after=trainer.skip_step_after,
     )
-    if (
-        how.lora is not None and how.lora.dropout and settings.first_seed
-    ):  # 0 leaves torch's own start, with which the records of earlier releases are replayed
+    # Seed 0 leaves torch's own start, with which the records of earlier releases are replayed.
+    if how.lora is not None and how.lora.dropout and settings.first_seed:
         torch.manual_seed(derived_seed(settings.first_seed, "dropout", dims.ranks.rank))
     policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature, adapters=adapter)
     algorithm, reference = settings.algorithm, None

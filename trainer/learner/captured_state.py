@@ -29,7 +29,6 @@ class CapturedPart:
     random_state: bytes = b""  # of this rank; empty: another part has it
 
     def write(self, folder: Path) -> None:
-        """Write it below a checkpoint's folder; raises OSError."""
         self.shard.write(folder / self.tag)
         if self.random_state:
             (folder / random_state_name(self.shard.rank)).write_bytes(self.random_state)
@@ -42,7 +41,6 @@ class CapturedState:
     parts: Sequence[CapturedPart]
 
     def write(self, folder: Path) -> None:
-        """Write everything below a checkpoint's folder; raises OSError."""
         for part in self.parts:
             part.write(folder)
             crash_points.reach(CrashPoint.SHARD_WRITTEN)
@@ -52,7 +50,6 @@ class CaptureSlot:
     """The copy of one rank's state that is to be written; there is at most one."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self._slot: queue.Queue[CapturedState] = queue.Queue(maxsize=1)
 
     def put(self, captured: CapturedState) -> None:
@@ -90,5 +87,4 @@ class CheckpointWriter:
 
 
 def random_state_name(rank: int) -> str:
-    """Return the name of the file with a rank's random state."""
     return f"random_state_{rank}.bin"

@@ -50,7 +50,6 @@ class ValueScorer(nn.Module):
     """A causal language model with a value head instead of its output head."""
 
     def __init__(self, language_model: Any, shares: TokenShares = WHOLE) -> None:
-        """Take the backbone of a `transformers` causal language model."""
         super().__init__()
         config = language_model.config.get_text_config()
         self._packed = use_packed_rows(language_model) is None
@@ -59,12 +58,7 @@ class ValueScorer(nn.Module):
         self.value_head = ValueHead(config.hidden_size, next(language_model.parameters()).dtype)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        predictors: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        layout: Layout | None = None,
+        self, input_ids: Tensor, predictors: Tensor, *, position_ids: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
         """Return the value [N] float32 before each sampled token; arguments as in `CompletionScorer`."""
         hidden = read_rows(self.body, input_ids, position_ids, layout, self._packed, self._shares)
@@ -87,7 +81,6 @@ class Critic:
     """A value network under DeepSpeed; `credit`, `learn` and `load` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, dims: ParallelDims) -> None:
-        """Called by `load_critic`."""
         self._trainable = trainable
         self._regression = regression
         self._credit = credit
@@ -95,7 +88,6 @@ class Critic:
 
     @property
     def kl_form(self) -> AnyKlForm:
-        """The form of the KL to the reference in every token's reward."""
         return self._credit.kl_form
 
     def learns_alone(self, steps_done: int) -> bool:

@@ -70,9 +70,8 @@ def deepspeed_config(
     if dtype == "bfloat16" and gradient_dtype == "float32":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
-        config["bf16"]["immediate_grad_update"] = (
-            True  # stage 1 would hold the bfloat16 gradients beside their sums until the next step
-        )
+        # Otherwise stage 1 would hold the bfloat16 gradients beside their sums until the next step.
+        config["bf16"]["immediate_grad_update"] = True
     if offload != "none":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload == "parameters":

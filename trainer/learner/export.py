@@ -19,6 +19,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from penstock.protocol import files
 from penstock.protocol.errors import UnsupportedModel
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.errors import ExportFailed
@@ -71,14 +72,15 @@ def export_model(
     dims.ranks.barrier()
     share = dims.buckets
     rounding = adapter.Rounding()
-    with ModelFiles(partial, layout, assign_buckets(layout, share.count)[share.index]) as files:
-        policy.weights.copy_to(files, rounding=rounding)
+    with ModelFiles(partial, layout, assign_buckets(layout, share.count)[share.index]) as sink:
+        policy.weights.copy_to(sink, rounding=rounding)
     kept, changed_by_adapters = dims.ranks.sum(rounding.sums)
     if verify:
         _compare(policy, dims, partial, folder)
     if dims.writes_files:
         shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        files.fsync(partial)
+        files.replace(partial, folder, sync_folder=True)
         if changed_by_adapters:
             _report_merge(kept / changed_by_adapters, policy.dtype, folder)
 

@@ -26,7 +26,6 @@ class Work:
     tokens: float = 0.0  # of all forward passes, as often as each was computed
 
     def plus(self, flops: float, tokens: float = 0.0) -> Work:
-        """Return the sum."""
         return Work(self.flops + flops, self.tokens + tokens)
 
 
@@ -53,7 +52,6 @@ class PassCost:
     attended: int  # layers times the width of all query heads
 
     def forward(self, load: Load) -> float:
-        """Return the operations of a forward pass."""
         return 2 * self.layers * load.tokens + 2 * self.head * load.predicted + 4 * self.attended * load.pairs
 
     def backward(self, load: Load) -> float:

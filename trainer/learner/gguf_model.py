@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import importlib.util
 import mmap
-import os
 import re
 import shutil
 import struct
@@ -29,6 +28,7 @@ from typing import Any, cast
 
 import structlog
 
+from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.settings import TrainerSettings
@@ -254,10 +254,9 @@ def _convert(path: Path, header: GgufHeader, folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     try:
         _write(path, header, partial)
-        for one in (*partial.iterdir(), partial):
-            _sync(one)
-        partial.rename(folder)
-        _sync(folder.parent)
+        for path_of_file in (*partial.iterdir(), partial):
+            files.fsync(path_of_file)
+        files.replace(partial, folder, sync_folder=True)
     except (OSError, UnsupportedModel):
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -275,13 +274,15 @@ def _write(path: Path, header: GgufHeader, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
-    from penstock.trainer.learner.loaded_model_check import check_loaded  # noqa: PLC0415
+    from penstock.trainer.learner.load_model import check_loaded  # noqa: PLC0415
 
     transformers_logging.disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(path.parent, **source)
     with torch.device("meta"):
-        described = sum(one.numel() for one in cast(Any, AutoModelForCausalLM).from_config(config).parameters())
+        described = sum(
+            parameter.numel() for parameter in cast(Any, AutoModelForCausalLM).from_config(config).parameters()
+        )
     if described > header.num_elements:
         raise UnsupportedModel(
             f"model.path = {path}: its values describe {described} parameters, its tensors have {header.num_elements}; "
@@ -321,11 +322,3 @@ def _lock(path: Path) -> Iterator[None]:
                     ) from None
                 time.sleep(_POLL_S)
         yield
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -32,7 +32,6 @@ class ImageReader:
     """
 
     def __init__(self, get: Callable[[BlobRef], bytes], processor: ImageProcessor) -> None:
-        """Read objects with ``get``."""
         self._get, self._processor, self._sha256 = get, processor, processor.sha256
         self._files: _Kept[bytes] = _Kept(MAX_FILE_BYTES, len)
         self._processed: _Kept[ProcessedImage] = _Kept(MAX_PATCH_BYTES, lambda found: found.pixel_values.nbytes)

@@ -5,14 +5,13 @@ Rank 0 calls its methods, and all ranks run them (`trainer/rank_orders.py`). Eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.protocol.trajectory import Group
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.trainer import crash_points, process_memory
 from penstock.trainer.algorithm.batch import MicroBatch
@@ -24,16 +23,16 @@ from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.image_reader import ImageReader
-from penstock.trainer.learner.micro_batches import PackStore, Place, check_taught, groups_of, micro_batches_of
+from penstock.trainer.learner.micro_batches import PackStore, check_taught, groups_of, micro_batches_of
 from penstock.trainer.learner.pair_planner import MixedPairs
 from penstock.trainer.learner.policy import Observer, Policy
-from penstock.trainer.learner.policy_weights import CopyOrder, WeightCopies
+from penstock.trainer.learner.policy_weights import WeightCopies
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
-from penstock.trainer.learner.step_figures import RowRecorder, StepFigures, batch_figures, pass_figures
+from penstock.trainer.learner.step_metrics import RowRecorder, StepMetrics, batch_metrics, pass_metrics
 from penstock.trainer.learner.step_plan import Capacity, Passes, ReadyGroup, StepPlan
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
-from penstock.trainer.publishing.snapshot import Weights
+from penstock.trainer.publishing.weight_buckets import Weights
 from penstock.trainer.rank_orders import LeaderOnly, RankProgram, on_all_ranks
 
 
@@ -69,7 +68,6 @@ class Learner(RankProgram):
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
         self._publisher: RankPublisher | None = None
-        self._num_copies = 0
         self._copies = WeightCopies(policy, dims, self.copied_root)
 
     @property
@@ -92,25 +90,25 @@ class Learner(RankProgram):
         super().follow()
 
     @on_all_ranks
-    def step(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepFigures:
+    def step(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepMetrics:
         """Make the optimizer step or steps of a batch; groups of the plan that are not ``ready`` are fetched.
 
-        The figures keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
+        The metrics keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
         """
-        return self._train(plan, self._groups(plan, ready), keep_rows)
+        return self._learn(plan, ready, keep_rows)
 
     @on_all_ranks
     def measure(
         self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Report what a step on a batch would minimise, without making it; of several optimizer steps the first pass.
 
         Nothing is refused: loss and log-probabilities may be no finite numbers.
         """
         steps_done = self.policy.steps_done
-        figures = self._train(plan, self._groups(plan, ready), keep_rows, measures=True)
+        metrics = self._learn(plan, ready, keep_rows, measures=True)
         self.policy.steps_done = steps_done
-        return figures
+        return metrics
 
     @on_all_ranks
     def reference_gaps(
@@ -119,7 +117,8 @@ class Learner(RankProgram):
         """Return each row's estimated KL from its sampler to the reference, summed over its tokens."""
         if self._reference is None:
             raise ValueError("the KL to the reference was requested, and no reference is loaded")
-        groups, share = self._groups(plan, ready), self._share.index
+        share = self._share.index
+        groups = groups_of(plan, share, ready, self._packs)
         if isinstance(self._reference, RemoteReference):
             check_taught(groups.values(), with_top=False)
         gaps = [0.0] * len(plan.rows)
@@ -136,7 +135,6 @@ class Learner(RankProgram):
 
     @on_all_ranks
     def snapshot(self) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU of rank 0."""
         return self.policy.weights.snapshot()
 
     @on_all_ranks
@@ -152,9 +150,9 @@ class Learner(RankProgram):
         holds more than its buckets and one tensor, even if weights have to be gathered. ``as_adapter`` copies the
         adapters to rank 0, and once the base that they are applied to. Before the first step the base is published.
         """
-        self._num_copies += 1
-        order = CopyOrder(self._num_copies, dtype, as_adapter, tuple(wanted), self.bucket_bytes)
-        return self._copies.copy(order, self._publisher)
+        return self._copies.copy(
+            dtype, self._publisher, as_adapter=as_adapter, wanted=wanted, bucket_bytes=self.bucket_bytes
+        )
 
     @on_all_ranks
     def copied_root(self) -> str:
@@ -180,35 +178,30 @@ class Learner(RankProgram):
             self._critic.load(folder)
         self.policy.load(folder)
 
-    def _groups(self, plan: StepPlan, ready: Iterable[ReadyGroup]) -> dict[Place, Group]:
-        return groups_of(plan, self._share.index, ready, self._packs)
-
     def _capture(self) -> CapturedState:
         critic = [self._critic.capture()] if self._critic is not None else []
         return CapturedState([*critic, self.policy.capture()])
 
-    def _train(
-        self, plan: StepPlan, groups: Mapping[Place, Group], keep_rows: int, *, measures: bool = False
-    ) -> StepFigures:
-        recorder = RowRecorder(plan.micro_batches[self._share.index], keep_rows) if keep_rows else None
-        figures = replace(self._learn(plan, groups, recorder, measures=measures), work=self.policy.take_work())
-        return figures if recorder is None else replace(figures, kept=recorder.gather(self._dims))
-
     def _learn(
-        self, plan: StepPlan, groups: Mapping[Place, Group], observe: Observer | None, *, measures: bool
-    ) -> StepFigures:
-        objective = self._objective.with_kl(plan.kl_coefficient)
+        self, plan: StepPlan, ready: Iterable[ReadyGroup], keep_rows: int, *, measures: bool = False
+    ) -> StepMetrics:
+        share, objective, critic = self._share.index, self._objective.with_kl(plan.kl_coefficient), self._critic
+        groups = groups_of(plan, share, ready, self._packs)
         if objective.needs_teacher or isinstance(self._reference, RemoteReference):
             check_taught(groups.values(), with_top=objective.needs_teacher_kl)
-        priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
-        built = micro_batches_of(plan, self._share.index, groups, self._images)
-        batches = [self._complete(batch, objective, priced) for batch in built]
-        if self._critic is None:
-            return self._update(batches, plan.passes, objective, observe, waits=measures)
-        credited = self._critic.credit(batches, plan.token_kl)
-        waits = measures or self._critic.learns_alone(self.policy.steps_done)
-        figures = self._update(credited.micro_batches, plan.passes, objective, observe, waits=waits)
-        return figures if measures else replace(figures, critic=self._critic.learn(credited))
+        recorder = RowRecorder(plan.micro_batches[share], keep_rows) if keep_rows else None
+        priced = critic.kl_form if critic is not None and plan.token_kl > 0.0 else None
+        built = micro_batches_of(plan, share, groups, self._images)
+        batches: Sequence[MicroBatch] = [self._complete(batch, objective, priced) for batch in built]
+        if critic is None:
+            metrics = self._update(batches, plan.passes, objective, recorder, waits=measures)
+        else:
+            credited = critic.credit(batches, plan.token_kl)
+            waits = measures or critic.learns_alone(self.policy.steps_done)
+            metrics = self._update(credited.micro_batches, plan.passes, objective, recorder, waits=waits)
+            metrics = metrics if measures else replace(metrics, critic=critic.learn(credited))
+        kept = None if recorder is None else recorder.gather(self._dims)
+        return replace(metrics, work=self.policy.take_work(), kept=kept)
 
     def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
         """Add the other policies' log-probabilities; ``priced`` is the form of a KL in every token's reward."""
@@ -230,7 +223,7 @@ class Learner(RankProgram):
         observe: Observer | None,
         *,
         waits: bool = False,
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Make the optimizer steps of a batch; with ``waits`` only measure it, in one pass.
 
         ``observe`` is called in the first pass, which takes the micro-batches in their order.
@@ -241,7 +234,7 @@ class Learner(RankProgram):
             return take_step([*batches, *pairs], mixed, self._reference, observe=observe)
         if passes is None:
             return take_step(self._bounded(batches), objective, self._reference, observe=observe)
-        pieces, made = passes.cut(batches), list[list[StepFigures]]()
+        pieces, made = passes.cut(batches), list[list[StepMetrics]]()
         for order in passes.orders[:1] if waits else passes.orders:
             made.append([])
             for number in order:
@@ -249,10 +242,10 @@ class Learner(RankProgram):
                 watching = observe if len(made) == 1 else None
                 made[-1].append(take_step(bounded, objective, self._reference, ends_batch=False, observe=watching))
                 crash_points.reach(CrashPoint.UPDATED)
-            if passes.is_exceeded(pass_figures(made[-1]).kl_proximal):  # the same on every rank
+            if passes.is_exceeded(pass_metrics(made[-1]).kl_proximal):  # the same on every rank
                 break
         self.policy.end_batch(has_learned=not waits)
-        return batch_figures(made)
+        return batch_metrics(made)
 
     def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return the micro-batches of an optimizer step with the drift limit of all of them, if the objective has one."""

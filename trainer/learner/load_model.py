@@ -1,7 +1,12 @@
-"""Loads Hugging Face model folders as the policy, the frozen reference, or the backbone of a critic."""
+"""Loads Hugging Face model folders as the policy, the frozen reference, or the backbone of a critic.
+
+transformers gives random numbers to tensors that are missing, and reads NaN without an error: `check_loaded` refuses both.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,6 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter, experts, vision
 from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.attention.models import attention_of, why_not_packed
-from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder, check_routers
 from penstock.trainer.learner.policy import Policy
@@ -24,6 +28,29 @@ from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.step_watch import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
+
+check_log = structlog.get_logger("trainer.loaded_model_check")
+
+_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
+_SHOWN = 3
+
+
+def check_loaded(model: nn.Module, report: Mapping[str, Any], folder: Path) -> None:
+    """Check that every tensor of a model came from its folder and is finite; raises UnsupportedModel."""
+    missing = sorted(str(name) for name in report["missing_keys"])
+    unused = sorted(str(name) for name in report["unexpected_keys"])
+    more_layers = [name for name in unused if _LAYER.search(name)]
+    for what, names in (("the files have no", missing), ("config.json has no", more_layers)):
+        if names:
+            raise UnsupportedModel(
+                f"model.path = {folder}: {what} {', '.join(names[:_SHOWN])} ({len(names)} tensors): they would be random, or "
+                "be left out; set it to a folder whose config.json belongs to its weights"
+            )
+    if unused:
+        check_log.warning("tensors of the model folder are not used", num_tensors=len(unused), first=unused[:_SHOWN])
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
+            raise UnsupportedModel(f"model.path = {folder}: {name} has NaN or infinite numbers; restore the file")
 
 
 def offload_activations(body: nn.Module) -> None:
@@ -58,7 +85,7 @@ def load_policy(
         how: Optimizer, schedule, ZeRO stage and dtype.
         dims: How the ranks share the work.
         temperature: Divides the logits; the sampling temperature of the rollouts.
-        adapters: Folder of published adapters, in PEFT's form, that those of the policy begin with; None: they begin anew.
+        adapters: Folder of published adapters, in PEFT's form, that those of the policy begin with; None: they start from their first values.
 
     Raises:
         UnsupportedModel: The folder is missing or holds no causal language model, or the adapters are others than ``how`` says.
@@ -141,7 +168,7 @@ def from_folder(
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # `check_loaded` says in our words what is missing
+    transformers_logging.set_verbosity_error()  # `check_loaded` reports what is missing
     try:
         if dims is not None and dims.layout.ranks_of_rows > 1:
             _check_layout(getattr(transformers, loader), folder, dims, **options)
@@ -188,7 +215,9 @@ def prepare(model: Any, how: Optimisation) -> None:
     backends.use(how.attention)
     model.config.use_cache = False
     if how.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers renamed the method, and warns about the former name.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     if how.activation_offload:
         offload_activations(model.base_model)
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.trainer.algorithm.distillation import kl_from_teacher
-from penstock.trainer.algorithm.kl import kl_full
+from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.algorithm.stream_images import StreamImages
@@ -147,7 +146,6 @@ class CompletionScorer(nn.Module):
         return self._shares.sum(self.routing.figures())
 
     def around(self, language_model: nn.Module) -> CompletionScorer:
-        """Return the same around another model of the kind."""
         return CompletionScorer(language_model, self._temperature)
 
     def scores(

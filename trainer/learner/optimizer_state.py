@@ -130,9 +130,7 @@ class OptimizerState:
     def _flat_places(self) -> Iterator[Place]:
         zero = self._engine.optimizer
         flat = getattr(zero, "single_partition_of_fp32_groups", None)
-        partitions = (
-            zero.fp32_groups_flat_partition if flat is None else flat
-        )  # the former: bf16 with float32 gradients
+        partitions = zero.fp32_groups_flat_partition if flat is None else flat  # None: bf16 with float32 gradients
         for name, parameter in self._named.items():
             if (mapping := parameter._hp_mapping) is not None:  # None: other ranks have all of it
                 own, place = mapping.lp_fragment_address, mapping.hp_fragment_address

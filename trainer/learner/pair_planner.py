@@ -27,7 +27,7 @@ from penstock.trainer.learner.preference_objective import (
     answers_of,
     build_pairs,
     coupled_loss,
-    mean_figures,
+    mean_metrics,
     mismatched,
     plan_pairs,
 )
@@ -55,9 +55,9 @@ class PairPlanner:
         self._policy = policy
         self._dims = dims
         self._budget = budget_tokens
-        self._couples = any(one.loss.couples_pairs for one in chosen.losses)
+        self._couples = any(weighed.loss.couples_pairs for weighed in chosen.losses)
         self._is_weighted = chosen.weighting == "wpo"
-        self._needs_kl = any(one.loss.needs_kl for one in chosen.losses)
+        self._needs_kl = any(weighed.loss.needs_kl for weighed in chosen.losses)
         self.preference = Preference(
             chosen.losses, chosen.divergence, chosen.alpha, chosen.length_alpha, chosen.reward_scale
         )
@@ -109,7 +109,6 @@ class PairPlanner:
 
     @property
     def needs_kl(self) -> bool:
-        """Whether a loss reads `kl`."""
         return self._needs_kl
 
     def _own(self, pairs: Sequence[Pair], stored: Tensor | None) -> Iterator[Numbered]:
@@ -250,12 +249,12 @@ def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
     return pairs
 
 
-def pair_figures(sums: Mapping[str, float]) -> dict[str, float]:
+def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return what a step reports about its pairs, by the names of `telemetry/metrics.py`; empty for a step without pairs."""
     own = {name.removeprefix(_PREFIX): value for name, value in sums.items() if name.startswith(_PREFIX)}
     if not own:
         return {}
-    means = mean_figures(own, int(own["num_chosen"]))
+    means = mean_metrics(own, int(own["num_chosen"]))
     return {
         "pair_loss": own["loss"],
         "pair_accuracy": means["rewards/accuracies"],

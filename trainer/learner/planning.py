@@ -9,10 +9,9 @@ from statistics import fmean
 from typing import Any, Literal
 
 from penstock.protocol.packs.step_logprobs import MAX_GROUPS, MAX_ROWS, MAX_TOKENS
-from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.credit import AlgorithmState, Scored, credit_rule
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import (
     Passes,
     ReadyGroup,
@@ -28,7 +27,7 @@ OUTLIER_STEP = "outlier_step"  # why trajectories were not trained on, beside th
 
 
 class Planner:
-    """Rank 0's planner; call `plan`, then `learned` with the step's figures."""
+    """Rank 0's planner; call `plan`, then `learned` with the step's metrics."""
 
     def __init__(self, settings: TrainerSettings, learner: Learner, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's ``state``; an empty one starts a run.
@@ -84,11 +83,11 @@ class Planner:
             stop_kl=algorithm.stop_kl,
         )
 
-    def learned(self, figures: StepFigures) -> dict[str, Any]:
-        """Update the KL coefficient from the step's measured KL; returns the figures to report about it."""
+    def learned(self, metrics: StepMetrics) -> dict[str, Any]:
+        """Update the KL coefficient from the step's measured KL; returns the metrics to report about it."""
         measured = self._reward_kl
-        if "kl_reference" in figures.sums and measured is None:
-            measured = figures.sums["kl_reference"] / max(1.0, figures.sums["tokens"])
+        if "kl_reference" in metrics.sums and measured is None:
+            measured = metrics.sums["kl_reference"] / max(1.0, metrics.sums["tokens"])
         if measured is None:
             return {}
         used = self._state.kl.coefficient
@@ -97,28 +96,27 @@ class Planner:
         return found if self._reward_kl is None else {**found, "reward_kl": self._reward_kl}
 
     def document(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores."""
         return self._state.to_document()
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One step: its plan, its figures, and what the planner reports."""
+    """One step: its plan, its metrics, and what the planner reports."""
 
     plan: StepPlan
-    figures: StepFigures
+    metrics: StepMetrics
     reported: dict[str, Any]
     skipped: Mapping[str, int] = field(default_factory=dict)  # trajectories that changed nothing, by reason
 
     @property
     def left_out(self) -> tuple[int, ...]:
         """The numbers of the optimizer steps that were left out as outliers, from 0."""
-        return tuple(number for number, is_left_out in enumerate(self.figures.left_out) if is_left_out)
+        return tuple(number for number, is_left_out in enumerate(self.metrics.left_out) if is_left_out)
 
     @property
     def updates(self) -> tuple[tuple[int, ...], ...]:
         """The groups of each optimizer step, by their place in the batch; empty: one optimizer step on all of them."""
-        return self.plan.passes.updates(len(self.figures.passes)) if self.plan.passes else ()
+        return self.plan.passes.updates(len(self.metrics.passes)) if self.plan.passes else ()
 
 
 def learn(
@@ -131,20 +129,20 @@ def learn(
 ) -> Learned:
     """Make the optimizer steps on a batch at ``version``; the only code that changes weights, in a run and its replay.
 
-    The figures keep the log-probabilities of the first ``keep_groups`` groups, see `num_kept_rows`.
+    The metrics keep the log-probabilities of the first ``keep_groups`` groups, see `num_kept_rows`.
     """
     plan = planner.plan(batch, version)
-    figures = learner.step(plan, batch, keep_rows=num_kept_rows(plan, batch, keep_groups))
-    return Learned(plan, figures, planner.learned(figures), skipped_trajectories(plan, figures, batch))
+    metrics = learner.step(plan, batch, keep_rows=num_kept_rows(plan, batch, keep_groups))
+    return Learned(plan, metrics, planner.learned(metrics), skipped_trajectories(plan, metrics, batch))
 
 
-def skipped_trajectories(plan: StepPlan, figures: StepFigures, batch: Sequence[ReadyGroup]) -> dict[str, int]:
+def skipped_trajectories(plan: StepPlan, metrics: StepMetrics, batch: Sequence[ReadyGroup]) -> dict[str, int]:
     """Return how many trajectories changed no weight, by reason: what filters removed, and those of outlier steps alone."""
     skipped = dict(plan.skipped)
-    if not any(figures.left_out):
+    if not any(metrics.left_out):
         return skipped
-    updates = plan.passes.updates(len(figures.passes)) if plan.passes else (tuple(range(len(batch))),)
-    made = {place for places, out in zip(updates, figures.left_out, strict=True) if not out for place in places}
+    updates = plan.passes.updates(len(metrics.passes)) if plan.passes else (tuple(range(len(batch))),)
+    made = {place for places, out in zip(updates, metrics.left_out, strict=True) if not out for place in places}
     planned = {(plan.packs[row.pack].key, row.row_group, row.trajectory) for row in plan.rows}
     skipped[OUTLIER_STEP] = sum(
         (group.pack.key, group.scored.generated.row_group, rows[0]) in planned

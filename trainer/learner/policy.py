@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.distillation import top_of_teacher
+from penstock.trainer.algorithm.kl import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
@@ -25,7 +25,7 @@ from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
-from penstock.trainer.learner.step_figures import StepFigures, StepSums
+from penstock.trainer.learner.step_metrics import StepMetrics, StepSums
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -61,17 +61,14 @@ class Policy:
 
     @property
     def dtype(self) -> str:
-        """Name of the parameters' dtype, as manifests carry it."""
         return self._trainable.dtype
 
     @property
     def model_class(self) -> str:
-        """Name of the model's class in `transformers`."""
         return type(self._scorer.language_model).__name__
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the model knows."""
         return int(self._scorer.language_model.config.get_text_config().vocab_size)
 
     def scorer_around(self, model: nn.Module) -> nn.Module:
@@ -101,7 +98,7 @@ class Policy:
         *,
         ends_batch: bool = True,
         observe: Observer | None = None,
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
@@ -109,16 +106,7 @@ class Policy:
         the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
         Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
         """
-        sums_of_step = StepSums()
-        for number, batch in enumerate(micro_batches, start=1):
-            self._trainable.begin(is_last=number == len(micro_batches))
-            outcome = self._outcome(batch.to(self.device), objective, reference)
-            sums_of_step.add(outcome)
-            self._trainable.backward(outcome.loss)
-            self._work = self._work.plus(self._cost.backward(self._load(batch)))
-            if observe is not None:
-                observe(outcome.tokens, batch)
-        loss, sums, maxima = sums_of_step.over(self._dims)
+        loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=True)
         if not math.isfinite(loss):
             raise TrainingDiverged(
                 f"the loss of step {self.steps_done + 1} is {loss}, not a finite number; nothing of this step is kept. Look at the data "
@@ -127,7 +115,7 @@ class Policy:
         lr_factor = objective.lr_factor(sums)
         update = self._trainable.update(lr_factor, ends_batch=ends_batch)
         self.steps_done += ends_batch
-        return StepFigures(
+        return StepMetrics(
             loss, update.grad_norm, update.lr, sums, maxima,
             lr_factor=lr_factor, layers=update.layers, left_out=(update.is_left_out,),
         )  # fmt: skip
@@ -140,18 +128,35 @@ class Policy:
         *,
         ends_batch: bool = True,
         observe: Observer | None = None,
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
-        sums_of_step = StepSums()
-        with torch.no_grad():
-            for batch in micro_batches:
+        loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=False)
+        self.steps_done += ends_batch
+        return StepMetrics(loss, 0.0, 0.0, sums, maxima)
+
+    def _pass(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        reference: ReferencePolicy | None,
+        observe: Observer | None,
+        *,
+        learns: bool,
+    ) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Compute this rank's micro-batches, with a backward pass if it ``learns``; return loss, sums, maxima over all ranks."""
+        step = StepSums()
+        with torch.set_grad_enabled(learns):
+            for number, batch in enumerate(micro_batches, start=1):
+                if learns:
+                    self._trainable.begin(is_last=number == len(micro_batches))
                 outcome = self._outcome(batch.to(self.device), objective, reference)
-                sums_of_step.add(outcome)
+                step.add(outcome)
+                if learns:
+                    self._trainable.backward(outcome.loss)
+                    self._work = self._work.plus(self._cost.backward(self._load(batch)))
                 if observe is not None:
                     observe(outcome.tokens, batch)
-        self.steps_done += ends_batch
-        loss, sums, maxima = sums_of_step.over(self._dims)
-        return StepFigures(loss, 0.0, 0.0, sums, maxima)
+        return step.over(self._dims)
 
     def take_work(self) -> Work:
         """Return what all ranks have computed since the last call; collective."""
@@ -235,11 +240,7 @@ class Policy:
             logits = reference.logits(batch)
         top = top_of_teacher(batch) if objective.needs_teacher_kl else None
         read = self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits, kl_from=top)
-        is_read = {
-            "entropies": objective.needs_entropy,
-            "full_kl": logits is not None,
-            "teacher_kl": top is not None,
-        }
+        is_read = {"entropies": objective.needs_entropy, "full_kl": logits is not None, "teacher_kl": top is not None}
         logprobs, *scores = torch.atleast_2d(read)
         names = [name for name, is_on in is_read.items() if is_on]
         outcome = objective(logprobs, batch, **dict(zip(names, scores, strict=True)))

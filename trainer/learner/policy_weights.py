@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -19,8 +18,15 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Weights
-from penstock.trainer.publishing.weight_buckets import TensorSink, WeightBuckets, assign_buckets
+from penstock.trainer.publishing.weight_buckets import (
+    AdapterBase,
+    AdapterWeights,
+    ModelWeights,
+    TensorSink,
+    WeightBuckets,
+    Weights,
+    assign_buckets,
+)
 
 if TYPE_CHECKING:
     from penstock.trainer.learner.policy import Policy
@@ -32,7 +38,6 @@ class PolicyWeights:
     """Copies of a policy's weights; `snapshot`, `copy_to` and `adapter_tensors` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
-        """Called by `Policy`."""
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims
@@ -68,7 +73,6 @@ class PolicyWeights:
         self._visit(sink.names.__contains__, sink.put, merge=merge, rounding=rounding)
 
     def adapter_config(self) -> AdapterConfig | None:
-        """Return the adapters' configuration; None without adapters."""
         return adapter.config(self._scorer)
 
     def modules_beside_adapters(self) -> list[str]:
@@ -143,17 +147,6 @@ def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to("cpu", copy=True).contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOrder:
-    """What to copy, and what may be released first; the same on all ranks."""
-
-    copy_id: int
-    dtype: str | None  # to round to; None: as trained
-    as_adapter: bool
-    wanted: tuple[int, ...]  # ids of older copies that are still to be published
-    bucket_bytes: int
-
-
 class WeightCopies:
     """Copies the policy's weights on one rank. `copy` and `root` are called on all ranks together."""
 
@@ -162,46 +155,51 @@ class WeightCopies:
         self._policy = policy
         self._dims = dims
         self._all_ranks_root = all_ranks_root
+        self._num_copies = 0
         self._hashed: Future[list[TensorDigest]] | None = None  # of the model that was copied last
         self._base: tuple[str | None, AdapterBase] | None = None  # dtype that it was rounded to, and the copy
 
-    def copy(self, order: CopyOrder, publisher: RankPublisher | None) -> Weights:
-        """Copy what is published; buckets of a model also go to ``publisher`` (all ranks but 0)."""
-        config = self._policy.weights.adapter_config() if order.as_adapter else None
+    def copy(
+        self,
+        dtype: str | None,
+        publisher: RankPublisher | None,
+        *,
+        as_adapter: bool,
+        wanted: Sequence[int],
+        bucket_bytes: int,
+    ) -> Weights:
+        """Copy what is published, as `Learner.weights` says; buckets of a model also go to ``publisher`` (all ranks but 0)."""
+        self._num_copies += 1
+        weights = self._policy.weights
+        config = weights.adapter_config() if as_adapter else None
         if publisher is not None:
-            publisher.discard(order.wanted)
+            publisher.discard(wanted)
         if config is None:
-            return self._copy_model(order, publisher)
-        if self._base is None or self._base[0] != order.dtype:
-            buckets = self._copy_buckets(order, merge=False)
-            self._base = order.dtype, AdapterBase(buckets, config, self._gather_root(buckets.hashed))
+            self._hashed = None  # releases the copy before while this one is made
+            buckets = self._copy_buckets(dtype, bucket_bytes, merge=True)
+            self._hashed = buckets.hashed
+            if publisher is not None:
+                publisher.hold(buckets)
+            return ModelWeights(buckets, self._all_ranks_root)
+        if self._base is None or self._base[0] != dtype:
+            buckets = self._copy_buckets(dtype, bucket_bytes, merge=False)
+            self._base = dtype, AdapterBase(buckets, config, self._gather_root(buckets.hashed))
             if publisher is not None:
                 publisher.hold(buckets, permanently=True)
-        return self._copy_adapter(order, self._base[1])
+        base = self._base[1]
+        if self._policy.steps_done == 0:  # the adapter is still zero: the base itself is published
+            return ModelWeights(base.buckets, lambda: base.root)
+        factors = {published_name(name): tensor for name, tensor in weights.adapter_tensors(dtype_of(dtype)).items()}
+        return AdapterWeights.of(factors, base, copy_id=self._num_copies)
 
     def root(self) -> str:
         """Return the root of the model that was copied last, on rank 0; collective."""
         return self._gather_root(self._hashed)
 
-    def _copy_model(self, order: CopyOrder, publisher: RankPublisher | None) -> ModelWeights:
-        self._hashed = None  # releases the copy before while this one is made
-        buckets = self._copy_buckets(order, merge=True)
-        self._hashed = buckets.hashed
-        if publisher is not None:
-            publisher.hold(buckets)
-        return ModelWeights(buckets, self._all_ranks_root)
-
-    def _copy_adapter(self, order: CopyOrder, base: AdapterBase) -> Weights:
-        if self._policy.steps_done == 0:  # the adapter is still zero: the base itself is published
-            return ModelWeights(base.buckets, lambda: base.root)
-        tensors = self._policy.weights.adapter_tensors(dtype_of(order.dtype))
-        factors = {published_name(name): tensor for name, tensor in tensors.items()}
-        return AdapterWeights.of(factors, base, copy_id=order.copy_id)
-
-    def _copy_buckets(self, order: CopyOrder, *, merge: bool) -> WeightBuckets:
-        layout = self._policy.weights.layout(dtype_of(order.dtype), bucket_bytes=order.bucket_bytes)
+    def _copy_buckets(self, dtype: str | None, bucket_bytes: int, *, merge: bool) -> WeightBuckets:
+        layout = self._policy.weights.layout(dtype_of(dtype), bucket_bytes=bucket_bytes)
         share = self._dims.buckets
-        buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index], copy_id=order.copy_id)
+        buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index], copy_id=self._num_copies)
         self._policy.weights.copy_to(buckets, merge=merge)
         buckets.seal()
         return buckets
@@ -215,5 +213,4 @@ class WeightCopies:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name."""
     return None if name is None else getattr(torch, name)

@@ -37,14 +37,13 @@ def plan_pairs(pairs: Sequence[Pair], *, budget_tokens: int, num_shares: int) ->
 
 
 def build_pairs(pairs: Sequence[Pair], references: Tensor | None = None) -> PairBatch:
-    """Build the micro-batch of some pairs."""
     rows = [
         _row(pair.prompt, answer, other)
         for pair in pairs
         for answer, other in ((pair.chosen, pair.rejected), (pair.rejected, pair.chosen))
     ]
     plain = build(rows)
-    held = {one.name: getattr(plain, one.name) for one in fields(MicroBatch)}
+    held = {field.name: getattr(plain, field.name) for field in fields(MicroBatch)}
     return PairBatch(**held, num_pairs=len(pairs), references=references)
 
 
@@ -137,10 +136,9 @@ class Preference:
         return losses if answers.weights is None else losses * answers.weights[0::2] * answers.weights[1::2]
 
     def figures(self, answers: Answers) -> dict[str, Tensor]:
-        """Return the sums over pairs of what a step reports."""
         held = answers.weighed.detach()
         rewards = self.reward_scale * (held - answers.reference)
-        if any(one.loss.averages for one in self.losses):
+        if any(weighed.loss.averages for weighed in self.losses):
             rewards = self.reward_scale * held / answers.lengths
         is_there = (answers.lengths > 0).double()
         chosen, rejected = rewards[0::2], rewards[1::2]
@@ -186,7 +184,6 @@ class PreferenceObjective(PlainObjective):
     kl: float = 0.0
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
-        """Return the loss of a micro-batch of pairs."""
         assert isinstance(batch, PairBatch)
         answers = answers_of(logprobs, batch, self.preference.length_alpha)
         if batch.gradients is None:
@@ -200,7 +197,7 @@ class PreferenceObjective(PlainObjective):
         return Outcome(loss=loss.float() if batch.num_pairs else logprobs.sum(), sums=sums, maxima={})
 
 
-def mean_figures(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
+def mean_metrics(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
     """Return the reported means over the pairs of a batch; with rows of one answer over the answers of each kind."""
     counts = {"chosen": sums["num_chosen"], "rejected": sums["num_rejected"]}
     if set(counts.values()) == {float(num_pairs)}:

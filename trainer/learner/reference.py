@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.distillation import of_teacher
+from penstock.trainer.algorithm.kl import of_teacher
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
+
+if TYPE_CHECKING:
+    from penstock.trainer.learner.policy import Policy
 
 
 def park(module: nn.Module, device: torch.device) -> None:
@@ -28,8 +31,6 @@ def park(module: nn.Module, device: torch.device) -> None:
 
 
 class _Hooks:
-    """The hooks of one submodule."""
-
     def __init__(self, part: nn.Module, device: torch.device) -> None:
         self._part, self._device = part, device
         self._parked = {name: one for name, one in part._parameters.items() if one is not None}
@@ -75,23 +76,10 @@ class RemoteReference:
         raise ValueError("whole distributions of a remote reference are not stored; use another form of the KL")
 
 
-class Adapted(Protocol):
-    """A policy whose adapters can be switched off."""
-
-    def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch under the model that training started from; [N] float32."""
-        ...
-
-    def logits_without_adapter(self, batch: MicroBatch) -> Logits:
-        """Return the logits of a micro-batch under the model that training started from."""
-        ...
-
-
 class WithoutAdapter:
     """The policy with its adapters switched off: the model that it started from, without extra memory."""
 
-    def __init__(self, policy: Adapted) -> None:
-        """Wrap a policy that trains adapters."""
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -116,7 +104,6 @@ class Reference:
             self._scorer.to(device)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch; [N] float32 on the batch's device."""
         with torch.no_grad():
             return self._read(batch).to(batch.input_ids.device)
 

@@ -147,7 +147,6 @@ def _by_heads(states: Tensor, group: RankSubgroup) -> Tensor:
 
 
 def _by_tokens(states: Tensor, group: RankSubgroup) -> Tensor:
-    parts = group.exchange(
-        states[0].unflatten(1, (group.size, -1)).transpose(0, 1)
-    )  # [S, H / S, W, D], some heads from each
+    heads = states[0].unflatten(1, (group.size, -1)).transpose(0, 1)
+    parts = group.exchange(heads)  # [S, H / S, W, D], some heads from each
     return parts.flatten(0, 1)[None]

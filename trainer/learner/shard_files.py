@@ -30,9 +30,7 @@ from penstock.trainer.errors import CheckpointError
 
 WEIGHT = "weight"  # the kind of a fragment that holds float32 master weights; other kinds are the optimizer's
 _FORMAT = "penstock_shard.v1"
-_FORMAT_OF_PARTS = (
-    "penstock_shard.v2"  # with parameters that are cut; releases before it would read parts as whole parameters
-)
+_FORMAT_OF_PARTS = "penstock_shard.v2"  # parameters that are cut, which earlier releases would read as whole ones
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _PATTERN = "rank*.safetensors"
 
@@ -45,7 +43,6 @@ class Cut:
     count: int
 
     def part_of(self, whole: Tensor, index: int) -> Tensor:
-        """Return one of the parts."""
         return whole.chunk(self.count, self.dim)[index]
 
 
@@ -79,7 +76,6 @@ class Shard:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(t.nbytes for fragment in self.fragments for t in fragment.tensors.values())
 
     def write(self, folder: Path) -> None:
@@ -91,7 +87,7 @@ class Shard:
             "rank": self.rank,
             "num_ranks": self.num_ranks,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "starts": {one.name: one.start for one in self.fragments},
+            "starts": {fragment.name: fragment.start for fragment in self.fragments},
             "state": dict(self.state),
         }
         if self.parts:
@@ -144,11 +140,9 @@ class ShardFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the files."""
         self._opened.close()
 
     def kinds(self, name: str) -> list[str]:
-        """Return the kinds that are stored of a parameter."""
         first = name if name not in self._cuts else _of_part(name, 0)
         keys = self._pieces.keys()
         return [key.rpartition("#")[2] for key in keys if key.rpartition("#")[0] == first]

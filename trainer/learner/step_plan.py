@@ -86,7 +86,6 @@ class ReadyGroup:
 
     @property
     def group_id(self) -> str:
-        """Id of the group."""
         return self.scored.generated.group_id
 
     @property
@@ -144,9 +143,7 @@ class StepPlan:
     token_kl: float = 0.0  # coefficient of the KL in every token's reward, in a run with a critic
     least_age: int = 0  # of any token: 1 if no version of this run sampled it
     kl_coefficient: float | None = None  # of the KL in the loss, if it is adaptive; None: that of the objective
-    passes: Passes | None = (
-        None  # the optimizer steps, of which each share's micro-batches are in order; None: one step
-    )
+    passes: Passes | None = None  # the optimizer steps, in the order of each share's micro-batches; None: one step
 
 
 def make_plan(
@@ -252,13 +249,7 @@ def _micro_batches(
 
 def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
     """Return a plan with every trajectory of a batch, in its order, to measure them before `make_plan`."""
-    return make_plan(
-        groups,
-        credit=_equal_credit,
-        aggregation="token-sum",
-        max_completion_tokens=1,
-        capacity=capacity,
-    )
+    return make_plan(groups, credit=_equal_credit, aggregation="token-sum", max_completion_tokens=1, capacity=capacity)
 
 
 def by_trajectory(groups: Sequence[ReadyGroup], values: Sequence[float]) -> list[float]:

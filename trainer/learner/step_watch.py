@@ -92,7 +92,6 @@ class Outliers:
         return limit is not None and norm > limit
 
     def restore(self, norms: Iterable[float]) -> None:
-        """Continue with the norms of a checkpoint."""
         self.norms = deque(norms, maxlen=WINDOW)
 
 
@@ -102,7 +101,7 @@ Sum = Callable[[Sequence[float]], list[float]]  # over the ranks
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFigures:
+class LayerMetrics:
     """What a step did to the parameters of a group of layers."""
 
     grad_norm: float  # before clipping
@@ -149,7 +148,7 @@ class StepWatch:
         """Whether the step since `begin` was left out."""
         return bool(self._leaves_out)
 
-    def figures(self, norm: float, add_up: Sum) -> dict[str, LayerFigures]:
+    def figures(self, norm: float, add_up: Sum) -> dict[str, LayerMetrics]:
         """Return what the step since `begin` did, over all ranks; ``norm`` is that of the whole gradient, before clipping."""
         flat = add_up([value for name in self._names for value in self._squares[name]])
         by_name = {name: flat[3 * number : 3 * number + 3] for number, name in enumerate(self._names)}
@@ -157,7 +156,7 @@ class StepWatch:
         by_name[ALL] = [sum(by_name[kind][number] for kind in kinds) for number in range(3)]
         total = by_name[ALL][0]
         return {
-            name: LayerFigures(
+            name: LayerMetrics(
                 grad_norm=norm * math.sqrt(gradient / total) if total > 0.0 else 0.0,
                 update_ratio=math.sqrt(update / weights) if weights > 0.0 else None,
             )

@@ -35,7 +35,6 @@ class WeightShares:
 
     @property
     def share(self) -> Share:
-        """This rank's share of every weight that is cut."""
         return Share() if self.group is None else Share(self.group.index, self.group.size)
 
     def expose_plan(self, module: nn.Module, model: Any) -> None:
@@ -45,7 +44,6 @@ class WeightShares:
             module._tp_plan = dict(model.config.get_text_config().base_model_tp_plan)  # type: ignore[assignment]
 
     def config(self) -> dict[str, Any]:
-        """Return the part of DeepSpeed's configuration."""
         if self.group is None:
             return {}
         return {"tensor_parallel": {"autotp_size": self.group.size, "vocab_parallel_lm_head": False}}
@@ -78,7 +76,6 @@ class WeightShares:
         return parameter if cut is None or self.group is None else self.group.gather(parameter.detach(), cut.dim)
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """Return the shape of a parameter of all ranks' shares."""
         shape = list(getattr(parameter, "ds_shape", parameter.shape))  # one that ZeRO partitions looks empty
         if (cut := cut_of(parameter)) is not None:
             shape[cut.dim] *= cut.count

@@ -36,7 +36,7 @@ from penstock.trainer.learner.deepspeed_config import (
 )
 from penstock.trainer.learner.optimizer_state import OptimizerState
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
-from penstock.trainer.learner.step_watch import LayerFigures, Outliers, StepWatch
+from penstock.trainer.learner.step_watch import LayerMetrics, Outliers, StepWatch
 from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.parallel_dims import ParallelDims
@@ -102,11 +102,9 @@ def optimisation(
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimizer step did."""
-
     grad_norm: float  # before clipping
     lr: float
-    layers: Mapping[str, LayerFigures] = field(default_factory=dict)  # by group of layers, if they are watched
+    layers: Mapping[str, LayerMetrics] = field(default_factory=dict)  # by group of layers, if they are watched
     is_left_out: bool = False  # an outlier: nothing has changed
 
 
@@ -122,7 +120,6 @@ class _Schedule(LambdaLR):
             group["lr"] = rate
 
     def continue_after(self, num_batches: int) -> None:
-        """Set the rate of the batch after ``num_batches``."""
         self.last_epoch, self._step_count = num_batches, num_batches + 1
         self._last_lr = [
             base * factor(num_batches) for factor, base in zip(self.lr_lambdas, self.base_lrs, strict=True)
@@ -196,11 +193,9 @@ class Trainable:
 
     @property
     def dtype(self) -> str:
-        """Name of the parameters' dtype, as manifests carry it."""
         return str(next(self.module.parameters()).dtype).removeprefix("torch.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module forward."""
         return self._engine(*args, **kwargs)
 
     def begin(self, *, is_last: bool) -> None:
@@ -234,14 +229,13 @@ class Trainable:
         self._engine.step({"ends_batch": ends_batch})  # the scheduler sets the next step's rate
         norm = self._engine.get_global_grad_norm()
         norm = self._own_norm if norm is None else float(norm)
-        if not self._engine.was_step_applied():  # the other stages leave such a step out without a word
+        if not self._engine.was_step_applied():  # the other stages leave such a step out without an error
             raise _diverged(norm, self._engine.global_steps)
         if self._watch is None:
             return Update(norm, lr)
         return Update(norm, lr, self._watch.figures(norm, self._dims.ranks.sum), self._watch.left_out)
 
     def end_batch(self) -> None:
-        """Advance the schedule to the next batch."""
         self._engine.lr_scheduler.step()
 
     @contextlib.contextmanager

@@ -22,7 +22,6 @@ def tower_of(model: Any) -> Any:
 
 
 def is_of_tower(name: str) -> bool:
-    """Return True for the name of a parameter of a vision tower."""
     return "model.visual." in name
 
 

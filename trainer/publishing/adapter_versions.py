@@ -12,8 +12,8 @@ from penstock.protocol.weights.version_reader import UNUSABLE
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, Snapshot
 from penstock.trainer.publishing.version_writer import Content, Label, StoredVersion, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot
 
 log = structlog.get_logger("trainer.published_base")
 
@@ -22,7 +22,6 @@ class PublishedBase:
     """The base of this session's adapters. Used by one thread."""
 
     def __init__(self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator) -> None:
-        """Read nothing before the first call."""
         self._blobs = connections.blobs
         self._writer = writer
         self._coordinator = coordinator
@@ -43,7 +42,7 @@ class PublishedBase:
         self._coordinator.hold(base.buckets)
         stored = self._coordinator.store_whole(base.buckets.copy_id, label.version)
         content = Content(base.buckets.layout, files, stored, base.root)
-        self._found = self._writer.full_snapshot(label, content, parent=None)
+        self._found = self._writer.write("anchor", label, content, parent=None)
         return self._found.as_anchor
 
     def repair(self, base: AdapterBase, files: tuple[ModelFile, ...]) -> AnchorRef:
@@ -141,9 +140,10 @@ class AdapterVersions:
         finally:
             self._alone.discard(())
         files = self._writer.adapter_files(weights.base.config.to_json())
-        return self._writer.adapter(
+        return self._writer.write(
+            "adapter",
             Label(snapshot.version, snapshot.step, self._epoch),
             Content(weights.buckets.layout, files, stored, weights.root()),
             parent=parent,
-            base=base,
+            anchor=base,
         )

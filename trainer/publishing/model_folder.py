@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from penstock.protocol.files import atomic_write
 from penstock.protocol.weights.layout import WeightLayout, shard_header, shard_index, shard_name
 from penstock.trainer.errors import UnsupportedModel
 
@@ -40,7 +41,6 @@ class ModelFiles:
         self._opened = ExitStack()
 
     def __enter__(self) -> ModelFiles:
-        """Create the files."""
         for number in sorted({number for number, _ in self._places.values()}):
             file = self._opened.enter_context((self._folder / _file_name(self._layout, number)).open("wb"))
             header = shard_header(self._layout.buckets[number])
@@ -57,11 +57,9 @@ class ModelFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors in these files."""
         return self._places.keys()
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor, rounded to the layout's dtype."""
         number, placed = self._places[name]
         file, header_bytes = self._files[number]
         dtype = getattr(torch, self._layout.buckets[number].dtype)
@@ -81,7 +79,7 @@ def write_small_files(
     """Write everything of a model folder but its weights, their index included; ``like``, ``dtype``, ``changed`` as in `small_files`."""
     index = {"model.safetensors.index.json": shard_index(layout)} if len(layout.buckets) > 1 else {}
     for name, data in {**small_files(like, dtype, changed), **index}.items():
-        (folder / name).write_bytes(data)
+        atomic_write(folder / name, data, sync=True)
 
 
 def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:

@@ -15,14 +15,14 @@ import structlog
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.layout import WeightLayout
-from penstock.protocol.weights.manifest import AnchorRef, ModelFile, VersionManifest
+from penstock.protocol.weights.manifest import AnchorRef, VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PatchSize, PublishCoordinator
-from penstock.trainer.publishing.snapshot import AdapterBase, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import Content, Label, StoredVersion, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 snapshot_log = structlog.get_logger("trainer.full_snapshots")
@@ -37,7 +37,6 @@ class FullSnapshots:
     """Tracks the newest full snapshot and the patches since, and writes the next one when it is due."""
 
     def __init__(self, writer: VersionWriter, coordinator: PublishCoordinator, policy: FullSnapshotPolicy) -> None:
-        """Start without a full snapshot."""
         self._writer = writer
         self._coordinator = coordinator
         self._policy = policy
@@ -92,7 +91,8 @@ class FullSnapshots:
         started = time.monotonic()
         try:
             stored = self._coordinator.store_retained(snapshot.version)
-            written = self._writer.full_snapshot(
+            written = self._writer.write(
+                "anchor",
                 Label(snapshot.version, snapshot.step, patch.epoch),
                 Content(snapshot.weights.buckets.layout, patch.model_files, stored, patch.state_root),
                 parent=patch.parent,
@@ -178,10 +178,12 @@ class ModelVersions:
         root = self._coordinator.state_root(copy_id)
         diff_s = time.monotonic() - started
         if full_snapshot is None or patch is None or self.full_snapshots.replaces_patch(patch.num_bytes):
-            written = self._store_full(snapshot, files, root, newest)
+            kind, anchor, stored = "anchor", None, self._coordinator.store_whole(copy_id, snapshot.version)
         else:
-            assert newest is not None
-            written = self._store_patch(snapshot, files, root, newest, full_snapshot)
+            kind, anchor, stored = "patch", full_snapshot, self._coordinator.store_patch(copy_id, snapshot.version)
+        label, content = Label(snapshot.version, snapshot.step, self._epoch), Content(layout, files, stored, root)
+        parent = newest.as_ancestor if newest else None
+        written = self._writer.write(kind, label, content, parent=parent, anchor=anchor)
         return StoredVersion(written, _density(patch, layout, written), layout.num_bytes, diff_s)
 
     def committed(self, snapshot: Snapshot[ModelWeights], written: Written) -> None:
@@ -204,43 +206,12 @@ class ModelVersions:
         label = Label(PolicyVersion(manifest.version), manifest.step, self._epoch)
         files = self._writer.small_files(self._dtype, again=True) if self._dtype else manifest.model_files
         content = Content(self._layout, files, self._coordinator.store_committed(label.version), manifest.state_root)
-        written = self._writer.full_snapshot(label, content, parent=manifest.parent)
+        written = self._writer.write("anchor", label, content, parent=manifest.parent)
         self.full_snapshots.restart(written.as_anchor)
         return written
 
     def close(self, deadline_s: float) -> None:
-        """Wait for a full snapshot that is being written in the background."""
         self.full_snapshots.close(deadline_s)
-
-    def _store_full(
-        self,
-        snapshot: Snapshot[ModelWeights],
-        files: tuple[ModelFile, ...],
-        root: str,
-        newest: Written | None,
-    ) -> Written:
-        buckets = snapshot.weights.buckets
-        stored = self._coordinator.store_whole(buckets.copy_id, snapshot.version)
-        content = Content(buckets.layout, files, stored, root)
-        return self._writer.full_snapshot(self._label(snapshot), content, parent=newest.as_ancestor if newest else None)
-
-    def _store_patch(
-        self,
-        snapshot: Snapshot[ModelWeights],
-        files: tuple[ModelFile, ...],
-        root: str,
-        newest: Written,
-        full_snapshot: AnchorRef,
-    ) -> Written:
-        buckets = snapshot.weights.buckets
-        stored = self._coordinator.store_patch(buckets.copy_id, snapshot.version)
-        content = Content(buckets.layout, files, stored, root)
-        return self._writer.patch(
-            self._label(snapshot), content, parent=newest.as_ancestor, full_snapshot=full_snapshot
-        )
-
-    def _label(self, snapshot: Snapshot[ModelWeights]) -> Label:
-        return Label(snapshot.version, snapshot.step, self._epoch)
 
     def _holds(self, newest: Written | None, layout: WeightLayout) -> bool:
         """Return True if the ranks hold the newest version in this layout, reading it from the store if needed."""

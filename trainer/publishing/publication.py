@@ -28,8 +28,8 @@ from penstock.trainer.publishing.adapter_versions import AdapterVersions
 from penstock.trainer.publishing.head import HeadKey
 from penstock.trainer.publishing.model_versions import ModelVersions
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, Snapshot, Weights
 from penstock.trainer.publishing.version_writer import Label, VersionKind, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot, Weights
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 log = structlog.get_logger("trainer.publication")
@@ -141,7 +141,6 @@ class VersionPublisher:
         return True
 
     def close(self, deadline_s: float) -> None:
-        """Wait for what is being stored in the background."""
         for kind in (self._models, self._adapters):
             kind.close(deadline_s)
 

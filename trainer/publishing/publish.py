@@ -28,8 +28,8 @@ from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.head import PublishedVersions
 from penstock.trainer.publishing.publication import Publication, VersionPublisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterBase, Snapshot, Weights
 from penstock.trainer.publishing.version_writer import Label, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, Snapshot, Weights
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ class Refusals:
     """Collects the refusals of workers. Not thread-safe: guarded by its owner's lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without a refusal."""
         self._refused: OrderedDict[str, set[str]] = OrderedDict()  # sha256 of a manifest -> workers that cannot use it
         self._num_republications: Counter[int] = Counter()  # by version
         self._clock = clock
@@ -67,7 +66,6 @@ class Refusals:
         return newest is not None and newest.reference.sha256 == fact.manifest.sha256
 
     def need_republication(self, newest: Written | None) -> bool:
-        """Return True if the newest version should be published again."""
         if newest is None:
             return False
         workers = self._refused.get(newest.reference.sha256, set())
@@ -188,7 +186,6 @@ class Publisher:
         self._versions.store_base(base, Label(version, step, self._epoch), dtype)
 
     def pinned(self) -> set[PolicyVersion]:
-        """Return the versions that garbage collection must keep."""
         with self._changed:
             return set(self._pinned)
 
@@ -210,7 +207,6 @@ class Publisher:
             return self._wanted()
 
     def check(self) -> None:
-        """Raise PublicationFailed if a publication has failed."""
         with self._changed:
             self._raise_failure()
 
@@ -265,7 +261,7 @@ class Publisher:
             try:
                 fact = decode(message.data, WeightsPublished)
             except WireError as err:
-                log.warning("announcement of weights skipped: it is none", error=str(err))
+                log.warning("message that is no announcement of weights skipped", error=str(err))
                 continue
             found[PolicyVersion(fact.version)] = fact
         return found

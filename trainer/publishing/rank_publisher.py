@@ -248,7 +248,6 @@ class PublishCoordinator:
         self._own.discard(wanted)
 
     def state_root(self, copy_id: int) -> str:
-        """Return the root of a copy of the weights."""
         return _root(self._orders.ask(RankPublisher.digests, copy_id))
 
     def read_head(self, head: BlobRef, version: PolicyVersion) -> str:
@@ -261,7 +260,6 @@ class PublishCoordinator:
         return PatchSize(sum(size.num_bytes for size in sizes), sum(size.num_changed for size in sizes))
 
     def store_patch(self, copy_id: int, version: PolicyVersion) -> StoredObjects:
-        """Have every rank store what it compared last."""
         attempt = _attempt()
         return _joined(attempt, self._orders.ask(RankPublisher.store_patch, copy_id, version, attempt))
 

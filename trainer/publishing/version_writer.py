@@ -26,7 +26,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.model_folder import small_files
 from penstock.trainer.publishing.rank_publisher import StoredObjects
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
@@ -54,8 +54,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Which version this is."""
-
     version: PolicyVersion
     step: int
     epoch: int
@@ -90,38 +88,22 @@ class VersionWriter:
         trusted_keys = None if self._signing_key is None else self._signing_key.trusted
         return WeightReader(self._blobs, self._run_id, trusted_keys=trusted_keys)
 
-    def patch(self, label: Label, content: Content, *, parent: Ancestor, full_snapshot: AnchorRef) -> Written:
-        """Write the manifest of a patch, whose objects hold what changed since its parent."""
-        crash_points.reach(CrashPoint.SHARDS_STORED)
-        return self._write("patch", label, content, parent=parent, anchor=full_snapshot)
-
-    def full_snapshot(
-        self,
-        label: Label,
-        content: Content,
-        *,
-        parent: Ancestor | None,
-        point: CrashPoint = CrashPoint.SHARDS_STORED,
-    ) -> Written:
-        """Write the manifest of a full snapshot, whose objects hold whole buckets."""
-        crash_points.reach(point)
-        return self._write("anchor", label, content, parent=parent, anchor=None)
-
-    def adapter(self, label: Label, content: Content, *, parent: Ancestor | None, base: AnchorRef) -> Written:
-        """Write the manifest of an adapter of one bucket, applied to a base."""
-        crash_points.reach(CrashPoint.SHARDS_STORED)
-        return self._write("adapter", label, content, parent=parent, anchor=base)
-
-    def _write(
+    def write(
         self,
         kind: Literal["anchor", "patch", "adapter"],  # "anchor" is the manifest's word for a full snapshot
         label: Label,
         content: Content,
         *,
         parent: Ancestor | None,
-        anchor: AnchorRef | None,
+        anchor: AnchorRef | None = None,
+        point: CrashPoint = CrashPoint.SHARDS_STORED,
     ) -> Written:
-        """Write a manifest, and compare its objects with the store's listing; raises PublicationFailed."""
+        """Write the manifest of what is stored, and compare its objects with the store's listing; raises PublicationFailed.
+
+        The objects of a full snapshot are whole buckets; those of a patch hold what changed since its ``parent``, and those of an
+        adapter its one bucket. ``anchor`` is the full snapshot that a patch or an adapter needs.
+        """
+        crash_points.reach(point)
         manifest = VersionManifest(
             kind=kind,
             run_id=self._run_id,
@@ -164,7 +146,6 @@ class VersionWriter:
         return self._small[dtype]
 
     def adapter_files(self, config: bytes) -> tuple[ModelFile, ...]:
-        """Return an adapter's configuration file, stored if missing."""
         return (self._small_file(ADAPTER_CONFIG, config),)
 
     def _small_file(self, name: str, data: bytes) -> ModelFile:

@@ -54,7 +54,6 @@ class KeptVersionsKey:
     """The record of kept versions of one run; used by the evaluator's thread and by garbage collection."""
 
     def __init__(self, state: KeyValue, rule: KeepRule) -> None:
-        """Read and write the record in the run's state bucket."""
         self._state, self._rule = state, rule
         self._lock = threading.Lock()
         self._unwritten: list[KeptVersion] = []  # evaluated while NATS did not answer
@@ -79,7 +78,7 @@ class KeptVersionsKey:
     def update(self, stored: Stored) -> KeptVersions:
         """Add what is due and return the record: results not written yet, milestones, and where the versions are stored.
 
-        Raises BusError when it cannot be written, but not for ever: a NATS user made before this key existed has no right
+        Raises BusError when it cannot be written, but only in its first attempts: a NATS user made before this key existed has no right
         to write it, and garbage must be collected all the same. Then no further version is kept.
         """
         try:
@@ -140,7 +139,7 @@ class KeptVersionsKey:
 
 def _with_milestones(kept: KeptVersions, stored: Stored, rule: KeepRule) -> KeptVersions:
     """Replace the milestones by those that are due among the kept and the stored versions."""
-    known = {PolicyVersion(one.version): one for one in kept.milestones}
+    known = {PolicyVersion(milestone.version): milestone for milestone in kept.milestones}
     for version, (step, manifest) in stored.items():
         known.setdefault(version, KeptVersion(version=version, step=step, manifest=manifest))
     milestones = tuple(known[version] for version in milestone_versions(known, rule))
@@ -206,7 +205,6 @@ class WeightGc:
         self._thread = threading.Thread(target=self._work, name="weight-gc", daemon=True)
 
     def __enter__(self) -> WeightGc:
-        """Start the thread."""
         self._thread.start()
         return self
 
@@ -215,7 +213,7 @@ class WeightGc:
         self._stop.set()
         self._thread.join(SWEEP_S)
         try:
-            if not self._thread.is_alive() and self._has_lease():
+            if not self._thread.is_alive() and holds_lease(self._leases, streams.GARBAGE_LEASE, self._holder):
                 if self._is_last:
                     self.sweep(time.monotonic(), grace_s=0.0)
                 else:
@@ -263,21 +261,10 @@ class WeightGc:
     def _work(self) -> None:
         while not self._stop.wait(SWEEP_S):
             try:
-                if self._has_lease():
+                if holds_lease(self._leases, streams.GARBAGE_LEASE, self._holder):
                     self.sweep(time.monotonic())
             except PenstockError as err:
                 log.warning("garbage collection failed; trying again in half a minute", error=str(err))
-
-    def _has_lease(self) -> bool:
-        """Take or renew the lease; return False if another process holds it."""
-        entry = self._leases.get(streams.GARBAGE_LEASE, may_lag=True).wait()
-        if entry is not None and entry.value != self._holder:
-            return False
-        try:
-            self._leases.swap(streams.GARBAGE_LEASE, self._holder, entry.revision if entry else None).wait()
-        except CompareAndSwapFailed:
-            return False
-        return True
 
     def _read_manifests(self, stored: Iterable[BlobStat]) -> None:
         """Read new manifests; one that cannot be read names nothing."""
@@ -341,3 +328,15 @@ def _stored(head: BlobRef, chain: Iterable[VersionManifest]) -> Stored:
 def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
     """Return the bases of the adapters among these versions."""
     return {PolicyVersion(m.base.version) for m in manifests if m.base is not None}
+
+
+def holds_lease(leases: KeyValue, key: str, holder: bytes) -> bool:
+    """Take or renew a lease of garbage collection; return False if another process holds it."""
+    entry = leases.get(key, may_lag=True).wait()
+    if entry is not None and entry.value != holder:
+        return False
+    try:
+        leases.swap(key, holder, entry.revision if entry else None).wait()
+    except CompareAndSwapFailed:
+        return False
+    return True

@@ -52,7 +52,6 @@ def remove_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Write every file and folder below ``folder`` to disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             files.fsync(Path(parent) / name)
@@ -190,7 +189,7 @@ def commit(
 def has_weights_of(root: Path, state: CheckpointState) -> bool:
     """Return True if the checkpoint before ``state`` holds the same weights: only its ``state.json`` will be replaced.
 
-    One whose files are in the object store alone is written anew, so that what NATS does not name yet is whole on the disk.
+    One whose files are in the object store alone is written again, so that what NATS does not name yet is whole on the disk.
     Raises LeaseLost for a checkpoint of a newer epoch.
     """
     folder = root / folder_name(state.step)

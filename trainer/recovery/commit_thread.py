@@ -24,7 +24,6 @@ class CommitThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a commit is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, commit: Callable[[], None], *, step: int) -> None:
@@ -97,9 +96,9 @@ class CheckpointSchedule:
         return self._every_s > 0 and now - self._previous_at >= pause_s
 
     def written(self, *, started: float, now: float) -> None:
-        """Take note of a checkpoint for which training stood still from ``started`` to ``now``."""
+        """Record a checkpoint for which training stood still from ``started`` to ``now``."""
         self._previous_at, self._previous_took_s = now, now - started
 
     def committed(self, took_s: float) -> None:
-        """Take note that a thread wrote the previous checkpoint for ``took_s`` s; may be called on that thread."""
+        """Record that a thread wrote the previous checkpoint for ``took_s`` s; may be called on that thread."""
         self._write_s = took_s

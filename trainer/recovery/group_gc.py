@@ -16,11 +16,12 @@ import structlog
 
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.config.shared_sections import RetentionSettings, expired
-from penstock.protocol.errors import CompareAndSwapFailed, PenstockError, WireError
+from penstock.protocol.errors import PenstockError, WireError
 from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, decode
 from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
 from penstock.protocol.record.rescored import packs_of_input
 from penstock.trainer.connections import Connections
+from penstock.trainer.publishing.weight_gc import holds_lease
 
 log = structlog.get_logger("trainer.recovery.group_gc")
 
@@ -63,12 +64,10 @@ class GroupGc:
         self._thread = threading.Thread(target=self._work, name="group-gc", daemon=True)
 
     def __enter__(self) -> GroupGc:
-        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread after the sweep under way."""
         self._stop.set()
         self._thread.join(30.0)
 
@@ -96,20 +95,10 @@ class GroupGc:
     def _work(self) -> None:
         while not self._stop.wait(self._sweep_s):
             try:
-                if self._has_lease():
+                if holds_lease(self._leases, streams.EXPIRY_LEASE, self._holder):
                     self.sweep()
             except PenstockError as err:
                 log.warning("sweep failed; repeated at the next interval", error=str(err))
-
-    def _has_lease(self) -> bool:
-        entry = self._leases.get(streams.EXPIRY_LEASE, may_lag=True).wait()
-        if entry is not None and entry.value != self._holder:
-            return False
-        try:
-            self._leases.swap(streams.EXPIRY_LEASE, self._holder, entry.revision if entry else None).wait()
-        except CompareAndSwapFailed:
-            return False
-        return True
 
     def _named(self) -> Iterator[str]:
         """Yield the keys that queues and dead letters name; messages that do not decode are skipped."""

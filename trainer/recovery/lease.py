@@ -72,12 +72,10 @@ class LeaseWatch:
         self._thread = threading.Thread(target=self._work, name="lease-watch", daemon=True)
 
     def __enter__(self) -> LeaseWatch:
-        """Start to observe."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop observing."""
         self.end()
 
     def end(self) -> Unchanged | None:
@@ -129,7 +127,6 @@ class HeldLease:
 
     @property
     def holder(self) -> str:
-        """Name of this holder."""
         return self._lease.holder
 
     @property
@@ -138,7 +135,6 @@ class HeldLease:
         return not self._lost
 
     def __enter__(self) -> HeldLease:
-        """Start to renew."""
         self._thread.start()
         return self
 

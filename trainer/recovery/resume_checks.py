@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.record.checkpoint_state import PARTIAL
 from penstock.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from penstock.trainer.evaluation.evaluation_schedule import EvaluationLog
+    from penstock.trainer.training import Training
 
 _SHAPE = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -70,6 +75,32 @@ def check_same_ranks(run_folder: Path, num_ranks: int) -> None:
 
 
 SUMMARY_FILE = "trainer.json"
+
+
+def write_summary(training: Training, results: EvaluationLog, *, is_complete: bool, wall_s: float) -> None:
+    """Write ``trainer.json``; ``complete`` is True once all steps, the export and the last evaluation are done."""
+    busy_s, idle_s = training.activity.totals()
+    totals = training.issuer.totals()
+    document: dict[str, Any] = {
+        "run_id": training.settings.run.id,
+        "finished": training.is_done,
+        "early_stop": training.early_stop.document(),
+        "complete": is_complete,
+        "steps": training.num_steps_done,
+        "version": training.version,
+        "groups": training.issuer.groups(),
+        "dropped_tokens": totals["dropped_tokens"],
+        "staleness_tokens": totals["staleness_tokens"],
+        "tokens_trained": totals["tokens_trained"],
+        "versions_published": training.publisher.num_published,
+        "versions_skipped": training.publisher.num_skipped,
+        "anchors_written": training.publisher.num_full_snapshots,
+        "evaluations": [asdict(result) for result in results.results],
+        "idle_share": idle_s / max(busy_s + idle_s, 1e-9),
+        "wall_s": wall_s,
+        "cpu_s": cpu_seconds(),
+    }
+    (training.settings.run.folder / SUMMARY_FILE).write_text(json.dumps(document, indent=1) + "\n")
 
 
 def finished_notice(settings: TrainerSettings) -> str | None:

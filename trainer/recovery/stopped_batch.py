@@ -12,7 +12,6 @@ replaces it.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,16 +61,9 @@ def save_batch(run_folder: Path, batch: Sequence[ReadyGroup], stop: Stop, *, con
         algorithm=dict(stop.algorithm),
         groups=scored,
     )
-    _write(partial / SETTINGS, config)
-    _write(partial / GROUPS, group_pack.encode([group.group for group in batch]))
-    _write(partial / BATCH, document.model_dump_json(indent=1).encode() + b"\n")
+    files.atomic_write(partial / SETTINGS, config, sync=True)
+    files.atomic_write(partial / GROUPS, group_pack.encode([group.group for group in batch]), sync=True)
+    files.atomic_write(partial / BATCH, document.model_dump_json(indent=1).encode() + b"\n", sync=True)
     shutil.rmtree(folder, ignore_errors=True)
     files.replace(partial, folder)
     return folder
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

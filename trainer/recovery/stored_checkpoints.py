@@ -108,7 +108,7 @@ class StoredCheckpoints:
         self._blobs.put(last, data)
 
     def mark_named(self, folder: Path, state_json: bytes) -> None:
-        """Take note that `store` has copied a checkpoint and NATS names it: its files here are no longer needed."""
+        """Record that `store` has copied a checkpoint and NATS names it: its files here are no longer needed."""
         if not self._keeps_local:
             self._named.append((folder, state_json))
 
@@ -138,7 +138,7 @@ class StoredCheckpoints:
         kept = set[str]()
         for folder, state in committed(self._root):
             sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
-            kept.update(blob_keys.checkpoint_file(self._run_id, state.epoch, one) for one in state.files.values())
+            kept.update(blob_keys.checkpoint_file(self._run_id, state.epoch, file) for file in state.files.values())
             kept.add(blob_keys.checkpoint_state(self._run_id, state.epoch, sha256).removesuffix(STATE_FILE))
         self._blobs.delete(
             key
@@ -157,7 +157,7 @@ class StoredCheckpoints:
             True if the folder has a checkpoint more than before.
 
         Every file is verified against ``state.json``, and that against NATS, before the folder gets its name.
-        Raises BlobError for an object that is missing, altered or not to be had, OSError when the disk is full.
+        Raises BlobError for an object that is missing, altered or unreachable, OSError when the disk is full.
         """
         wanted = decode(known, CheckpointCommitted) if known is not None else None
         if wanted is None or wanted.step is None or wanted.chapter is None or wanted.state_sha256 is None:
@@ -187,7 +187,7 @@ class StoredCheckpoints:
         """Fetch the files of a checkpoint that are not in its folder, if the object store has a copy of it.
 
         ``state`` is the one that NATS names, or a person asked for. Raises BlobError for an object that is missing, altered or
-        not to be had, OSError when the disk is full.
+        unreachable, OSError when the disk is full.
         """
         missing = missing_files(folder, state)
         if missing and _state_key(folder, state) in self._listed():
@@ -212,7 +212,7 @@ class StoredCheckpoints:
                 self._blobs.delete([last, key])
                 raise CheckpointError(
                     f"the object store does not return what it was sent: {err}. {files[key].parent} is whole, and the checkpoint "
-                    "before it is unchanged in the object store; see to the store, and start the trainer again"
+                    "before it is unchanged in the object store; check the store, and start the trainer again"
                 ) from err
             self._read_keys.add(key)
 
@@ -238,7 +238,7 @@ def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: P
     """Return a folder with all files of a checkpoint: its own, or a copy in ``scratch`` of what the object store has.
 
     The folder of the checkpoint is not changed; it is returned as it is where the object store has no copy of it either. Raises
-    BlobError for an object that is missing, altered or not to be had.
+    BlobError for an object that is missing, altered or unreachable.
     """
     if not missing_files(folder, state):
         return folder

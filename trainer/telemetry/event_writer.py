@@ -102,7 +102,6 @@ class EventWriter:
                 self._check(self._unconfirmed.popleft())
 
     def close(self) -> None:
-        """Wait for the events under way, and close the file."""
         with self._lock:
             while self._unconfirmed:
                 self._check(self._unconfirmed.popleft())

@@ -40,7 +40,6 @@ class HeartbeatWriter:
         self.metrics_url: str | None = None
 
     def __enter__(self) -> HeartbeatWriter:
-        """Start the thread."""
         self._thread.start()
         return self
 
@@ -53,7 +52,6 @@ class HeartbeatWriter:
                 self.publish(has_exited=True)
 
     def publish(self, *, has_exited: bool = False) -> None:
-        """Publish one heartbeat now."""
         busy_s, idle_s = self._activity.totals()
         record = Heartbeat(
             role="trainer",

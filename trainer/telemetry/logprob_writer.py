@@ -21,7 +21,7 @@ from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import KeptGroup, LogprobsHeader, StepLogprobs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.learner.planning import Learned
-from penstock.trainer.learner.step_figures import KeptRows
+from penstock.trainer.learner.step_metrics import KeptRows
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 log = structlog.get_logger("trainer.telemetry.logprob_writer")
@@ -32,8 +32,6 @@ _CLOSE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """Which step it was."""
-
     step: int
     trained_version: int
     made_version: int
@@ -57,7 +55,6 @@ class LogprobWriter:
         return self._num_lost
 
     def __enter__(self) -> LogprobWriter:
-        """Start the thread."""
         self._thread.start()
         return self
 
@@ -71,8 +68,7 @@ class LogprobWriter:
         self._thread.join(_CLOSE_S)
 
     def submit(self, numbers: StepNumbers, batch: Sequence[ReadyGroup], learned: Learned) -> None:
-        """Store the rows that a step kept, if any; returns at once."""
-        kept = learned.figures.kept
+        kept = learned.metrics.kept
         if kept is None or not len(kept.rows):
             return
         try:

@@ -1,6 +1,6 @@
 """Names, units and formulas of what a step reports; pure.
 
-Where a batch has several optimizer steps, its figures are means over them, each measured before its update.
+Where a batch has several optimizer steps, its metrics are means over them, each measured before its update.
 
 | name                       | unit     | means                                                              |
 |----------------------------|----------|--------------------------------------------------------------------|
@@ -84,80 +84,62 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
 from penstock.protocol.episode import Episode
-from penstock.trainer.algorithm.mismatch import mismatch_figures
+from penstock.trainer.algorithm.mismatch import mismatch_metrics
 from penstock.trainer.learner.flops import Work
-from penstock.trainer.learner.pair_planner import pair_figures
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.pair_planner import pair_metrics
+from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.learner.step_watch import ALL, LayerFigures
-
-
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """Seconds of wall-clock time."""
-
-    wait_s: float
-    step_s: float
-    publish_s: float
+from penstock.trainer.learner.step_watch import ALL, LayerMetrics
 
 
 def step_fields(
-    step: int,
-    version: int,
-    figures: StepFigures,
-    batch: Sequence[ReadyGroup],
-    staleness_tokens: Mapping[int, int],
-    timing: StepTiming,
+    step: int, version: int, metrics: StepMetrics, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Return the fields of one step's event, without the counts of the whole run."""
+    """Return the fields of one step's event, without its times and the counts of the whole run."""
     trained = [group.trained for group in batch]
     rewards = [reward for group in trained for reward in group.rewards]
     baselines = [group.baseline[0] for group in trained if group.baseline is not None]
     lengths = [count for group in trained for count in group.lengths]
     cut = [is_cut for group in trained for is_cut in group.truncated]
-    sums, num_tokens = figures.sums, max(1.0, figures.sums["tokens"])
+    sums, num_tokens = metrics.sums, max(1.0, metrics.sums["tokens"])
     return {
         "step": step,
         "version": version,
-        "loss": figures.loss,
+        "loss": metrics.loss,
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
         **({"baseline_mean": fmean(baselines)} if baselines else {}),
         "zero_signal_groups": fmean(max(g.scored.rewards) == min(g.scored.rewards) for g in batch),
-        "grad_norm": figures.grad_norm,
-        "lr": figures.lr,
-        **({"lr_set": figures.lr / figures.lr_factor} if figures.lr_factor else {}),
+        "grad_norm": metrics.grad_norm,
+        "lr": metrics.lr,
+        **({"lr_set": metrics.lr / metrics.lr_factor} if metrics.lr_factor else {}),
         "clip_fraction": sums["clipped"] / num_tokens,
         "dual_clip_fraction": sums["dual_clipped"] / num_tokens,
         "rejected_fraction": sums["rejected"] / num_tokens,
         "ratio_mean": sums["ratio"] / num_tokens,
-        "ratio_max": figures.maxima["ratio"],
+        "ratio_max": metrics.maxima["ratio"],
         "ess_share": sums["ratio"] ** 2 / (num_tokens * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
-        **mismatch_figures(sums, figures.maxima),
+        **mismatch_metrics(sums, metrics.maxima),
         "entropy": sums["surprise"] / num_tokens,
         **_optional(sums, num_tokens),
-        **pair_figures(sums),
-        **_by_pass(figures),
-        **layer_fields(figures.layers),
-        **figures.critic,
+        **pair_metrics(sums),
+        **_by_pass(metrics),
+        **layer_fields(metrics.layers),
+        **metrics.critic,
         "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
         "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
         **({"taught_by": dict(sorted(taught.items()))} if (taught := _taught_by(batch)) else {}),
         **({"reward_parts": parts} if (parts := reward_parts(batch)) else {}),
-        **({"environments": played} if (played := environment_figures(batch)) else {}),
+        **({"environments": played} if (played := environment_metrics(batch)) else {}),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),
-        "wait_s": timing.wait_s,
-        "step_s": timing.step_s,
-        "publish_s": timing.publish_s,
     }
 
 
@@ -174,18 +156,18 @@ def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
     return {name: fmean(column) for name, column in sorted(values.items())}
 
 
-def _by_pass(figures: StepFigures) -> dict[str, Any]:
+def _by_pass(metrics: StepMetrics) -> dict[str, Any]:
     """Return the fields of a batch that may have several optimizer steps."""
-    if not figures.passes:
+    if not metrics.passes:
         return {}
     return {
-        "updates": sum(one.num_updates for one in figures.passes),
-        "clip_fraction_by_pass": [one.clip_fraction for one in figures.passes],
-        "kl_proximal_by_pass": [one.kl_proximal for one in figures.passes],
+        "updates": sum(measured.num_updates for measured in metrics.passes),
+        "clip_fraction_by_pass": [measured.clip_fraction for measured in metrics.passes],
+        "kl_proximal_by_pass": [measured.kl_proximal for measured in metrics.passes],
     }
 
 
-def layer_fields(by_group: Mapping[str, LayerFigures]) -> dict[str, Any]:
+def layer_fields(by_group: Mapping[str, LayerMetrics]) -> dict[str, Any]:
     """Return the fields about groups of layers; none for a step in which only the critic learned."""
     layers = dict(by_group)
     whole = layers.pop(ALL, None)
@@ -221,27 +203,27 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
     return found
 
 
-def environment_figures(batch: Sequence[ReadyGroup]) -> dict[str, dict[str, Any]]:
-    """Return the figures by environment; of trajectories that are no episodes there are none."""
-    found: dict[str, list[tuple[Episode, float, int]]] = {}
+def environment_metrics(batch: Sequence[ReadyGroup]) -> dict[str, dict[str, Any]]:
+    """Return the metrics by environment; of trajectories that are no episodes there are none."""
+    by_environment: dict[str, list[tuple[Episode, float, int]]] = {}
     for group in batch:
         trained = group.trained
         episodes = group.group.episodes[: len(trained.rewards)]
-        for one in zip(episodes, trained.rewards, trained.lengths, strict=False):
-            found.setdefault(one[0].environment, []).append(one)
-    return {name: _figures(episodes) for name, episodes in sorted(found.items())}
+        for played in zip(episodes, trained.rewards, trained.lengths, strict=False):
+            by_environment.setdefault(played[0].environment, []).append(played)
+    return {name: _figures(episodes) for name, episodes in sorted(by_environment.items())}
 
 
 def _figures(played: Sequence[tuple[Episode, float, int]]) -> dict[str, Any]:
     episodes = [episode for episode, _, _ in played]
-    versions = Counter(one.environment_version for one in episodes if one.environment_version)
+    versions = Counter(e.environment_version for e in episodes if e.environment_version)
     return {
         "episodes": len(episodes),
         "reward_mean": fmean(reward for _, reward, _ in played),
-        "turns_mean": fmean(len(one.turns) for one in episodes),
+        "turns_mean": fmean(len(e.turns) for e in episodes),
         "tokens_mean": fmean(length for _, _, length in played),
-        "cut_share": fmean(one.status != "done" for one in episodes),
-        "failures": sum(one.attempt for one in episodes),
+        "cut_share": fmean(e.status != "done" for e in episodes),
+        "failures": sum(e.attempt for e in episodes),
         **({"versions": dict(sorted(versions.items()))} if versions else {}),
     }
 

@@ -69,7 +69,6 @@ class TrainerMetrics:
     """What events and checkpoints of this session amount to; thread-safe. ``clock`` returns seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start without events."""
         self._clock = clock
         self._lock = threading.Lock()
         self._step: Mapping[str, Any] = {}  # the newest event of its kind, as are the next
@@ -88,7 +87,6 @@ class TrainerMetrics:
         self.url: str | None = None  # where they are served
 
     def observe(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Take note of an event."""
         with self._lock:
             if kind == "step":
                 self._observe_step(data)
@@ -100,13 +98,11 @@ class TrainerMetrics:
                 self._seconds["publish"].observe(data["publish_s"])
 
     def checkpoint_written(self, seconds: float) -> None:
-        """Take note of a checkpoint that is committed."""
         with self._lock:
             self._checkpoint_at = self._clock()
             self._seconds["checkpoint"].observe(seconds)
 
     def collect(self, samples: Samples) -> None:
-        """Add the trainer's samples."""
         with self._lock:
             self._collect_step(samples)
             self._collect_evaluation(samples)
@@ -231,7 +227,6 @@ class QueueReader:
     """Asks JetStream for the state of the run's consumers and of the account every few seconds; use as a context manager."""
 
     def __init__(self, bus: Bus, run_id: str, metrics: TrainerMetrics) -> None:
-        """Prepare to write into ``metrics``."""
         self._bus = bus
         self._specs = streams.consumers(run_id)
         self._metrics = metrics
@@ -239,17 +234,14 @@ class QueueReader:
         self._thread = threading.Thread(target=self._work, name="queues", daemon=True)
 
     def __enter__(self) -> QueueReader:
-        """Start reading."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
         self._stop.set()
         self._thread.join(10.0)
 
     def read(self) -> None:
-        """Read all queues, and the account, once."""
         store = self._bus.store_state()
         states = {spec: self._bus.consumer_state(spec) for spec in self._specs}
         found = {(spec.stream, spec.durable): pending.wait() for spec, pending in states.items()}

@@ -48,9 +48,8 @@ class _GemWorld(World):
         return f"{self._id}, gem-llm {metadata.version('gem-llm')}"
 
     def reset(self, seed: int) -> str:
-        observation, info = self._with_generators(
-            lambda: self._env.reset(seed=seed % 2**32)
-        )  # numpy takes no more bits
+        # numpy takes no more bits
+        observation, info = self._with_generators(lambda: self._env.reset(seed=seed % 2**32))
         return _seen(observation, info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
@@ -101,7 +100,7 @@ class Gem(StepEnvironment):
     options = GemOptions
 
     def make(self, options: GemOptions) -> World:
-        """Return the environment, made anew for one episode."""
+        """Return the environment, made for one episode."""
         return _GemWorld(options)
 
 

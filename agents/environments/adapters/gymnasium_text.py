@@ -40,7 +40,7 @@ class GymnasiumOptions(StepOptions):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [one.strip().lower() for one in self.actions]
+        names = [action.strip().lower() for action in self.actions]
         if len(set(names)) != len(names) or "" in names:
             raise ValueError(f"actions: expected different names that are not empty, got {self.actions}")
         return self
@@ -111,7 +111,7 @@ class _GymnasiumWorld(World):
         """Return the action that a text names; raises NoAction."""
         space, names = self._env.action_space, self._options.actions
         if names:
-            lowered = [one.strip().lower() for one in names]
+            lowered = [name.strip().lower() for name in names]
             if text.lower() not in lowered:
                 raise NoAction(f"The answer is none of the actions {', '.join(names)}.")
             return space.start + lowered.index(text.lower())
@@ -154,7 +154,7 @@ class Gymnasium(StepEnvironment):
     options = GymnasiumOptions
 
     def make(self, options: GymnasiumOptions) -> World:
-        """Return the environment, made anew for one episode."""
+        """Return the environment, made for one episode."""
         return _GymnasiumWorld(options)
 
 

@@ -86,7 +86,7 @@ _FULL_S = 1.0  # between two questions of a server without a free session
 
 
 class OpenEnvFailed(PenstockError):
-    """The server failed, or answers what the protocol does not know: the episode is begun again."""
+    """The server failed, or answers what the protocol does not know: the episode is restarted."""
 
 
 class ActionRefused(Exception):
@@ -110,7 +110,7 @@ class OpenEnvSession:
         try:
             answer = strict_json.loads(received.data.encode())
         except strict_json.AmbiguousJson as err:
-            raise OpenEnvFailed(f"{url} answers {kind} with what is no JSON: {err}") from None
+            raise OpenEnvFailed(f"{url} answers {kind} with something other than JSON: {err}") from None
         said = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(said, dict):
             raise OpenEnvFailed(f"{url} answers {kind} with {str(answer)[:200]!r}")
@@ -278,14 +278,14 @@ class OpenEnvPlay(Play):
             {
                 "type": "function",
                 "function": {
-                    "name": one["name"],
-                    "description": one.get("description") or "",
-                    "parameters": one.get("inputSchema")
-                    or one.get("input_schema")
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("inputSchema")
+                    or tool.get("input_schema")
                     or {"type": "object", "properties": {}},
                 },
             }
-            for one in tools
+            for tool in tools
         )
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,8 +333,10 @@ def _reward(result: Mapping[str, Any]) -> float:
 def _tool_text(result: Any) -> str:
     """Return the result of a tool as text: the text of its blocks, or the value as JSON."""
     blocks = result.get("content") if isinstance(result, dict) else None
-    if isinstance(blocks, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in blocks):
-        return "\n".join(one["text"] for one in blocks)
+    if isinstance(blocks, list) and all(
+        isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks
+    ):
+        return "\n".join(block["text"] for block in blocks)
     return text_of(result)
 
 

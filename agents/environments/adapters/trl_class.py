@@ -39,8 +39,8 @@ class TrlOptions(PlayOptions):
 
 def methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
     """Return the tools of an instance by name; listed on its class, as TRL does, since properties are none."""
-    found = inspect.getmembers(type(instance), predicate=inspect.isfunction)
-    names = [name for name, _ in found if name not in ("reset", "get_reward") and not name.startswith("_")]
+    methods = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    names = [name for name, _ in methods if name not in ("reset", "get_reward") and not name.startswith("_")]
     return {name: getattr(instance, name) for name in names}
 
 
@@ -93,7 +93,7 @@ class TrlPlay(Play):
     def _columns(self) -> dict[str, Any]:
         """Return what `reset` gets: the prompt, the columns of extra_info, the ground truth, and the seed if it has a parameter for it."""
         columns: dict[str, Any] = {
-            "prompt": [{"role": one.role, "content": one.content} for one in self._row.messages],
+            "prompt": [{"role": message.role, "content": message.content} for message in self._row.messages],
             **self._row.extra_info,
         }
         taken = inspect.signature(self._instance.reset).parameters
@@ -131,7 +131,7 @@ def _schema(method: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(method)
     except Exception as err:
-        raise ConfigError(f"the method {method.__name__} is no tool: {type(err).__name__}: {err}") from err
+        raise ConfigError(f"the method {method.__name__} is not a tool: {type(err).__name__}: {err}") from err
 
 
 class Trl(TurnEnvironment):

@@ -53,13 +53,13 @@ def find_action(answer: str, options: PatternOptions) -> str:
     """Return the action that an answer holds, without spaces around it; empty if the pattern does not match."""
     if not options.action_pattern:
         return answer.strip()
-    found = re.findall(options.action_pattern, answer, re.DOTALL)
-    return found[-1].strip() if found else ""
+    matches = re.findall(options.action_pattern, answer, re.DOTALL)
+    return matches[-1].strip() if matches else ""
 
 
 def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[Message, ...]:
     """Return the first messages: the row's system messages, then one of the user with the instructions and the state."""
-    system = tuple(one for one in row.messages if one.role == "system")
+    system = tuple(message for message in row.messages if message.role == "system")
     prompt = row.messages[-1].content if row.messages else ""
     text = rules if options.instructions == "rules" else prompt
     return (*system, Message("user", "\n".join(filter(None, [text, state]))))

@@ -53,7 +53,7 @@ def draw_lake(seed: int, size: int, hole_chance: float) -> frozenset[Place]:
     draw = random.Random(seed)  # noqa: S311  a game, no secret
     for _ in range(_DRAWS):
         fields = [Place(row, column) for row in range(size) for column in range(size)]
-        holes = frozenset(one for one in fields[1:-1] if draw.random() < hole_chance)
+        holes = frozenset(field for field in fields[1:-1] if draw.random() < hole_chance)
         if shortest_path(holes, size) is not None:
             return holes
     raise ValueError(f"no lake of size {size} with hole_chance {hole_chance:g} can be crossed in {_DRAWS} draws")

@@ -63,13 +63,13 @@ def _draw_floor(draw: random.Random, size: int, wall_chance: float) -> frozenset
     inside = [Place(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
     free = {place for place in inside if draw.random() >= wall_chance}
     waiting = [place for place in inside if place in free][:1]
-    found = set(waiting)
+    reached = set(waiting)
     while waiting:
         place = waiting.pop()
-        near = {place.moved(direction) for direction in DIRECTIONS} & free - found
-        found |= near
+        near = {place.moved(direction) for direction in DIRECTIONS} & free - reached
+        reached |= near
         waiting.extend(near)
-    return frozenset(found)
+    return frozenset(reached)
 
 
 def _walk_back(draw: random.Random, size: int, floor: frozenset[Place], boxes: int) -> Level | None:

@@ -41,7 +41,7 @@ class ToolError(PenstockError):
 
 
 class ToolUnavailable(PenstockError):
-    """The tool cannot answer now, through no fault of the policy: its episode is begun again with the same seed."""
+    """The tool cannot answer now, for a reason other than the policy: its episode is restarted with the same seed."""
 
 
 class ToolArguments(BaseModel):
@@ -79,7 +79,7 @@ class Tool(ABC):
         try:
             chosen = self.options.model_validate(dict(given))
         except ValidationError as err:
-            problems = (f"{'.'.join(map(str, one['loc'])) or 'options'}: {one['msg']}" for one in err.errors())
+            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
             known = ", ".join(self.options.model_fields) or "no options"
             raise ConfigError(f"{place}: {'; '.join(problems)}; {self.name} has {known}") from None
         made = copy.copy(self)
@@ -101,7 +101,6 @@ class Tool(ABC):
         """Give up what the tool holds, at the end of the worker."""
 
     def schema(self) -> dict[str, Any]:
-        """Return the tool as the chat completions API writes it."""
         parameters = _without_titles(self.arguments.model_json_schema())
         for name in ("description", "additionalProperties"):
             parameters.pop(name, None)

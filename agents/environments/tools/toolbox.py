@@ -9,7 +9,7 @@
 | beyond `max_parallel_calls` or `max_calls`                | an error                              | `refused_calls`    |
 | with an answer longer than `max_output_chars`             | its beginning, its end or both        | `shortened_outputs`|
 
-A tool that raises ToolUnavailable, or answers with something else than a text, fails the episode: it is begun again.
+A tool that raises ToolUnavailable, or answers with something else than a text, fails the episode: it is restarted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Toolbox:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools as the chat completions API writes them."""
         return tuple(tool.schema() for tool in self.tools.values())
 
     async def answer(
@@ -171,5 +170,5 @@ def _checked(tool: Tool, value: Any) -> str:
 def _problems(err: ValueError) -> str:
     if not isinstance(err, ValidationError):
         return str(err)[:_SHOWN]
-    found = err.errors(include_input=False, include_url=False, include_context=False)
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'all'}: {one['msg'][:_SHOWN]}" for one in found[:3])
+    errors = err.errors(include_input=False, include_url=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'all'}: {one['msg'][:_SHOWN]}" for one in errors[:3])

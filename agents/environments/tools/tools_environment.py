@@ -74,14 +74,14 @@ class ToolsPlay(Play):
         """Return those tools of the servers that the run file chooses, by name; raises ConfigError."""
         own: dict[str, Tool] = {}
         for server, chosen in self._options.servers.items():
-            found = {tool.name: McpTool(tool) for tool in listed if tool.server == server}
-            missing = set(chosen.tools) - set(found)
+            tools = {tool.name: McpTool(tool) for tool in listed if tool.server == server}
+            missing = set(chosen.tools) - set(tools)
             if missing:
                 raise ConfigError(
                     f"MCP server {server} does not have the tools {sorted(missing)} of options.servers.{server}.tools; it has "
-                    f"{', '.join(sorted(found)) or 'none'}"
+                    f"{', '.join(sorted(tools)) or 'none'}"
                 )
-            for tool in (found[name] for name in chosen.tools or found):
+            for tool in (tools[name] for name in chosen.tools or tools):
                 if tool.name in self._toolbox.tools or own.setdefault(tool.name, tool) is not tool:
                     raise ConfigError(f"two tools are named {tool.name!r}; rename the MCP server in options.servers")
         return own
@@ -103,14 +103,14 @@ class ToolsPlay(Play):
         options = self._options
         allowed = max(0, min(options.max_parallel_calls, options.max_calls - self._num_calls))
         self._num_calls += min(len(answer.tool_calls), allowed)
-        found = await self._toolbox.answer(answer.tool_calls, allowed, self._episode, self._own)
-        parts = {name: float(count) for name, count in found.counts.items()}
-        messages = found.messages
+        answers = await self._toolbox.answer(answer.tool_calls, allowed, self._episode, self._own)
+        parts = {name: float(count) for name, count in answers.counts.items()}
+        messages = answers.messages
         if answer.unparsed_calls:
             parts["unparsed_calls"] = float(answer.unparsed_calls)
             text = f"{messages[-1].content}\nerror: {answer.unparsed_calls} more calls cannot be read"
             messages = (*messages[:-1], Message("tool", text, tool_call_id=messages[-1].tool_call_id))
-        is_bad = answer.unparsed_calls or any(found.counts[name] for name in BAD_CALLS)
+        is_bad = answer.unparsed_calls or any(answers.counts[name] for name in BAD_CALLS)
         reward = options.call_reward * len(answer.tool_calls) + (options.format_penalty if is_bad else 0.0)
         if self._is_repeated(answer.tool_calls):
             return Reply(reward=reward, is_done=True, parts={**parts, "repeated": 1.0})
@@ -133,7 +133,7 @@ class ToolsPlay(Play):
 
     def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
         """Return a reply after which the policy answers again; its state is what the tools said, without the note."""
-        said = "\0".join(f"{one.role}\0{one.content}" for one in messages)
+        said = "\0".join(f"{message.role}\0{message.content}" for message in messages)
         state = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
         if self._options.note:
             left = str(max(self._max_turns - self._turn, 0))
@@ -209,7 +209,7 @@ class Tools(TurnEnvironment):
         return self._reached
 
     def _prepare(self) -> Site:
-        if self.chosen is not None and any(one.command for one in self.chosen.servers.values()):
+        if self.chosen is not None and any(server.command for server in self.chosen.servers.values()):
             sweep()
         return super()._prepare()
 

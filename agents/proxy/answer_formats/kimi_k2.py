@@ -33,10 +33,10 @@ class KimiK2(AnswerFormat):
 
 def _call(text: str) -> Call:
     call_id, _, arguments = text.partition(_SEPARATOR)
-    found = _ID.fullmatch(call_id.strip())
-    if found is None:
+    match = _ID.fullmatch(call_id.strip())
+    if match is None:
         raise ValueError("expected functions.NAME:NUMBER")
-    return call_of(found[1], arguments, call_id.strip())
+    return call_of(match[1], arguments, call_id.strip())
 
 
 KIMI_K2 = KimiK2()

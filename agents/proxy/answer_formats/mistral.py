@@ -33,8 +33,8 @@ class Mistral(AnswerFormat):
 
 def _listed(text: str) -> tuple[Call, ...]:
     values = read_json(text.strip())
-    calls = [read_call(one) for one in values] if isinstance(values, list) else []
-    found = tuple(one for one in calls if one is not None)
+    calls = [read_call(value) for value in values] if isinstance(values, list) else []
+    found = tuple(call for call in calls if call is not None)
     if not found or len(found) < len(calls):
         raise ValueError("expected a list of calls")
     return found

@@ -121,7 +121,6 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
-    """Return the events of a stream, played from the finished answer."""
     del body
     whole = reply(turn, model, created, request_id)
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}

@@ -1,4 +1,4 @@
-"""The HTTP application: a request is read, answered and marked as delivered; a client that is gone is noticed."""
+"""The HTTP application: a request is read, answered and marked as delivered; a client that disconnected is noticed."""
 
 from __future__ import annotations
 
@@ -125,14 +125,12 @@ class _Exchange:
         self._id = api.prefix + secrets.token_hex(12)
 
     async def run(self, answering: Any, *, stream: bool, wait_s: float, comment_s: float) -> SampledTurn | None:
-        """Send the answer; return its turn if the client received it."""
         gone = asyncio.create_task(self._disconnected())
         answer: asyncio.Task[SampledTurn] = asyncio.create_task(answering)
         try:
             began = await self._wait(answer, gone, wait_s if stream else None, comment_s)
-            await asyncio.sleep(
-                0
-            )  # a connection that was lost is reported now; afterwards its end is that of the answer
+            # a connection that was lost is reported now; afterwards its end is that of the answer
+            await asyncio.sleep(0)
             if not answer.done() or gone.done():
                 return None
             created, model = int(time.time()), str(self._body.get("model") or MODEL)
@@ -154,7 +152,7 @@ class _Exchange:
     async def _wait(
         self, answer: asyncio.Task[SampledTurn], gone: asyncio.Task[None], wait_s: float | None, comment_s: float
     ) -> bool:
-        """Wait for the answer or until the client is gone; return True if a stream was begun meanwhile."""
+        """Wait for the answer or until the client has disconnected; return True if a stream was begun meanwhile."""
         await asyncio.wait({answer, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         began = False
         while not (answer.done() or gone.done()):
@@ -225,11 +223,11 @@ def _check_messages(request: AgentRequest, most: int) -> None:
 
 def _mark(headers: Sequence[tuple[bytes, bytes]], name: str, data: bytes) -> RetryMark:
     digest = hashlib.blake2b(name.encode() + b"\0" + data, digest_size=16).digest()
-    found = {key: value for key, value in headers if key in (b"idempotency-key", b"x-stainless-retry-count")}
-    key = found.get(b"idempotency-key", b"").decode("latin-1")
+    retry_headers = {key: value for key, value in headers if key in (b"idempotency-key", b"x-stainless-retry-count")}
+    key = retry_headers.get(b"idempotency-key", b"").decode("latin-1")
     if len(key) > _MAX_KEY:
         raise invalid(f"Idempotency-Key of {len(key)} characters, at most {_MAX_KEY}")
-    count = found.get(b"x-stainless-retry-count", b"0")
+    count = retry_headers.get(b"x-stainless-retry-count", b"0")
     return RetryMark(digest, key or None, is_retry=count.isdigit() and count.strip(b"0") != b"")
 
 

@@ -78,7 +78,6 @@ def _call(value: Mapping[str, Any], where: str) -> Any:
 
 
 def finish_reason(turn: SampledTurn) -> str:
-    """Return why an answer ended, in this API's words."""
     if turn.answer.tool_calls:
         return "tool_calls"
     return "length" if turn.finish_reason == "length" else "stop"
@@ -110,7 +109,6 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
-    """Return the events of a stream, played from the finished answer."""
     answer = turn.answer
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if answer.reasoning:

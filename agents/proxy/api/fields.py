@@ -134,7 +134,6 @@ def max_tokens(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return stop strings: null, a text, or a list of texts."""
     value = body.get(name)
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(

@@ -181,7 +181,6 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
-    """Return the events of a stream, played from the finished answer."""
     del body
     whole = reply(turn, model, created, request_id)
     begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}

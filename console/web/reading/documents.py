@@ -9,8 +9,7 @@ from typing import Any
 
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.report.learning import LABELS, Evaluation, held_out, mean
-from penstock.console.web.reading.page_view import PageView, VersionNotes
-from penstock.console.web.reading.step_series import histogram
+from penstock.console.web.reading.page_view import PageView, VersionNotes, histogram
 
 MAX_TEXT = 2000  # characters of a message of an error, a state or an incident
 _MAX_WORKERS = 200  # of one version

@@ -1,4 +1,4 @@
-"""Read one run: its messages while somebody looks, its folder, and its groups in S3; never writes, never waits on the run."""
+"""Read one run: its messages while it is looked at, its folder, and its groups in S3; never write, never wait for the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STATE_S = 2.0  # how long what the folder says of the run's state is used
 
 
 class RunReading:
-    """One run that somebody looks at. Every method takes its lock; close it when nobody looks any more."""
+    """One run that is looked at. Every method takes its lock; close it after the last request."""
 
     def __init__(
         self,

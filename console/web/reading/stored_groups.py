@@ -6,7 +6,6 @@ Chapters of the record are read from the newest to the oldest, as few as a reque
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from penstock.console.web.reading.recorded_groups import (
     parse_cursor,
     trajectory_rows,
 )
-from penstock.console.web.reading.stored_logprobs import Current, StoredLogprobs
+from penstock.console.web.reading.stored_logprobs import Current, RecentObjects, StoredLogprobs
 from penstock.protocol.errors import BlobError, PackError, RecordBroken
 from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.packs import group_pack
@@ -79,11 +78,11 @@ class ChapterReader:
         self._fetch = fetch
         self._refs: dict[int, BlobRef] = {}
         self._spans: dict[int, tuple[int | None, int | None]] = {}  # first and last step of chapters that were read
-        self._cache: OrderedDict[str, tuple[LineageChapter, int]] = OrderedDict()
+        self._cache = RecentObjects[tuple[str, int], LineageChapter](_CHAPTER_CACHE_BYTES)  # by key and size
         self.last: int = 0
 
     def set_end(self, end: BlobRef, budget: ReadBudget) -> None:
-        """Make ``end`` the last chapter; what a resumed trainer wrote anew replaces what is known from there on.
+        """Make ``end`` the last chapter; what a resumed trainer wrote replaces what is known from there on.
 
         Raises BlobMissing, BlobCorrupt, WireError or RecordBroken.
         """
@@ -116,7 +115,7 @@ class ChapterReader:
             if lowest - 1 not in self._refs:
                 return None
         ref = self._refs[number]
-        if budget.is_spent and ref.key not in self._cache:
+        if budget.is_spent and (ref.key, ref.size_bytes) not in self._cache:
             return None
         return self._read(ref, budget)
 
@@ -125,19 +124,15 @@ class ChapterReader:
         return self._spans.get(number) if number in self._refs else None
 
     def _read(self, ref: BlobRef, budget: ReadBudget) -> LineageChapter:
-        cached = self._cache.get(ref.key)
-        if cached is not None and cached[1] == ref.size_bytes:
-            self._cache.move_to_end(ref.key)
-            return cached[0]
+        if (cached := self._cache.get((ref.key, ref.size_bytes))) is not None:
+            return cached
         chapter = decode(self._fetch(ref), LineageChapter)
         budget.take(ref.size_bytes)
         if chapter.run_id != self._run_id:
             raise RecordBroken(
                 f"the record of run {self._run_id} has a chapter of run {chapter.run_id}; run penstock audit"
             )
-        self._cache[ref.key] = (chapter, ref.size_bytes)
-        while len(self._cache) > 1 and sum(size for _, size in self._cache.values()) > _CHAPTER_CACHE_BYTES:
-            self._cache.popitem(last=False)
+        self._cache.put((ref.key, ref.size_bytes), chapter, ref.size_bytes)
         steps = chapter.steps
         self._spans[chapter.number] = (steps[0].step, steps[-1].step) if steps else (None, None)
         if chapter.parent is not None and self._refs:
@@ -155,7 +150,7 @@ class StoredGroups:
         self._blobs = blobs
         self._pointer = pointer
         self._chapters = ChapterReader(run_id, blobs.get)
-        self._packs: OrderedDict[str, bytes] = OrderedDict()
+        self._packs = RecentObjects[str, bytes](_CACHE_BYTES)
         self._logprobs = StoredLogprobs(run_id, blobs)
 
     def page(self, wanted: GroupFilter, *, cursor: str, limit: int, texts: bool) -> dict[str, Any]:
@@ -341,17 +336,13 @@ class StoredGroups:
         return _PACK_BYTES if entry.scored is not None else _CLOSED_PACK_BYTES
 
     def _pack(self, ref: BlobRef, budget: ReadBudget, *, most: int) -> bytes:
-        data = self._packs.get(ref.key)
-        if data is not None:
-            self._packs.move_to_end(ref.key)
-            return data
+        if (cached := self._packs.get(ref.key)) is not None:
+            return cached
         if ref.size_bytes > most:
             raise QueryRefused(f"pack {ref.key} has {ref.size_bytes} bytes, the page opens at most {most}")
         data = self._blobs.get(ref)
         budget.take(len(data))
-        self._packs[ref.key] = data
-        while len(self._packs) > 1 and sum(map(len, self._packs.values())) > _CACHE_BYTES:
-            self._packs.popitem(last=False)
+        self._packs.put(ref.key, data, len(data))
         return data
 
     def _step_at(self, after: tuple[int, int] | None) -> int | None:

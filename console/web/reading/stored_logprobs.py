@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 
 _CACHE_BYTES = 32 * 1024**2
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,35 @@ def _columns(row: Trajectory, kept: KeptRow) -> dict[str, list[Any]]:
     return found
 
 
+class RecentObjects(Generic[K, V]):
+    """The objects that were used last, at most ``most_bytes`` of them as stored, and always the last one. Not thread-safe."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def get(self, key: K) -> V | None:
+        if key not in self._values:
+            return None
+        self._values.move_to_end(key)
+        return self._values[key][0]
+
+    def put(self, key: K, value: V, num_bytes: int) -> None:
+        self._values[key] = value, num_bytes
+        while len(self._values) > 1 and sum(size for _, size in self._values.values()) > self._most_bytes:
+            self._values.popitem(last=False)
+
+
 class StoredLogprobs:
     """The objects of one run, the last ones kept in memory. Not thread-safe: its user holds a lock."""
 
     def __init__(self, run_id: str, blobs: Blobs) -> None:
         self._run_id = run_id
         self._blobs = blobs
-        self._cache: OrderedDict[str, tuple[StepLogprobs, int]] = OrderedDict()
+        self._cache = RecentObjects[str, StepLogprobs](_CACHE_BYTES)
 
     def of_group(self, entry: Entry, group: Group, storing: Storing) -> Current:
         """Return what the step of a group stored of it; never raises for what the object store has or has not."""
@@ -101,9 +125,8 @@ class StoredLogprobs:
 
     def _read(self, step: int, epoch: int) -> StepLogprobs | None:
         prefix = blob_keys.step_logprobs_prefix(self._run_id, step, epoch)
-        if prefix in self._cache:
-            self._cache.move_to_end(prefix)
-            return self._cache[prefix][0]
+        if (cached := self._cache.get(prefix)) is not None:
+            return cached
         stats = list(self._blobs.list(prefix))
         if not stats:
             return None
@@ -117,9 +140,7 @@ class StoredLogprobs:
         except ValueError:
             raise PackError(f"{stats[0].key}: its name is no sha256; remove it") from None
         found = step_logprobs.decode(self._blobs.get(reference), run_id=self._run_id, step=step)
-        self._cache[prefix] = found, size
-        while len(self._cache) > 1 and sum(size for _, size in self._cache.values()) > _CACHE_BYTES:
-            self._cache.popitem(last=False)
+        self._cache.put(prefix, found, size)
         return found
 
 

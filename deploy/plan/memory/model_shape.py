@@ -57,7 +57,6 @@ class Method:
 
     @property
     def width(self) -> int:
-        """Bytes of a parameter."""
         return FLOAT32 if self.dtype == "float32" else BFLOAT16
 
     @property

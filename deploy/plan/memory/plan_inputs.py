@@ -42,7 +42,6 @@ class PlanInputs:
 
     @property
     def published_width(self) -> int:
-        """Bytes of a published parameter."""
         dtype = self.method.dtype if self.publish_dtype == "as-trained" else self.publish_dtype
         return FLOAT32 if dtype == "float32" else BFLOAT16
 
@@ -134,22 +133,7 @@ def plan_inputs(
     copied = is_loaded and (not lora.rank or algorithm.reference_path is not None)
     return PlanInputs(
         shape=shape,
-        method=Method(
-            dtype=settings.model.dtype,
-            zero_stage=settings.trainer.zero_stage,
-            num_ranks=settings.trainer.num_ranks,
-            sequence_parallel=settings.trainer.sequence_parallel,
-            tensor_parallel=settings.trainer.tensor_parallel,
-            checkpointing=settings.model.gradient_checkpointing,
-            activation_offload=settings.model.activation_offload,
-            gradient_dtype=settings.trainer.gradient_dtype,
-            offload=settings.trainer.offload,
-            lora_rank=lora.rank,
-            lora_targets=tuple(lora.targets),
-            dense_attention=settings.trainer.attention == "dense",
-            with_entropy=algorithm.entropy_coefficient > 0.0
-            or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),
-        ),
+        method=_method(settings),
         batch=Batch(
             settings.data.max_prompt_tokens,
             settings.rollout.max_new_tokens,
@@ -164,6 +148,26 @@ def plan_inputs(
         reference_on_host=algorithm.reference_device == "parked",
         reference_is_initial=algorithm.reference_path is None,
         critic=(critic or shape) if algorithm.has_critic else None,
+    )
+
+
+def _method(settings: TrainerSettings) -> Method:
+    lora, algorithm = settings.model.lora, settings.algorithm
+    return Method(
+        dtype=settings.model.dtype,
+        zero_stage=settings.trainer.zero_stage,
+        num_ranks=settings.trainer.num_ranks,
+        sequence_parallel=settings.trainer.sequence_parallel,
+        tensor_parallel=settings.trainer.tensor_parallel,
+        checkpointing=settings.model.gradient_checkpointing,
+        activation_offload=settings.model.activation_offload,
+        gradient_dtype=settings.trainer.gradient_dtype,
+        offload=settings.trainer.offload,
+        lora_rank=lora.rank,
+        lora_targets=tuple(lora.targets),
+        dense_attention=settings.trainer.attention == "dense",
+        with_entropy=algorithm.entropy_coefficient > 0.0
+        or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),
     )
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase
+from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase, Suggestion, suggestions
 from penstock.deploy.plan.memory.model_shape import ModelShape, Needs, read_shape
 from penstock.deploy.plan.memory.plan_inputs import plan_inputs
-from penstock.deploy.plan.memory.suggestions import Suggestion, suggestions
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.attention_choice import matrix_bytes
 from penstock.trainer.settings import TrainerSettings

@@ -65,36 +65,34 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
     rids = _rids(body.rid, len(prompts))
     adapters = _adapters(body.lora_path, len(prompts), model)
     positions = _image_positions(body.image_positions, len(prompts), model)
-    sequences, their_params = [], []
+    sequences = []
     for given, shown, places, requested, rid, adapter in zip(
         prompts, images or [()] * len(prompts), positions, params, rids, adapters, strict=True
     ):
-        prompt, found = given, None
+        prompt, placed = given, None
         if model.image_processor is not None:
             _check_prompt(given, model)  # while a number below 0 is the sender's
-            prompt, found = with_images(given, shown, places, model.image_processor)
+            prompt, placed = with_images(given, shown, places, model.image_processor)
         _check_prompt(prompt, model)
         start = _input_logprob_start(body, prompt)
         for index in range(num_samples):
             sampling = _sampling(requested, index, len(prompt), model)
-            name = rid if num_samples == 1 else f"{rid}-{index}"
             sequences.append(
                 Sequence(
-                    name,
+                    rid if num_samples == 1 else f"{rid}-{index}",
                     prompt,
                     sampling,
                     extra_key=body.extra_key,
                     adapter=adapter,
-                    images=found,
+                    images=placed,
                     input_logprobs_from=start,
                     num_top_logprobs=_num_top_logprobs(body, start, sampling, model),
                     wants_experts=body.return_routed_experts,
                 )
             )
-            their_params.append(requested)
     return RequestedJob(
         sequences,
-        their_params,
+        [requested for requested in params for _ in range(num_samples)],
         is_list=is_batch or num_samples > 1,
         return_logprob=bool(body.return_logprob),
         return_prompt_token_ids=body.return_prompt_token_ids,

@@ -35,7 +35,6 @@ class ReadImage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it occupies."""
         return len(self.admitted.data) + self.image.pixel_values.nbytes
 
 
@@ -127,11 +126,11 @@ def with_images(
         places = set(positions)
         prompt = tuple(_HIDDEN if one == token and at not in places else one for at, one in enumerate(prompt))
     try:
-        ids, found = expanded(prompt, [one.admitted for one in images], processor)
+        ids, found = expanded(prompt, [image.admitted for image in images], processor)
     except ImageRefused as error:
         raise RequestRefused(f"image_data: {error}") from None
     whole = tuple(token if one == _HIDDEN else one for one in ids)
-    return whole, None if found is None else Images(found, tuple(one.image for one in images))
+    return whole, None if found is None else Images(found, tuple(image.image for image in images))
 
 
 def _processed(data: bytes, processor: ImageProcessor, number: int) -> ReadImage:

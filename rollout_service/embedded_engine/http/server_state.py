@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def json_response(content: object, *, status: int = 200) -> Response:
-    """Return a response with ``content`` as JSON."""
     return Response(pydantic_core.to_json(content), status_code=status, media_type="application/json")
 
 
@@ -100,7 +99,6 @@ def model_name(server: ServerState) -> str:
 
 
 def checksum_reply(server: ServerState) -> dict[str, Any]:
-    """Return the checksum of the served weights in SGLang's form."""
     checksum = server.engine.weights_checksum
     rank = {"checksums": {}, "per_gpu_checksum": checksum, "parallelism_info": {"engine": "embedded"}}
     return {"ranks": [rank], "per_engine_checksum": checksum}

@@ -55,8 +55,8 @@ class Text:
         """Return the tokenizer's own end token, at which SGLang stops too."""
         token = self._settings.get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
-        found = self._tokenizer.token_to_id(text) if self._tokenizer is not None and text else None
-        return () if found is None else (found,)
+        token_id = self._tokenizer.token_to_id(text) if self._tokenizer is not None and text else None
+        return () if token_id is None else (token_id,)
 
     def find_stop_string(self, sequence: Sequence) -> str | None:
         """Return the stop string in the end of a completion; None when there is none."""

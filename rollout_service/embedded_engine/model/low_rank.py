@@ -73,15 +73,15 @@ def prepare_adapter(
         return up.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
 
     def fuse(index: int, parts: Sequence[tuple[str, int]]) -> LowRank | None:
-        found = {part: factors.get(f"model.layers.{index}.{part}") for part, _ in parts}
-        given = {part: pair for part, pair in found.items() if pair is not None}
+        pairs = {part: factors.get(f"model.layers.{index}.{part}") for part, _ in parts}
+        given = {part: pair for part, pair in pairs.items() if pair is not None}
         if not given:
             return None
         down = torch.cat([pair.down for pair in given.values()])
         up = torch.zeros(sum(width for _, width in parts), down.shape[0])
         row = column = 0
         for part, width in parts:
-            if (pair := found[part]) is not None:
+            if (pair := pairs[part]) is not None:
                 rank = pair.up.shape[1]
                 up[row : row + width, column : column + rank] = ordered(part, pair.up)
                 column += rank
@@ -91,11 +91,7 @@ def prepare_adapter(
         )
 
     def layer(index: int) -> Mapping[Site, LowRank]:
-        changed: dict[Site, LowRank] = {}
-        for site, parts in sites.items():
-            if (pair := fuse(index, parts)) is not None:
-                changed[site] = pair
-        return changed
+        return {site: pair for site in _SITES if (pair := fuse(index, sites[site])) is not None}
 
     return Adapter(name, path, tuple(map(layer, range(config.num_layers))), next(_numbers))
 
@@ -130,9 +126,8 @@ class AdapterMix:
                 continue
             device = pairs[0][1].down.device
             owners = [torch.full((pair.down.shape[1],), number, device=device) for number, pair in pairs]
-            self._owners[site] = torch.cat(
-                owners
-            )  # equal in all layers: an adapter has a site in all of them, or in none
+            # equal in all layers: an adapter has a site in all of them, or in none
+            self._owners[site] = torch.cat(owners)
             if len(pairs) == 1:
                 joined[site] = pairs[0][1]
             else:

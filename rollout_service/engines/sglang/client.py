@@ -18,18 +18,15 @@ from typing import Any, ClassVar
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
-from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.adapter_loader import AdapterLoader
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
-from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
+from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
-from penstock.rollout_service.engines.engine_http import EngineHttp
+from penstock.rollout_service.engines.engine_http import PROBE_S, HttpAdapterCalls, HttpEngineClient
 from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
 from penstock.rollout_service.engines.sglang.image_request import check_expanded, image_fields, sees, sight_requests
 from penstock.rollout_service.engines.sglang.read_reply import read_checksum, read_completion, read_metrics, report_of
 from penstock.rollout_service.errors import EngineMisconfigured, EngineRefused, ReplyRefused, WeightsNotApplied
 
-_PROBE_S = 10.0  # a request that generates nothing, such as model_info
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s
 _PAUSE_S = 60.0  # at most one decoding step
 _LOAD_S = 600.0  # waits for running sequences, then reads the weights
@@ -43,44 +40,45 @@ _NEUTRAL = {
 }
 
 
-class SglangClient:
+class _AdapterCalls(HttpAdapterCalls):
+    async def load(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            answer = await self._http.call("POST", "/load_lora_adapter", body, _LOAD_S)
+        except EngineRefused as err:
+            raise WeightsNotApplied(f"adapter {name}: {err}{_fix(str(err))}") from None
+        listed = answer.get("loaded_adapters") if isinstance(answer, dict) and answer.get("success") is True else None
+        if not isinstance(listed, dict) or listed.get(name) != str(folder):
+            raise WeightsNotApplied(f"{self._http.url} did not load {name} from {folder}: {shorten(answer)}")
+
+    async def unload(self, name: str) -> None:
+        answer = await self._http.call("POST", "/unload_lora_adapter", {"lora_name": name}, _LOAD_S)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineRefused(f"{self._http.url} did not unload {name}: {shorten(answer)}")
+
+
+def _fix(refusal: str) -> str:
+    if "LoRA is not enabled" not in refusal:
+        return ""
+    return (
+        "; set sglang.max_lora_rank for a server of the worker's own, or start yours with --enable-lora --max-lora-rank"
+    )
+
+
+class SglangClient(HttpEngineClient):
     """One SGLang server, or one embedded engine; see `EngineClient`."""
 
+    adapter_calls = _AdapterCalls
+    version_page = "/model_info"
     takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
 
     def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
-        self.url = url
-        self.limits = ModelLimits(None, None)
-        self._http = EngineHttp(url, api_key=api_key)
-        self._request_deadline_s = request_deadline_s
-        self._weights_turn = asyncio.Lock()
-        self._adapters = AdapterLoader(
-            url, _AdapterCalls(self._http), self.served_version, request_deadline_s=request_deadline_s
-        )
-        self._sampler = CompletionSampler(
-            url, self._sample, self._adapters.table, request_deadline_s=request_deadline_s
-        )
-        self._aborting = False  # an update that aborts running requests is under way
-        self._num_aborts = 0  # incremented when such an update begins and when it ends
+        super().__init__(url, api_key=api_key, request_deadline_s=request_deadline_s)
         self._may_be_paused = True  # a previous worker may have been killed in the middle of an update
         self._checksum: EngineChecksum | None = None  # of the served weights, where the reply to their update had it
         self._looking = asyncio.Lock()  # held while the server is asked whether it looks at images
         self._sees = False
         self._cache_key: str | None = None  # separates cached prefixes of different versions where none are flushed
-
-    async def close(self) -> None:
-        await self._http.close()
-
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        n: int,
-        adapter: PolicyVersion | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt in one request; see `Generates.generate`."""
-        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits, seeds)
 
     async def generate_redundantly(
         self,
@@ -95,7 +93,7 @@ class SglangClient:
         )
 
     async def _abort(self, name: str) -> None:
-        await self._http.call("POST", "/abort_request", {"rid": name}, _PROBE_S, parse=False)
+        await self._http.call("POST", "/abort_request", {"rid": name}, PROBE_S, parse=False)
 
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         n, num_aborts = request.n, self._num_aborts
@@ -104,7 +102,7 @@ class SglangClient:
         body: dict[str, Any] = {
             "rid": [uuid.uuid4().hex for _ in prompts] if request.single is None else [request.single.name],
             "input_ids": prompts,
-            "sampling_params": params[0] if all(one == params[0] for one in params) else params,
+            "sampling_params": params[0] if all(param == params[0] for param in params) else params,
             "return_logprob": True,
         }
         shown = [one.prompt for one in sequences[::n]]
@@ -149,19 +147,15 @@ class SglangClient:
                 return
             assert self.limits.images is not None  # else no prompt has images
             requests = sight_requests(self.limits.images)
-            replies = [await self._http.call("POST", "/generate", one, self._request_deadline_s) for one in requests]
+            replies = [
+                await self._http.call("POST", "/generate", request, self._request_deadline_s) for request in requests
+            ]
             if not sees(replies):
                 raise EngineMisconfigured(
-                    f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: it does not look at "
-                    "images, or drops them; start it with the model's vision tower, or train on data without images"
+                    f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: it ignores "
+                    "images; start it with the model's vision tower, or train on data without images"
                 )
             self._sees = True
-
-    def mark_unverified(self, reason: str) -> None:
-        self._sampler.mark_unverified(reason)
-
-    def mark_verified(self) -> None:
-        self._sampler.mark_verified()
 
     async def health(self) -> None:
         """Return when the engine generates, or could; raises EngineError when it does not."""
@@ -171,12 +165,12 @@ class SglangClient:
     async def inspect(self) -> ServerReport:
         """Return what ``/server_info`` reports; an empty report from a server without that page."""
         with contextlib.suppress(EngineRefused):
-            info = await self._http.call("GET", "/server_info", None, _PROBE_S)
+            info = await self._http.call("GET", "/server_info", None, PROBE_S)
             return report_of(info if isinstance(info, dict) else {})
         return ServerReport()
 
     async def metrics(self) -> dict[str, float]:
-        return read_metrics(await self._http.call("GET", "/metrics", None, _PROBE_S, parse=False))
+        return read_metrics(await self._http.call("GET", "/metrics", None, PROBE_S, parse=False))
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
         """Note the folder; ``--weight-version`` has labelled the weights."""
@@ -199,18 +193,6 @@ class SglangClient:
             self._cache_key = str(version) if mode == "in_place" else None
             if mode != "drain":
                 await self._continue()
-
-    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        await self._adapters.load(folder, version)
-
-    async def unload_adapter(self, version: PolicyVersion) -> None:
-        await self._adapters.unload(version)
-
-    async def drop_adapters(self) -> None:
-        await self._adapters.drop_all()
-
-    async def forget_lost_adapters(self) -> None:
-        await self._adapters.forget_lost()
 
     async def _update(self, folder: Path, version: PolicyVersion, *, flush: bool) -> None:
         body = {
@@ -238,22 +220,12 @@ class SglangClient:
 
     async def _pause(self, mode: UpdateMode) -> None:
         self._may_be_paused = True
-        self._aborting = mode == "abort"
-        self._num_aborts += self._aborting
-        try:
+        with self._pausing(mode):
             await self._http.call("POST", "/pause_generation", {"mode": mode}, _LOAD_S)
-        finally:
-            self._num_aborts += self._aborting
-            self._aborting = False
 
     async def _continue(self) -> None:
         await self._http.call("POST", "/continue_generation", {}, _PAUSE_S)
         self._may_be_paused = False
-
-    async def served_version(self) -> PolicyVersion | None:
-        """Return the version that ``/model_info`` names; None for a label that is not a policy version."""
-        async with self._weights_turn:
-            return await self._read_version()
 
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return the checksum of the served weights; None when the server reports none.
@@ -268,43 +240,6 @@ class SglangClient:
             except (EngineRefused, ReplyRefused):
                 return None
         return read_checksum(answer)
-
-    async def _read_version(self) -> PolicyVersion | None:
-        info = await self._http.call("GET", "/model_info", None, _PROBE_S)
-        return read_version(info.get("weight_version") if isinstance(info, dict) else None)
-
-
-class _AdapterCalls:
-    def __init__(self, http: EngineHttp) -> None:
-        self._http = http
-
-    async def load(self, name: str, folder: Path) -> None:
-        body = {"lora_name": name, "lora_path": str(folder)}
-        try:
-            answer = await self._http.call("POST", "/load_lora_adapter", body, _LOAD_S)
-        except EngineRefused as err:
-            raise WeightsNotApplied(f"adapter {name}: {err}{_fix(str(err))}") from None
-        listed = answer.get("loaded_adapters") if isinstance(answer, dict) and answer.get("success") is True else None
-        if not isinstance(listed, dict) or listed.get(name) != str(folder):
-            raise WeightsNotApplied(f"{self._http.url} did not load {name} from {folder}: {shorten(answer)}")
-
-    async def unload(self, name: str) -> None:
-        answer = await self._http.call("POST", "/unload_lora_adapter", {"lora_name": name}, _LOAD_S)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EngineRefused(f"{self._http.url} did not unload {name}: {shorten(answer)}")
-
-    async def list_names(self) -> list[object]:
-        answer = await self._http.call("GET", "/v1/models", None, _PROBE_S)
-        cards = answer.get("data") if isinstance(answer, dict) else None
-        return [card.get("id") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-
-
-def _fix(refusal: str) -> str:
-    if "LoRA is not enabled" not in refusal:
-        return ""
-    return (
-        "; set sglang.max_lora_rank for a server of the worker's own, or start yours with --enable-lora --max-lora-rank"
-    )
 
 
 def _sampling_params(sampling: Sampling, n: int, sequence: Resumption) -> dict[str, Any]:

@@ -69,15 +69,15 @@ def image_fields(
 
 def check_expanded(row: Any, expected: Sequence[int]) -> None:
     """Raise ReplyRefused unless a reply says that exactly these token ids were computed as its prompt."""
-    found = row.get("prompt_token_ids") if isinstance(row, dict) else None
-    if not isinstance(found, list):
+    token_ids = row.get("prompt_token_ids") if isinstance(row, dict) else None
+    if not isinstance(token_ids, list):
         raise ReplyRefused(f"a reply to a prompt with images has no prompt_token_ids: {shorten(row)}")
-    if found == list(expected):
+    if token_ids == list(expected):
         return
-    pairs = enumerate(zip(found, expected, strict=False))
-    at = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
+    pairs = enumerate(zip(token_ids, expected, strict=False))
+    at = next((at for at, (one, other) in pairs if one != other), min(len(token_ids), len(expected)))
     raise ReplyRefused(
-        f"the engine computed a prompt of {len(found)} tokens, the row has {len(expected)}; they differ from token {at} on: {found[at : at + 8]} "
+        f"the engine computed a prompt of {len(token_ids)} tokens, the row has {len(expected)}; they differ from token {at} on: {token_ids[at : at + 8]} "
         f"and {list(expected[at : at + 8])}. Engine and trainer process images differently: give both the model folder's own "
         "preprocessor_config.json"
     )
@@ -117,7 +117,6 @@ def _data(prompt: Sequence[int]) -> list[str]:
 
 
 def _positions(images: RowImages | None) -> list[int]:
-    """Return the places of the placeholders among the collapsed ids."""
     places: list[int] = []
     skipped = 0
     for ref in images.refs if images is not None else ():

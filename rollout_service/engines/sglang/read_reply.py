@@ -39,7 +39,6 @@ _METRICS = {
 
 
 def read_metrics(exposition: str) -> dict[str, float]:
-    """Return the metrics of one server from its page in Prometheus' text format."""
     return read_samples(exposition, prefix="sglang", names=_METRICS)
 
 

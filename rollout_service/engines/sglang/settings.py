@@ -88,7 +88,7 @@ class SglangSettings(Section):
     max_loaded_loras: int | None = Field(
         None,
         ge=2,
-        description="--max-loaded-loras: adapters held; beyond, the one used longest ago is read anew when asked for.",
+        description="--max-loaded-loras: adapters held; beyond, the one used longest ago is loaded again when asked for.",
     )
     lora_backend: str | None = Field(None, description="--lora-backend: 'csgmv', 'triton', 'torch_native', …")
     metrics: bool = Field(True, description="--enable-metrics; the worker reports them in its heartbeat.")

@@ -19,16 +19,13 @@ from typing import Any
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
-from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.adapter_loader import AdapterLoader
-from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
-from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, shorten
+from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, refuse_images
-from penstock.rollout_service.engines.engine_http import EngineHttp
+from penstock.rollout_service.engines.engine_http import PROBE_S, HttpAdapterCalls, HttpEngineClient
 from penstock.rollout_service.engines.vllm.read_reply import read_checksum, read_completions, read_metrics, report_of
 from penstock.rollout_service.errors import EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
 
-_PROBE_S = 10.0  # a request that generates nothing, such as weight_info
 _INFO_S = 60.0  # the first server_info lists the machine's packages, which takes a quarter of a minute
 _PAUSE_S = 60.0  # at most one decoding step
 _LOAD_S = 600.0  # waits for running sequences, then reads the weights
@@ -37,30 +34,42 @@ _FORBIDDEN, _NOT_FOUND, _BUSY = 403, 404, 503
 _PAUSE_MODES: dict[UpdateMode, str] = {"drain": "wait", "abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
-class VllmClient:
+class _AdapterCalls(HttpAdapterCalls):
+    async def load(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            await self._http.call("POST", "/v1/load_lora_adapter", body, _LOAD_S, parse=False)
+        except EngineRefused as err:
+            raise WeightsNotApplied(f"adapter {name}: {err}{_fix(err)}") from None
+        if name not in await self.list_names():
+            raise WeightsNotApplied(f"{self._http.url} did not list {name} after it was loaded from {folder}")
+
+    async def unload(self, name: str) -> None:
+        await self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _LOAD_S, parse=False)
+
+
+def _fix(refusal: EngineRefused) -> str:
+    if refusal.status != _NOT_FOUND:
+        return ""
+    return (
+        "; set vllm.max_lora_rank for a server of the worker's own, or start yours with --enable-lora --max-lora-rank "
+        "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    )
+
+
+class VllmClient(HttpEngineClient):
     """One vLLM server; see `EngineClient`."""
 
+    adapter_calls = _AdapterCalls
+    version_page = "/weight_info"
+    returns_text = False
+
     def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
-        self.url = url
-        self.limits = ModelLimits(None, None)
-        self._http = EngineHttp(url, api_key=api_key)
-        self._request_deadline_s = request_deadline_s
-        self._weights_turn = asyncio.Lock()
-        self._adapters = AdapterLoader(
-            url, _AdapterCalls(self._http), self.served_version, request_deadline_s=request_deadline_s
-        )
-        self._sampler = CompletionSampler(
-            url, self._sample, self._adapters.table, request_deadline_s=request_deadline_s, returns_text=False
-        )
+        super().__init__(url, api_key=api_key, request_deadline_s=request_deadline_s)
         self._accepting = asyncio.Event()  # cleared during a pause, in which vLLM refuses new requests
         self._accepting.set()
         self._num_pauses = 0
-        self._aborting = False  # an update that aborts running requests is under way
-        self._num_aborts = 0  # incremented when such an update begins and when it ends
         self._cache_salt: str | None = None  # separates cached prefixes of different versions where none are flushed
-
-    async def close(self) -> None:
-        await self._http.close()
 
     async def generate(
         self,
@@ -109,21 +118,15 @@ class VllmClient:
                     continue  # it arrived after the pause had begun
                 raise
             interrupted = self._aborting or num_aborts != self._num_aborts
-            return read_completions(answer, [one.num_left for one in sequences], interrupted=interrupted)
-
-    def mark_unverified(self, reason: str) -> None:
-        self._sampler.mark_unverified(reason)
-
-    def mark_verified(self) -> None:
-        self._sampler.mark_verified()
+            return read_completions(answer, [sequence.num_left for sequence in sequences], interrupted=interrupted)
 
     async def health(self) -> None:
         """Return when the engine process runs; raises EngineError when it does not."""
-        await self._http.call("GET", "/health", None, _PROBE_S, parse=False)
+        await self._http.call("GET", "/health", None, PROBE_S, parse=False)
 
     async def inspect(self) -> ServerReport:
         """Return what ``/version`` and ``/server_info`` report, and which of the needed routes are missing."""
-        version = await self._http.call("GET", "/version", None, _PROBE_S)
+        version = await self._http.call("GET", "/version", None, PROBE_S)
         version = str(version.get("version")) if isinstance(version, dict) else ""
         if not await self._has("GET", "/weight_info", None, missing=_NOT_FOUND):
             return ServerReport(["the environment without VLLM_SERVER_DEV_MODE=1: it has no routes for weights"])
@@ -134,13 +137,13 @@ class VllmClient:
 
     async def _has(self, method: str, path: str, body: object, *, missing: int) -> bool:
         try:
-            await self._http.call(method, path, body, _PROBE_S)
+            await self._http.call(method, path, body, PROBE_S)
         except EngineRefused as err:
             return err.status != missing
         return True
 
     async def metrics(self) -> dict[str, float]:
-        return read_metrics(await self._http.call("GET", "/metrics", None, _PROBE_S, parse=False))
+        return read_metrics(await self._http.call("GET", "/metrics", None, PROBE_S, parse=False))
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
         """Label the weights that the server was started with: it takes no label on its command line."""
@@ -173,13 +176,8 @@ class VllmClient:
         self._num_pauses += 1
         if mode in ("drain", "abort"):
             self._accepting.clear()
-        self._aborting = mode == "abort"
-        self._num_aborts += self._aborting
-        try:
+        with self._pausing(mode):
             await self._http.call("POST", f"/pause?mode={_PAUSE_MODES[mode]}", None, _LOAD_S)
-        finally:
-            self._num_aborts += self._aborting
-            self._aborting = False
 
     async def _reload(self, folder: Path, version: PolicyVersion) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -190,7 +188,7 @@ class VllmClient:
             raise WeightsNotApplied(f"version {version}: {err}") from None
 
     async def _label(self, version: PolicyVersion) -> None:
-        await self._http.call("POST", "/update_weight_version", {"new_version": str(version)}, _PROBE_S)
+        await self._http.call("POST", "/update_weight_version", {"new_version": str(version)}, PROBE_S)
         served = await self._read_version()
         if served != version:
             raise WeightsNotApplied(f"{self.url} was to serve version {version}, but its weight_info names {served}")
@@ -200,15 +198,6 @@ class VllmClient:
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise WeightsNotApplied(f"{self.url} kept keys and values of the old weights: {shorten(answer)}")
 
-    async def served_version(self) -> PolicyVersion | None:
-        """Return the version that ``/weight_info`` names; None for a label that is not a policy version."""
-        async with self._weights_turn:
-            return await self._read_version()
-
-    async def _read_version(self) -> PolicyVersion | None:
-        info = await self._http.call("GET", "/weight_info", None, _PROBE_S)
-        return read_version(info.get("weight_version") if isinstance(info, dict) else None)
-
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return a digest of the served tensors; None when the server reports none."""
         async with self._weights_turn:
@@ -217,49 +206,6 @@ class VllmClient:
             except (EngineRefused, ReplyRefused):
                 return None
         return read_checksum(answer)
-
-    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        await self._adapters.load(folder, version)
-
-    async def unload_adapter(self, version: PolicyVersion) -> None:
-        await self._adapters.unload(version)
-
-    async def drop_adapters(self) -> None:
-        await self._adapters.drop_all()
-
-    async def forget_lost_adapters(self) -> None:
-        await self._adapters.forget_lost()
-
-
-class _AdapterCalls:
-    def __init__(self, http: EngineHttp) -> None:
-        self._http = http
-
-    async def load(self, name: str, folder: Path) -> None:
-        body = {"lora_name": name, "lora_path": str(folder)}
-        try:
-            await self._http.call("POST", "/v1/load_lora_adapter", body, _LOAD_S, parse=False)
-        except EngineRefused as err:
-            raise WeightsNotApplied(f"adapter {name}: {err}{_fix(err)}") from None
-        if name not in await self.list_names():
-            raise WeightsNotApplied(f"{self._http.url} did not list {name} after it was loaded from {folder}")
-
-    async def unload(self, name: str) -> None:
-        await self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _LOAD_S, parse=False)
-
-    async def list_names(self) -> list[object]:
-        answer = await self._http.call("GET", "/v1/models", None, _PROBE_S)
-        cards = answer.get("data") if isinstance(answer, dict) else None
-        return [card.get("id") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-
-
-def _fix(refusal: EngineRefused) -> str:
-    if refusal.status != _NOT_FOUND:
-        return ""
-    return (
-        "; set vllm.max_lora_rank for a server of the worker's own, or start yours with --enable-lora --max-lora-rank "
-        "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-    )
 
 
 def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[str, Any]:

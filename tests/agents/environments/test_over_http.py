@@ -177,7 +177,7 @@ async def test_a_score_is_added_where_a_limit_of_the_run_ended_the_episode(model
     ],
 )
 async def test_a_score_that_fails_is_no_reward(model: Path, score: Callable[[], float], said: str) -> None:
-    """The episode is begun again, and after its attempts the group is refused with the reason."""
+    """The episode is restarted, and after its attempts the group is refused with the reason."""
     script = Scored(score, lambda: say("on", 0.25))
     async with served(script) as (url, _):
         found = await play(model, over_http(model, url, max_turns=1, attempts=2), ["a", "a"])

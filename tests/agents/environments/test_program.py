@@ -1,4 +1,4 @@
-"""Programs as environments: recorded token for token, ended whole, begun again where they fail, never rewarded for it."""
+"""Programs as environments: recorded token for token, ended whole, restarted where they fail, never rewarded for it."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_a_sandbox_is_refused_before_the_first_episode(model: Path, monkeypatch:
 
     with pytest.raises(ConfigError, match="readable is read in the sandbox alone"):
         define(readable=["/data"])
-    with pytest.raises(ConfigError, match="'data' is no absolute path"):
+    with pytest.raises(ConfigError, match="'data' is not an absolute path"):
         define(sandbox=True, folder="/usr", readable=["data"])
     for folder in (".", "./", str(Path.cwd()), "..", "/"):
         with pytest.raises(ConfigError, match="needs a folder"):

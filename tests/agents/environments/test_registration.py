@@ -56,6 +56,7 @@ def test_another_version_takes_the_name_over_only_if_it_is_told_to_or_nobody_is_
 
 
 def test_a_name_has_a_limited_number_of_servers() -> None:
+    """Those without a lease do not count."""
     servers = tuple(server(port) for port in range(1, registry.MAX_SERVERS + 1))
     state = Registered(version="1", servers=servers)
     with pytest.raises(RegistrationRefused, match="has 256 servers; stop one first"):

@@ -1,4 +1,4 @@
-"""Groups of episodes: played turn by turn, recorded token for token, begun again where the environment fails."""
+"""Groups of episodes: played turn by turn, recorded token for token, restarted where the environment fails."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_the_turns_of_an_episode_are_limited(model: Path, more: dict[str, Any], 
 
 
 def test_time_is_booked_to_who_spent_it(model: Path) -> None:
-    """Slow answers end an episode that is trained; a slow environment has it begun again."""
+    """Slow answers end an episode that is trained; a slow environment has it restarted."""
     slow = Script(lambda: time.sleep(0.4) or done(1.0))
     found, _ = play(model, slow, ["a"] * 3, reply_deadline_s=0.05, attempts=2)
     assert isinstance(found, TaskRefused)

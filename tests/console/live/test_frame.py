@@ -12,7 +12,7 @@ from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
-from penstock.console.report.diagnoses import RunFigures, diagnose
+from penstock.console.report.diagnoses import RunMetrics, diagnose
 from penstock.console.terminal import curve
 
 
@@ -77,7 +77,7 @@ def lines_at(snapshot: Snapshot, width: int, height: int) -> list[str]:
 def failing(snapshot: Snapshot) -> Snapshot:
     """The same run with rewards of 0, and completions that are cut."""
     figures = {"reward_mean": 0.0, "reward_std": 0.0, "truncated_share": 0.6}
-    return replace(snapshot, diagnoses=diagnose(RunFigures([figures] * 30)))
+    return replace(snapshot, diagnoses=diagnose(RunMetrics([figures] * 30)))
 
 
 SIZES = [(80, 24), (100, 30), (200, 50)]

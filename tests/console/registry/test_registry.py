@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.console.evaluation import results
-from penstock.console.evaluation.estimates import Estimate
-from penstock.console.evaluation.results import DataFile, EvaluationResult, SourceResult
+from penstock.console.evaluation.results import DataFile, Estimate, EvaluationResult, SourceResult
 from penstock.console.registry import card, versions
-from penstock.console.registry.averaging import average_last, newest
 from penstock.console.registry.card import Score
 from penstock.console.registry.exchange import push_model
-from penstock.console.registry.versions import Registry, Tag, set_tag
+from penstock.console.registry.versions import Registry, Tag, average_last, newest, set_tag
 from penstock.console.tools.weights import NOT_KEPT
 from penstock.protocol.errors import ConfigError, PenstockError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.console.report.diagnoses import MEANINGS, RunFigures, diagnose
+from penstock.console.report.diagnoses import MEANINGS, RunMetrics, diagnose
 from penstock.trainer.groups.drops import DropReason
 
 SOUND = {
@@ -19,59 +19,59 @@ def steps(number: int = 40, **figures: float) -> list[dict[str, float]]:
     return [{**SOUND, **figures}] * number
 
 
-def keys(run: RunFigures) -> list[str]:
+def keys(run: RunMetrics) -> list[str]:
     return [one.key for one in diagnose(run)]
 
 
-CASES: list[tuple[str, RunFigures, list[str], str]] = [
-    ("sound", RunFigures(steps()), [], ""),
-    ("no steps", RunFigures([]), [], ""),
-    ("figures of an older trainer", RunFigures([{"reward_mean": 0.1 * n} for n in range(5)]), [], ""),
-    ("two steps are too few", RunFigures(steps(2, reward_mean=0.0, reward_std=0.0)), [], ""),
+CASES: list[tuple[str, RunMetrics, list[str], str]] = [
+    ("sound", RunMetrics(steps()), [], ""),
+    ("no steps", RunMetrics([]), [], ""),
+    ("figures of an older trainer", RunMetrics([{"reward_mean": 0.1 * n} for n in range(5)]), [], ""),
+    ("two steps are too few", RunMetrics(steps(2, reward_mean=0.0, reward_std=0.0)), [], ""),
     (
         "no reward",
-        RunFigures(steps(reward_mean=0.0, reward_std=0.0, zero_signal_groups=1.0)),
+        RunMetrics(steps(reward_mean=0.0, reward_std=0.0, zero_signal_groups=1.0)),
         ["constant_reward"],
         "The reward was 0.00 for every completion in all 40 steps",
     ),
     (
         "always the same reward",
-        RunFigures(steps(reward_mean=1.0, reward_std=0.0, zero_signal_groups=1.0)),
+        RunMetrics(steps(reward_mean=1.0, reward_std=0.0, zero_signal_groups=1.0)),
         ["constant_reward"],
         "the prompts are too easy",
     ),
-    ("two steps, cut", RunFigures(steps(2, truncated_share=0.9)), [], ""),
-    ("one reward among zeros", RunFigures([*steps(39, reward_mean=0.0, reward_std=0.0), SOUND]), [], ""),
-    ("a mean of 0 with rewards of -1 and 1", RunFigures(steps(reward_mean=0.0, reward_std=1.0)), [], ""),
-    ("half without signal", RunFigures(steps(zero_signal_groups=0.5)), ["no_signal"], "50% of the groups of the last 20"),
-    ("half, in the first steps", RunFigures(steps(5, zero_signal_groups=0.6)), [], ""),
-    ("almost half", RunFigures(steps(zero_signal_groups=0.49)), [], ""),
-    ("too easy", RunFigures(steps(zero_signal_groups=0.8, reward_mean=0.95)), ["no_signal"], "too easy by now"),
-    ("too hard", RunFigures(steps(zero_signal_groups=0.8, reward_mean=0.05)), ["no_signal"], "too hard for it yet"),
-    ("groups of one", RunFigures(steps(zero_signal_groups=1.0)), ["no_signal"], "Raise rollout.group_size"),
-    ("cut", RunFigures(steps(truncated_share=0.25)), ["truncated"], "25% of the completions of the last 20 steps were cut"),
-    ("cut long ago", RunFigures([*steps(truncated_share=0.9), *steps(20)]), [], ""),
-    ("entropy", RunFigures([*steps(20), *steps(20, entropy=0.01)]), ["entropy"], "from 0.6 to 0.01 nats"),
-    ("entropy low from the start", RunFigures(steps(entropy=0.01)), [], ""),
-    ("few effective samples", RunFigures(steps(ess_share=0.3)), ["ess"], "30% of the tokens"),
-    ("far from the sampler", RunFigures(steps(kl_behaviour=0.2)), ["kl"], "0.2 nats per token (KL)"),
-    ("engine differs", RunFigures(steps(engine_gap=0.06)), ["engine_gap"], "0.06 nats per token for the same weights"),
-    ("learning rate", RunFigures(steps(lr=5.2e-5)), ["lr"], "The learning rate used is 5.2e-05, where 0.0005 is set."),
-    ("diverged", RunFigures([*steps(), {"loss_not_finite": 1.0}]), ["loss_not_finite"], "in 1 of 41 steps"),
-    ("dropped", RunFigures(steps(), 100, {"stale": 15, "dead": 5}), ["dropped"], "20 of 100 groups were dropped, 15 of them as"),
-    ("few dropped", RunFigures(steps(), 100, {"stale": 19}), [], ""),
+    ("two steps, cut", RunMetrics(steps(2, truncated_share=0.9)), [], ""),
+    ("one reward among zeros", RunMetrics([*steps(39, reward_mean=0.0, reward_std=0.0), SOUND]), [], ""),
+    ("a mean of 0 with rewards of -1 and 1", RunMetrics(steps(reward_mean=0.0, reward_std=1.0)), [], ""),
+    ("half without signal", RunMetrics(steps(zero_signal_groups=0.5)), ["no_signal"], "50% of the groups of the last 20"),
+    ("half, in the first steps", RunMetrics(steps(5, zero_signal_groups=0.6)), [], ""),
+    ("almost half", RunMetrics(steps(zero_signal_groups=0.49)), [], ""),
+    ("too easy", RunMetrics(steps(zero_signal_groups=0.8, reward_mean=0.95)), ["no_signal"], "too easy by now"),
+    ("too hard", RunMetrics(steps(zero_signal_groups=0.8, reward_mean=0.05)), ["no_signal"], "too hard for it yet"),
+    ("groups of one", RunMetrics(steps(zero_signal_groups=1.0)), ["no_signal"], "Raise rollout.group_size"),
+    ("cut", RunMetrics(steps(truncated_share=0.25)), ["truncated"], "25% of the completions of the last 20 steps were cut"),
+    ("cut long ago", RunMetrics([*steps(truncated_share=0.9), *steps(20)]), [], ""),
+    ("entropy", RunMetrics([*steps(20), *steps(20, entropy=0.01)]), ["entropy"], "from 0.6 to 0.01 nats"),
+    ("entropy low from the start", RunMetrics(steps(entropy=0.01)), [], ""),
+    ("few effective samples", RunMetrics(steps(ess_share=0.3)), ["ess"], "30% of the tokens"),
+    ("far from the sampler", RunMetrics(steps(kl_behaviour=0.2)), ["kl"], "0.2 nats per token (KL)"),
+    ("engine differs", RunMetrics(steps(engine_gap=0.06)), ["engine_gap"], "0.06 nats per token for the same weights"),
+    ("learning rate", RunMetrics(steps(lr=5.2e-5)), ["lr"], "The learning rate used is 5.2e-05, where 0.0005 is set."),
+    ("diverged", RunMetrics([*steps(), {"loss_not_finite": 1.0}]), ["loss_not_finite"], "in 1 of 41 steps"),
+    ("dropped", RunMetrics(steps(), 100, {"stale": 15, "dead": 5}), ["dropped"], "20 of 100 groups were dropped, 15 of them as"),
+    ("few dropped", RunMetrics(steps(), 100, {"stale": 19}), [], ""),
     (
         "fell",
-        RunFigures([{**SOUND, "reward_mean": min(n, 100 - n) / 100} for n in range(100)]),
+        RunMetrics([{**SOUND, "reward_mean": min(n, 100 - n) / 100} for n in range(100)]),
         ["reward_fell"],
         "The reward rose to 0.4",
     ),
-    ("rises", RunFigures([{**SOUND, "reward_mean": n / 100} for n in range(100)]), [], ""),
+    ("rises", RunMetrics([{**SOUND, "reward_mean": n / 100} for n in range(100)]), [], ""),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("run", "expected", "text"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_a_run_that_does_not_learn_is_told_why(run: RunFigures, expected: list[str], text: str):
+def test_a_run_that_does_not_learn_is_told_why(run: RunMetrics, expected: list[str], text: str):
     """Each symptom has its own diagnosis, at its threshold and not below; a sound run has none."""
     found = diagnose(run)
     assert [one.key for one in found] == expected
@@ -95,4 +95,4 @@ def test_every_reason_for_which_a_group_is_dropped_is_explained():
 def test_no_figure_ends_the_diagnoses(value: float):
     """Absurd figures of a foreign trainer end neither panel nor report."""
     figures: dict[str, Any] = dict.fromkeys(SOUND, value)
-    assert isinstance(keys(RunFigures([figures] * 100, 1, {"alien": 10**9})), list)
+    assert isinstance(keys(RunMetrics([figures] * 100, 1, {"alien": 10**9})), list)

@@ -6,8 +6,8 @@ import torch
 
 from penstock.console.report import learning
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
-from penstock.trainer.learner.pair_planner import pair_figures
+from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_metrics, mismatch_sums
+from penstock.trainer.learner.pair_planner import pair_metrics
 
 
 def test_critic_metrics_are_shown() -> None:
@@ -22,7 +22,7 @@ def test_critic_metrics_are_shown() -> None:
 def test_the_trainers_metrics_are_read() -> None:
     logprobs = torch.tensor([-1.0, -0.5, -2.0])
     about = (logprobs, logprobs - 0.1, torch.tensor([0.0, 0.0, 1.0]), Sequences.of_lengths(torch.tensor([2, 1])))
-    data = mismatch_figures({**mismatch_sums(*about), "tokens": 3.0}, mismatch_maxima(*about))
+    data = mismatch_metrics({**mismatch_sums(*about), "tokens": 3.0}, mismatch_maxima(*about))
     found = learning.read(data)
     assert {"engine_gap", "engine_gap_max", "engine_kl", "kl_behaviour", "ratio_p1", "ratio_p99", "chi2_token"} <= set(
         found
@@ -35,7 +35,7 @@ def test_the_figures_of_pairs_are_shown() -> None:
     """What a step reports about pairs beside its groups is in the report's table."""
     sums = {"num_chosen": 4.0, "num_rejected": 4.0, "loss": 0.5, "rewards/accuracies": 3.0, "rewards/margins": 8.0}
     beside = {"rewards/chosen": 6.0, "rewards/rejected": -2.0}
-    figures = learning.read(pair_figures({f"pairs/{name}": value for name, value in (sums | beside).items()}))
+    figures = learning.read(pair_metrics({f"pairs/{name}": value for name, value in (sums | beside).items()}))
     table = {name: mean for name, mean, *_ in learning.rows(learning.spreads([figures]))}
     assert table == {
         "preference loss of the pairs beside the groups": "0.5",

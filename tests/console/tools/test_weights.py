@@ -26,9 +26,8 @@ from penstock.protocol.weights.adapter_format import AdapterConfig, published_na
 from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import ModelWeights
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, copy_to_buckets
 from penstock.trainer.publishing.weight_gc import Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import KeepRule
 
@@ -186,8 +185,11 @@ def test_a_version_that_a_killed_trainer_left_is_ignored(
     coordinator = PublishCoordinator(RankPublisher(blobs, run_streams))
     coordinator.hold(buckets)
     stored = coordinator.store_whole(buckets.copy_id, PolicyVersion(2))
-    VersionWriter(connections, tmp_path / "model").full_snapshot(
-        Label(PolicyVersion(2), 2, 0), Content(buckets.layout, (), stored, ModelWeights(buckets).root()), parent=None
+    VersionWriter(connections, tmp_path / "model").write(
+        "anchor",
+        Label(PolicyVersion(2), 2, 0),
+        Content(buckets.layout, (), stored, ModelWeights(buckets).root()),
+        parent=None,
     )
     assert print_versions(run_streams, arguments, {}, as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
 
-from penstock.console.web.reading.page_view import PageView
-from penstock.console.web.reading.step_series import MAX_NAMES, StepSeries, bucket_size, histogram, step_figures
+from penstock.console.web.reading.page_view import MAX_NAMES, PageView, StepSeries, bucket_size, histogram, step_metrics
 
 
 def series(*values: float, first: int = 1) -> StepSeries:
@@ -84,7 +83,7 @@ def test_a_trainer_that_logs_any_number_of_figures_keeps_the_first_ones_only() -
 
 def test_what_is_no_finite_number_is_no_figure() -> None:
     """NaN, texts, truth values that are counts of nothing, and nested fields without a name are left out."""
-    found = step_figures(
+    found = step_metrics(
         {"step": 3, "loss": math.nan, "text": "<b>", "x": 2, "mismatch": {"mean_abs": 0.5}, "y": 1e400}
     )
     assert found == {"x": 2.0, "engine_gap": 0.5, "loss_not_finite": 1.0}

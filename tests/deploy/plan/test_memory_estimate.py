@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from penstock.deploy.plan.memory import estimate
-from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan
+from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan, suggestions
 from penstock.deploy.plan.memory.model_shape import Method, read_shape, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs, plan_inputs
-from penstock.deploy.plan.memory.suggestions import suggestions
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import NotEstimated

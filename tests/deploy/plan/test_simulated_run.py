@@ -203,7 +203,7 @@ def test_the_plan_says_what_limits_a_run() -> None:
     )
     busy = replace(rows[1], trainer_idle=0.01, slots_used=0.99)
     assert describe(busy, [rows[0], busy], fleet(), GROUP_SIZE) == [
-        "nobody waits for long: no other bound on staleness trains more than 5 % faster"
+        "no service waits for long: no other bound on staleness trains more than 5 % faster"
     ]
 
 

@@ -22,7 +22,7 @@ from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.algorithm_state import AlgorithmState
+from penstock.trainer.algorithm.credit import AlgorithmState
 from penstock.trainer.errors import CheckpointError
 
 RUN = "damaged-replay"

@@ -129,7 +129,7 @@ def test_a_key_that_no_object_can_have_is_missing(blobs: Blobs, key: str, tmp_pa
         lambda: blobs.get_file(ref, tmp_path / "target"),
         lambda: blobs.get_unverified(key),
     ):
-        with pytest.raises(BlobMissing, match="is no valid object key"):
+        with pytest.raises(BlobMissing, match="is not a valid object key"):
             read()
 
 

@@ -104,7 +104,7 @@ def test_a_run_has_as_many_replicas_as_set(cluster: NatsCluster, clustered: Bus,
 
 def test_a_single_server_refuses_replicas(nats_settings: NatsSettings, run_id: str) -> None:
     with Bus.connect(nats_settings.model_copy(update={"replicas": 3}), name="test") as bus:
-        with pytest.raises(BusRefused, match=r"this server is no cluster: set nats\.replicas = 1"):
+        with pytest.raises(BusRefused, match=r"this server is not a cluster: set nats\.replicas = 1"):
             bus.ensure_stream(streams.streams(run_id)[0]).wait()
         with pytest.raises(BusRefused, match=r"bucket .*-state.*no cluster"):
             bus.ensure_bucket(streams.state_bucket(run_id)).wait()

@@ -128,9 +128,9 @@ def test_a_file_that_is_no_key_is_refused_with_its_setting(kind: str, tmp_path: 
 
 def test_a_second_line_that_is_no_signature_is_malformed() -> None:
     """A reader without trusted keys reads signed manifests too, and nothing but a signature after the line."""
-    with pytest.raises(MalformedFact, match="second line is no signature"):
+    with pytest.raises(MalformedFact, match="second line is not a signature"):
         VersionManifest.from_json(LINE + b"\nanything")
-    with pytest.raises(MalformedFact, match="second line is no signature"):
+    with pytest.raises(MalformedFact, match="second line is not a signature"):
         VersionManifest.from_json(LINE + b"\n")
 
 

@@ -19,7 +19,7 @@ from tests.reward_service.processes import Service
 from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
-from penstock.reward_service.program_tests import answers, grade, tests_of_row
+from penstock.reward_service.program_tests import grade, tests_of_row
 from penstock.reward_service.program_tests import grade as sandbox_pool
 from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.program_tests.test_code import Graded
@@ -57,12 +57,12 @@ async def pool() -> AsyncIterator[SandboxPool]:
         ("```python\nnever closed", "never closed"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
         ("   \n", None),
-        ("x" * (answers.MAX_PROGRAM_CHARS + 1), None),
+        ("x" * (tests_of_row.MAX_PROGRAM_CHARS + 1), None),
     ],
 )
 def test_the_program_is_the_last_python_block(completion: str, program: str | None) -> None:
     """The last Python block, else the last block without a language, else the whole text; never another language."""
-    assert answers.program(completion) == program
+    assert tests_of_row.program(completion) == program
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_program_is_the_last_python_block(completion: str, program: str | No
 )
 def test_outputs_are_compared_by_words_and_numbers(printed: str, expected: str, same: bool) -> None:
     """White space at ends does not count, numbers compare by value, integers exactly, lines must match."""
-    assert answers.same_output(printed, expected) is same
+    assert tests_of_row.same_output(printed, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_outputs_are_compared_by_words_and_numbers(printed: str, expected: str, 
 )
 def test_results_are_compared_by_value(result: Any, expected: Any, same: bool) -> None:
     """JSON results compare by type and value, numbers within the tolerance, booleans only with booleans."""
-    assert answers.same_result(result, expected) is same
+    assert tests_of_row.same_result(result, expected) is same
 
 
 @pytest.mark.parametrize(

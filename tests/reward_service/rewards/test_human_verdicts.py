@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.reward_service.graders.grader_pool import GraderPool
-from penstock.reward_service.program_tests import answers
+from penstock.reward_service.program_tests import tests_of_row
 from penstock.reward_service.rewards import gsm8k, math_answer, numeric
 
 INF, NAN = float("inf"), float("nan")
@@ -184,12 +184,12 @@ def test_quantities(answer: str, truth: str, score: int) -> None:
 @pytest.mark.parametrize(("printed", "expected", "same"), PRINTED)
 def test_outputs(printed: str, expected: str, same: int) -> None:
     """An expected integer is matched exactly, whatever its size; numbers have ASCII digits."""
-    assert answers.same_output(printed, expected) is bool(same)
+    assert tests_of_row.same_output(printed, expected) is bool(same)
 
 
 @pytest.mark.parametrize(("result", "expected", "same"), RETURNED)
 def test_results(result: Any, expected: Any, same: int) -> None:
-    assert answers.same_result(result, expected) is bool(same)
+    assert tests_of_row.same_result(result, expected) is bool(same)
 
 
 def test_the_table_is_large() -> None:

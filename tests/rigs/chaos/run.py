@@ -67,8 +67,7 @@ from penstock.protocol.record.lineage import LineageChapter, chapters
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.publishing.snapshot import ModelWeights
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, copy_to_buckets
 
 REWARD_FILE = Path(__file__).with_name("chaos_reward.py")
 VICTIMS = (

@@ -448,7 +448,7 @@ def _heartbeats(attacker: Attacker, rng: random.Random) -> Attack | None:
 def _leases(attacker: Attacker, rng: random.Random) -> Attack | None:
     role, key = rng.choice(
         (
-            ("rollout", streams.swap_turn_key(rng.randrange(3))),
+            ("rollout", streams.swap_permit_key(rng.randrange(3))),
             ("trainer", streams.GARBAGE_LEASE),
             ("trainer", streams.EXPIRY_LEASE),
         )

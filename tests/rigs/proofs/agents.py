@@ -228,7 +228,7 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     finally:
         if server is not None:
             server.stop()
-    lines = [line for text in texts for line in text.splitlines() if "ended episodes continued" in line]
+    lines = [line for text in texts for line in text.splitlines() if "finished episodes continued" in line]
     continued = sum(int(found[1]) for line in lines if (found := re.search(r"num_episodes\W+(\d+)", line)))
     train, replay = proof.splits[0], replayed(run_id, folder)
     failures = [f"{breach.kind}: {breach.group_id} {breach.detail}" for breach in proof.breaches]

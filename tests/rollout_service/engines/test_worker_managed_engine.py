@@ -16,10 +16,9 @@ from tests.servers import wait_for
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines import managed_engine
+from penstock.rollout_service.engines import engine_http, managed_engine
 from penstock.rollout_service.engines.engine_process import LaunchCommand
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
-from penstock.rollout_service.engines.sglang import client
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.errors import EngineRestartLimit, EngineUnreachable, WeightsUnusable, WeightsUnverified
 
@@ -244,7 +243,7 @@ async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: P
         os.kill(first, signal.SIGSTOP)
         wait_for(lambda: is_stopped(first), "SIGSTOP", 30.0)  # until then a thread may answer
         with monkeypatch.context() as patch:
-            patch.setattr(client, "_PROBE_S", 0.2)
+            patch.setattr(engine_http, "PROBE_S", 0.2)
             await engine.check_health()
         await asyncio.wait_for(engine.ready.wait(), 60)
         assert child_of(engine) != first

@@ -56,5 +56,5 @@ async def test_a_worker_swaps_without_a_permit_after_the_deadline(bus: Bus, run_
     await asyncio.to_thread(beat, bus, run_streams, "w0", "w1")
     async with SwapSemaphore(bus, run_id=run_streams, worker_id="w0", max_share=0.5).permit():
         async with SwapSemaphore(bus, run_id=run_streams, worker_id="w1", max_share=0.5, deadline_s=0.1).permit():
-            assert await asyncio.to_thread(leases, bus, run_streams) == [streams.swap_turn_key(0)]
-        assert await asyncio.to_thread(leases, bus, run_streams) == [streams.swap_turn_key(0)]
+            assert await asyncio.to_thread(leases, bus, run_streams) == [streams.swap_permit_key(0)]
+        assert await asyncio.to_thread(leases, bus, run_streams) == [streams.swap_permit_key(0)]

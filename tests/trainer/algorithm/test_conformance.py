@@ -66,7 +66,7 @@ from penstock.trainer.algorithm.losses.tokens import LossTerms, Sequences, Token
 from penstock.trainer.algorithm.losses.topr import topr
 from penstock.trainer.algorithm.losses.value import value_loss
 from penstock.trainer.algorithm.losses.vespo import vespo
-from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
+from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_metrics, mismatch_sums
 from penstock.trainer.algorithm.preferences.answers import apo_zero, kto
 from penstock.trainer.algorithm.preferences.interface import Pairs
 from penstock.trainer.algorithm.preferences.margins import hinge, ipo, sigmoid
@@ -550,7 +550,7 @@ def _verl_rs(given: Given) -> dict[str, Any]:
 def _offpolicy_metrics(given: Given) -> dict[str, Any]:
     ages = torch.ones(int(given.mask.sum()))
     about = (given.flat("old_log_prob"), given.flat("rollout_log_prob"), ages, given.sequences)
-    ours = mismatch_figures({**mismatch_sums(*about), "tokens": len(ages)}, mismatch_maxima(*about))
+    ours = mismatch_metrics({**mismatch_sums(*about), "tokens": len(ages)}, mismatch_maxima(*about))
     theirs = {
         "training_ppl": "perplexity",
         "training_log_ppl": "log_perplexity",

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.algorithm.credit import Credit, Scored, credit_rule
+from penstock.trainer.algorithm.credit import AlgorithmState, Credit, Scored, credit_rule
 from penstock.trainer.errors import CheckpointError
 
 PLAIN = {"name": "reinforce"}  # advantages are the shaped rewards themselves

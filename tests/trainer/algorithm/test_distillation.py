@@ -18,8 +18,7 @@ from torch import Tensor
 from penstock.protocol.token_annotations import TeacherRow
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
-from penstock.trainer.algorithm.distillation import kl_from_teacher
-from penstock.trainer.algorithm.kl import kl_full
+from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner.logprobs import CompletionScorer
 
@@ -129,7 +128,7 @@ def test_over_the_whole_vocabulary_it_is_the_exact_kl_of_two_models(chunk: int) 
     assert batch.teacher_top_ids is not None
     assert batch.teacher_top_logprobs is not None
     logprobs, kl = _read(policy, batch, kl_from=(batch.teacher_top_ids, batch.teacher_top_logprobs))
-    outcome = objective(logprobs, batch, None, None, kl)
+    outcome = objective(logprobs, batch, teacher_kl=kl)
     outcome.loss.backward()
     mine = CompletionScorer(copy.deepcopy(POLICY), 1.0)
     teacher = torch.zeros(len(batch.targets), VOCABULARY).scatter(1, batch.teacher_top_ids, batch.teacher_top_logprobs)

@@ -29,8 +29,8 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, first_sampled
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.credit import credit_rule
-from penstock.trainer.algorithm.distillation import of_teacher, top_of_teacher
 from penstock.trainer.algorithm.estimators.gae import gae
+from penstock.trainer.algorithm.kl import of_teacher, top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, build_objective
 from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.algorithm.presets import PRESETS

@@ -104,7 +104,7 @@ def test_in_the_loss_it_counts_with_its_coefficient_and_is_reported() -> None:
     rule = PolicyGradient(loss=reinforce, kl=term)
     assert (rule.needs_full_kl, rule.needs_reference) == (True, False)
     plain = PolicyGradient(loss=reinforce)(logprobs, batch).loss
-    outcome = rule(logprobs, batch, None, kl)
+    outcome = rule(logprobs, batch, full_kl=kl)
     outcome.loss.backward()
     assert float(outcome.loss.detach() - plain.detach()) == pytest.approx(0.5 * (0.5 * 0.6 + 0.25 * 0.4))
     torch.testing.assert_close(kl.grad, 0.5 * batch.weights)

@@ -13,7 +13,7 @@ from tests.trainer.algorithm.tokens import lengths, seeds
 from torch import Tensor
 
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.mismatch import compare_fresh_tokens, mismatch_figures, mismatch_maxima, mismatch_sums
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens, mismatch_maxima, mismatch_metrics, mismatch_sums
 
 About = tuple[Tensor, Tensor, Tensor, Sequences]
 
@@ -33,7 +33,7 @@ def figures(*parts: About) -> dict:
     tops = [mismatch_maxima(*about) for about in parts]
     sums = {name: sum(one[name] for one in every) for name in every[0]}
     maxima = {name: max(one[name] for one in tops) for name in tops[0]}
-    return mismatch_figures({**sums, "tokens": sum(len(about[0]) for about in parts)}, maxima)
+    return mismatch_metrics({**sums, "tokens": sum(len(about[0]) for about in parts)}, maxima)
 
 
 def flattened(found: dict) -> dict[str, float]:

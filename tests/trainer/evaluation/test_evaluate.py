@@ -37,8 +37,7 @@ from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.settings import DataSettings
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)

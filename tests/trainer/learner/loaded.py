@@ -15,7 +15,7 @@ for _name in (
     "transformers.models.qwen3.modeling_qwen3",
     "penstock.trainer.assemble",
     "penstock.forensics.replay.replay_run",
-    "penstock.fine_tuning.fine_tune",
+    "penstock.fine_tuning.__main__",
     "penstock.fine_tuning.dpo",
     "penstock.fine_tuning.rm",
     "penstock.fine_tuning.sft",

@@ -19,7 +19,7 @@ from penstock.protocol.packs import group_pack
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.pair_planner import open_mixed_pairs, pair_figures
+from penstock.trainer.learner.pair_planner import open_mixed_pairs, pair_metrics
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
@@ -99,7 +99,7 @@ def trained(folder: Path, way: str, ranks: Ranks) -> dict[str, Any]:
 
 def line(learner: Learner, planner: Planner, batch: list[ReadyGroup]) -> dict[str, Any]:
     learned = learn(planner, learner, batch, 0, keep_groups="all")
-    figures, kept = learned.figures, learned.figures.kept
+    figures, kept = learned.metrics, learned.metrics.kept
     assert kept is not None
     return {
         "loss": figures.loss,
@@ -107,7 +107,7 @@ def line(learner: Learner, planner: Planner, batch: list[ReadyGroup]) -> dict[st
         "tokens": figures.sums["tokens"],
         "ratio": figures.sums["ratio"],
         "kept": sorted(kept.rows.tolist()),
-        **pair_figures(figures.sums),
+        **pair_metrics(figures.sums),
     }
 
 

@@ -132,24 +132,24 @@ def lead(learner: Learner, settings: TrainerSettings, groups: list[ReadyGroup], 
     return {
         "updates": [one.updates for one in learned],
         "steps_done": learner.policy.steps_done,
-        "loss": [one.figures.loss for one in learned],
-        "lr": [one.figures.lr for one in learned],
-        "lr_factor": [one.figures.lr_factor for one in learned],
-        "grad_norm": [one.figures.grad_norm for one in learned],
-        "tokens": [one.figures.sums["tokens"] for one in learned],
-        "fresh": [one.figures.sums["fresh_tokens"] for one in learned],
-        "passes": [[(p.num_updates, p.clip_fraction, p.kl_proximal) for p in one.figures.passes] for one in learned],
-        "critic": [dict(one.figures.critic) for one in learned],
+        "loss": [one.metrics.loss for one in learned],
+        "lr": [one.metrics.lr for one in learned],
+        "lr_factor": [one.metrics.lr_factor for one in learned],
+        "grad_norm": [one.metrics.grad_norm for one in learned],
+        "tokens": [one.metrics.sums["tokens"] for one in learned],
+        "fresh": [one.metrics.sums["fresh_tokens"] for one in learned],
+        "passes": [[(p.num_updates, p.clip_fraction, p.kl_proximal) for p in one.metrics.passes] for one in learned],
+        "critic": [dict(one.metrics.critic) for one in learned],
         "kept": [kept(one, groups) for one in learned],
         "weights": sketch(last),
-        "again_equal": (again.figures == learned[1].figures, digest(learner) == digests[1]),
+        "again_equal": (again.metrics == learned[1].metrics, digest(learner) == digests[1]),
     }
 
 
 def kept(learned: Learned, groups: list[ReadyGroup]) -> dict[str, tuple[list[float], list[int]]]:
     """Return the log-probabilities and outcomes that a step kept, by group and trajectory."""
     places = {group.scored.generated.row_group: place for place, group in enumerate(groups)}
-    rows = learned.figures.kept
+    rows = learned.metrics.kept
     assert rows is not None
     found, end = {}, 0
     for number, count in zip(rows.rows.tolist(), rows.counts.tolist(), strict=True):

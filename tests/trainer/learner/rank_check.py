@@ -41,8 +41,7 @@ from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterWeights, ModelWeights, Snapshot
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import AdapterWeights, ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.ranks import Ranks
 
 CASES = [

@@ -35,8 +35,8 @@ from penstock.trainer.errors import PublicationFailed, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.publishing.publish import Publisher, republication_is_due
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 
 CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("q",))
 

@@ -294,7 +294,7 @@ async def test_a_step_on_episodes_of_several_rows_equals_a_computation_by_hand(
     )
     trained = _model(folder)
     done = learn(*_learner(settings, trained), batch, 0)
-    assert done.figures.sums["tokens"] == 60
+    assert done.metrics.sums["tokens"] == 60
     assert len(done.plan.rows) == 12
 
     by_hand = _model(folder)

@@ -25,7 +25,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import num_kept_rows
-from penstock.trainer.learner.step_figures import StepFigures, batch_figures
+from penstock.trainer.learner.step_metrics import StepMetrics, batch_metrics
 from penstock.trainer.learner.step_plan import Capacity, Passes, StepPlan, make_plan, plan_passes
 from penstock.trainer.rank_orders import pack_order, read_order
 from penstock.trainer.recovery.recorded_settings import what_steps_read
@@ -122,17 +122,17 @@ def test_sessions_that_sign_or_save_otherwise_are_replayed_as_one() -> None:
     assert what_steps_read(saved) == {"trainer.lr": 1e-6}
 
 
-def figures(loss: float, *, tokens: float, clipped: float, fresh: float) -> StepFigures:
+def figures(loss: float, *, tokens: float, clipped: float, fresh: float) -> StepMetrics:
     sums = {"tokens": tokens, "clipped": clipped, "kl_proximal": clipped / 10}
     fresh_sums = {"fresh_tokens": fresh, "fresh_k1": fresh, "fresh_k3": fresh, "fresh_abs": fresh}
-    return StepFigures(
+    return StepMetrics(
         loss, loss, 1e-3 * loss, {**sums, **fresh_sums}, {"ratio": loss, "fresh_abs": fresh}, lr_factor=loss
     )
 
 
 def test_the_figures_of_a_batch_are_means_over_its_optimizer_steps() -> None:
     """Every token counts once; only the first optimizer step compares engine and trainer: then their weights were the same."""
-    found = batch_figures(
+    found = batch_metrics(
         [
             [figures(1.0, tokens=10, clipped=0, fresh=10), figures(2.0, tokens=30, clipped=2, fresh=30)],
             [figures(3.0, tokens=30, clipped=6, fresh=30), figures(4.0, tokens=10, clipped=4, fresh=10)],

@@ -23,8 +23,14 @@ from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
-from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets, copy_to_buckets, layout_of
+from penstock.trainer.publishing.weight_buckets import (
+    ModelWeights,
+    Snapshot,
+    WeightBuckets,
+    assign_buckets,
+    copy_to_buckets,
+    layout_of,
+)
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.ranks import Ranks
 

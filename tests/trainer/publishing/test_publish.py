@@ -33,8 +33,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 

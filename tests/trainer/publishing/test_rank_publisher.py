@@ -33,8 +33,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import RankPublisher
-from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
-from penstock.trainer.publishing.weight_buckets import assign_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, assign_buckets
 
 
 def test_buckets_are_assigned_by_bytes() -> None:

@@ -25,6 +25,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
+from penstock.trainer.publishing.weight_gc import holds_lease
 from penstock.trainer.recovery.group_gc import GroupGc, sweep_period_s
 
 
@@ -139,9 +140,10 @@ def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, run_str
 def test_one_holder_of_the_lease_sweeps(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     connections = Connections(run_streams, bus, blobs)
     one, other = (GroupGc(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
-    assert one._has_lease()
-    assert not other._has_lease()
-    assert one._has_lease()
+    leases = one._leases
+    assert holds_lease(leases, streams.EXPIRY_LEASE, one._holder)
+    assert not holds_lease(leases, streams.EXPIRY_LEASE, other._holder)
+    assert holds_lease(leases, streams.EXPIRY_LEASE, one._holder)
 
 
 def test_streams_get_the_ages_that_are_set(bus: Bus, blobs: Blobs, run_id: str) -> None:

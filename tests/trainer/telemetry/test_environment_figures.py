@@ -10,7 +10,7 @@ from tests.groups import make_group
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.telemetry.metrics import environment_figures
+from penstock.trainer.telemetry.metrics import environment_metrics
 
 PACK = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
 
@@ -30,7 +30,7 @@ def test_each_environment_is_reported_by_itself() -> None:
         ready(1, (0.5, -0.5), replace(lake, index=0), replace(lake, index=1, attempt=0, status="done")),
         ready(2, (9.0, 9.0)),
     ]
-    found = environment_figures(batch)
+    found = environment_metrics(batch)
     assert found == {
         "lake": {
             "episodes": 2, "reward_mean": 0.0, "turns_mean": 1.0, "tokens_mean": 2.0, "cut_share": 0.5, "failures": 2,
@@ -40,4 +40,4 @@ def test_each_environment_is_reported_by_itself() -> None:
             "versions": {"1.2": 2},
         },
     }  # fmt: skip
-    assert environment_figures(batch[2:]) == {}
+    assert environment_metrics(batch[2:]) == {}

@@ -14,7 +14,7 @@ from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.learner.planning import Learned
-from penstock.trainer.learner.step_figures import KeptRows, StepFigures
+from penstock.trainer.learner.step_metrics import KeptRows, StepMetrics
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, all_rows
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 
@@ -39,7 +39,7 @@ def a_step(value: float = -0.5) -> tuple[list[ReadyGroup], Learned]:
     lengths = np.array(counts)[numbers]
     logprobs, outcomes = (value - np.repeat(numbers, lengths)).astype(np.float32), np.repeat(numbers % 2, lengths)
     kept = KeptRows(numbers, lengths, logprobs, outcomes.astype(np.uint8))
-    return batch, Learned(plan, StepFigures(0.0, 0.0, 0.0, {}, {}, kept=kept), {})
+    return batch, Learned(plan, StepMetrics(0.0, 0.0, 0.0, {}, {}, kept=kept), {})
 
 
 def test_each_step_is_one_object_with_its_groups(blobs: Blobs, run_id: str) -> None:
@@ -48,7 +48,7 @@ def test_each_step_is_one_object_with_its_groups(blobs: Blobs, run_id: str) -> N
     for epoch in (1, 2):
         with LogprobWriter(blobs, run_id, epoch=epoch, on_first_loss=lost.append) as writer:
             writer.submit(StepNumbers(4, 3, 5), batch, learned)
-            writer.submit(StepNumbers(5, 5, 6), batch, Learned(learned.plan, StepFigures(0.0, 0.0, 0.0, {}, {}), {}))
+            writer.submit(StepNumbers(5, 5, 6), batch, Learned(learned.plan, StepMetrics(0.0, 0.0, 0.0, {}, {}), {}))
     found = list(blobs.list(blob_keys.logprobs_prefix(run_id)))
     sha256 = found[0].key.rpartition("/")[2].removesuffix(".safetensors")
     assert [one.key for one in found] == [blob_keys.step_logprobs(run_id, 4, epoch, sha256) for epoch in (1, 2)]

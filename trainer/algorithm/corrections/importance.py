@@ -15,8 +15,6 @@ Bound = Literal["truncate", "clip", "mask"]
 
 
 class ImportanceOptions(Options):
-    """Options of `importance`."""
-
     importance: Literal["none", "token", "sequence", "geometric", "root"] = Field(
         default="none", description="Importance weights of the trainer over the sampler, on top of the loss."
     )
@@ -36,12 +34,7 @@ class ImportanceOptions(Options):
         return self
 
 
-@correction(
-    options=ImportanceOptions,
-    source="TIS; IcePop, arXiv 2510.18855",
-    switch="importance",
-    repeats_ratio=True,
-)
+@correction(options=ImportanceOptions, source="TIS; IcePop, arXiv 2510.18855", switch="importance", repeats_ratio=True)
 def importance(
     drift: Drift, *, importance: Level, importance_bound: Bound, importance_high: float, importance_low: float
 ) -> Tensor:

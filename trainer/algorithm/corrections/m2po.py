@@ -14,8 +14,6 @@ from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
 
 
 class M2poOptions(Options):
-    """Options of `m2po`."""
-
     m2po_budget: float | None = Field(
         default=None,
         gt=0.0,

@@ -10,8 +10,6 @@ from penstock.trainer.algorithm.losses.tokens import Sequences
 
 
 class OpsmOptions(Options):
-    """Option of `opsm`."""
-
     opsm_delta: float | None = Field(
         default=None,
         ge=0.0,

@@ -21,8 +21,6 @@ Statistic = Literal[
 
 
 class RejectionOptions(Options):
-    """Options of `rejection`."""
-
     rejection: Statistic | None = Field(
         default=None, description="Divergence from the sampler by which tokens or sequences are left out; none: off."
     )

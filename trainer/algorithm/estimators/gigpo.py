@@ -12,8 +12,6 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 
 class GigpoOptions(StdNormalisation):
-    """Options of `gigpo`."""
-
     step_discount: float = Field(
         default=0.95,
         ge=0.0,
@@ -34,7 +32,7 @@ class GigpoOptions(StdNormalisation):
     options=GigpoOptions,
     source="arXiv 2505.10978",
     presets={
-        "gigpo": {"advantage": "gigpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean"},
+        "gigpo": {"advantage": "gigpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean"}
     },
     group_relative=True,
     by_turn=True,

@@ -17,9 +17,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 @advantage_estimator(
     options=StdNormalisation,
     source="arXiv 2402.03300",
-    presets={
-        "grpo": {"advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean"},
-    },
+    presets={"grpo": {"advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean"}},
     group_relative=True,
 )
 def grpo(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:

@@ -39,9 +39,7 @@ class Outcomes:
     lengths: Tensor  # [B] sampled tokens of each
     baselines: Tensor | None = None  # [B] reward of the prompt's greedy completion, for ReMax
     turns: Turns | None = None  # for an estimator by turn; None: every trajectory is one turn
-    sources: Tensor | None = (
-        None  # [B] int64, equal for rows of one kind of task (data_source); None: there is one kind
-    )
+    sources: Tensor | None = None  # [B] int64, equal for rows of one data_source; None: there is one
 
     @property
     def group_index(self) -> tuple[Tensor, int]:

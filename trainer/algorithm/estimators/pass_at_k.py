@@ -22,7 +22,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
             "normalise_by_std": True,
             "loss": "ppo_clip",
             "aggregation": "token-mean",
-        },
+        }
     },
     group_relative=True,
 )

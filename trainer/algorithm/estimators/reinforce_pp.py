@@ -21,11 +21,7 @@ def reinforce_pp(outcomes: Outcomes) -> Tensor:
 @advantage_estimator(
     source="arXiv 2501.03262",
     presets={
-        "reinforce_pp_baseline": {
-            "advantage": "reinforce_pp_baseline",
-            "loss": "ppo_clip",
-            "aggregation": "token-mean",
-        },
+        "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "loss": "ppo_clip", "aggregation": "token-mean"}
     },
 )
 def reinforce_pp_baseline(outcomes: Outcomes) -> Tensor:

@@ -24,8 +24,6 @@ class TurnDiscount(Options):
 
 
 class ReturnToGoOptions(TurnDiscount):
-    """Options of `return_to_go`."""
-
     turn_baseline: Literal["turn", "state", "group", "source", "batch"] = Field(
         default="turn",
         description="Compare a turn with the group's turns of the same number, or of the same state where it is known; or with all turns of "

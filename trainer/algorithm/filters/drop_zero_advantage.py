@@ -8,8 +8,6 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class DropZeroAdvantageOptions(Options):
-    """Option of `drop_zero_advantage`."""
-
     drop_zero_advantage: bool = Field(default=False, description="Trajectories with advantage 0 do not count at all.")
 
 

@@ -8,8 +8,6 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class MaskTruncatedOptions(Options):
-    """Option of `mask_truncated`."""
-
     mask_truncated: bool = Field(default=False, description="Answers cut at rollout.max_new_tokens are left out.")
 
 

@@ -8,8 +8,6 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class MinimalAdvantageOptions(Options):
-    """Option of `minimal_advantage`."""
-
     minimal_advantage: float | None = Field(default=None, description="Only above this advantage; none: all.")
 
 

@@ -8,8 +8,6 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class SkipNonPositiveAdvantageOptions(Options):
-    """Option of `skip_non_positive_advantage`."""
-
     skip_non_positive_advantage: bool = Field(default=False, description="Only successes are trained on.")
 
 

@@ -14,8 +14,6 @@ from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
 class ClipCovOptions(ClipRange):
-    """Options of `clip_cov`."""
-
     clip_cov_share: float = Field(
         default=2e-4, gt=0.0, le=1.0, description="clip_cov: largest share of tokens that is detached."
     )
@@ -24,8 +22,6 @@ class ClipCovOptions(ClipRange):
 
 
 class KlCovOptions(Options):
-    """Options of `kl_cov`."""
-
     kl_cov_share: float = Field(
         default=2e-4, gt=0.0, le=1.0, description="kl_cov: share of tokens of largest covariance that is penalised."
     )

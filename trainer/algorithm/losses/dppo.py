@@ -5,14 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
-from penstock.trainer.algorithm.losses.interface import (
-    ClipRange,
-    LossTerms,
-    Tokens,
-    WeightCap,
-    none_of,
-    policy_loss,
-)
+from penstock.trainer.algorithm.losses.interface import ClipRange, LossTerms, Tokens, WeightCap, none_of, policy_loss
 
 
 class DppoOptions(WeightCap, ClipRange):

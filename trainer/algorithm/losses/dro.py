@@ -8,8 +8,6 @@ from penstock.trainer.algorithm.losses.interface import LossTerms, Options, Toke
 
 
 class DroOptions(Options):
-    """Options of `dro`."""
-
     dro_beta: float = Field(default=0.1, ge=0.0, description="dro: weight of half the squared log-ratio.")
 
 

@@ -9,8 +9,6 @@ from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
 class PpoClipOptions(DualClip, ClipRange):
-    """Options of `ppo_clip`."""
-
     token_tis_cap: float | None = Field(
         default=None, ge=1.0, description="Token-level truncation of the importance weight in the gradient; none: off."
     )

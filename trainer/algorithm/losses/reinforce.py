@@ -7,9 +7,7 @@ from penstock.trainer.algorithm.losses.interface import LossTerms, Tokens, none_
 
 @policy_loss(
     source="Williams 1992",
-    presets={
-        "reinforce": {"advantage": "reinforce", "loss": "reinforce", "aggregation": "seq-mean-token-sum"},
-    },
+    presets={"reinforce": {"advantage": "reinforce", "loss": "reinforce", "aggregation": "seq-mean-token-sum"}},
     uses_ratio=False,
 )
 def reinforce(tokens: Tokens) -> LossTerms:

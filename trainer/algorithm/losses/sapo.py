@@ -9,8 +9,6 @@ from penstock.trainer.algorithm.losses.interface import LossTerms, Options, Toke
 
 
 class SapoOptions(Options):
-    """Options of `sapo`."""
-
     tau_positive: float = Field(default=1.0, gt=0.0, description="sapo: steepness of the gate where A > 0.")
     tau_negative: float = Field(default=1.05, gt=0.0, description="sapo: steepness of the gate elsewhere.")
 

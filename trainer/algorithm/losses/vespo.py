@@ -7,14 +7,7 @@ import math
 from pydantic import Field
 
 from penstock.trainer.algorithm.lazy_torch import torch
-from penstock.trainer.algorithm.losses.interface import (
-    MAX_LOG_RATIO,
-    LossTerms,
-    Options,
-    Tokens,
-    none_of,
-    policy_loss,
-)
+from penstock.trainer.algorithm.losses.interface import MAX_LOG_RATIO, LossTerms, Options, Tokens, none_of, policy_loss
 
 
 class VespoOptions(Options):

@@ -9,8 +9,6 @@ from penstock.trainer.algorithm.preferences.interface import Beta, Pairs, prefer
 
 
 class KtoOptions(Beta):
-    """Options of `kto`."""
-
     desirable_weight: float = Field(default=1.0, ge=0.0, description="Factor of kto on chosen answers.")
     undesirable_weight: float = Field(default=1.0, ge=0.0, description="Factor of kto on rejected answers.")
 

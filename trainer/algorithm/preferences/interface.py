@@ -174,8 +174,8 @@ class WeighedLoss:
 def combined(pairs: Pairs, losses: Sequence[WeighedLoss]) -> Tensor:
     """Return the weighed sum of losses, [P]."""
     total = torch.zeros_like(pairs.chosen)
-    for one in losses:
-        total = total + one.weight * one.loss(pairs, **one.options)
+    for weighed in losses:
+        total = total + weighed.weight * weighed.loss(pairs, **weighed.options)
     return total
 
 

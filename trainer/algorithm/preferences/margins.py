@@ -11,8 +11,6 @@ from penstock.trainer.algorithm.preferences.interface import Beta, Pairs, Smooth
 
 
 class IpoOptions(Beta):
-    """Options of `ipo`."""
-
     ipo_length: Literal["mean", "sum"] = Field(
         default="mean",
         description="Log-probabilities of ipo: mean over an answer's tokens (TRL), or their sum (the paper's eq. 17, OpenRLHF).",
@@ -20,8 +18,6 @@ class IpoOptions(Beta):
 
 
 class DiscopopOptions(Beta):
-    """Options of `discopop`."""
-
     discopop_tau: float = Field(default=0.05, gt=0.0, description="Temperature of discopop's mix of its two losses.")
 
 

@@ -10,14 +10,10 @@ from penstock.trainer.algorithm.preferences.margins import smoothed
 
 
 class CpoOptions(Smoothing):
-    """Options of `cpo`."""
-
     cpo_nll: float = Field(default=1.0, ge=0.0, description="Weight of cpo's cross-entropy of the chosen answers.")
 
 
 class SimpoOptions(Smoothing):
-    """Options of `simpo`."""
-
     simpo_gamma: float = Field(default=0.5, ge=0.0, description="Margin that simpo asks for.")
 
 

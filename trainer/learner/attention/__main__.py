@@ -29,7 +29,6 @@ _TOKENS = 16_384  # the default of trainer.micro_batch_tokens
 
 
 def main() -> int:
-    """Print the backends; return the exit code."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = False

@@ -78,7 +78,6 @@ class CpuFlash:
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        """Return attention [1, H, T, D]; see `backends.Backend`."""
         return _Attention.apply(query, key, value, _parts(layout, query.dtype), scale)  # type: ignore[return-value]
 
 

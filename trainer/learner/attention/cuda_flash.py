@@ -53,7 +53,6 @@ class CudaFlash:
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        """Return attention [1, H, T, D]; see `backends.Backend`."""
         _activate(self._implementation)
         rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, H, D]
         out: Any = _Attention.apply(*rows, _parts(layout, query.device), scale)

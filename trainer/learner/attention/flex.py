@@ -32,7 +32,6 @@ class Flex:
         return None if query.device.type == "cuda" else f"it needs a GPU, and the model is on {query.device.type}"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        """Return attention [1, H, T, Dv]; see `backends.Backend`."""
         known = layout.prepared.get((self.name, query.device))
         if known is None:
             known = layout.prepared[self.name, query.device] = block_mask(layout, query.device)

@@ -22,12 +22,10 @@ class DenseMask:
     name = "dense"
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:
-        """Return None: it is plain arithmetic."""
         del query, value
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        """Return attention [1, H, T, Dv]; see `backends.Backend`."""
         if (mask := layout.prepared.get((self.name, query.device))) is None:
             mask = layout.prepared[self.name, query.device] = torch.from_numpy(layout.mask()).to(query.device)
         groups = query.shape[1] // key.shape[1]
@@ -43,12 +41,10 @@ class Sdpa:
     name = "sdpa"
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:
-        """Return None: torch computes it on every device."""
         del query, value
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        """Return attention [1, H, T, Dv]; see `backends.Backend`."""
         from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415  a second of import, where no kernel needs it
 
         groups = query.shape[1] // key.shape[1]

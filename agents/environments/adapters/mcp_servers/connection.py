@@ -1,13 +1,13 @@
 """A session with one MCP server: its tools, and calls of them.
 
-What becomes of a call:
+Outcomes of a call:
 
 | what happens                                                                   | then                                   |
 |--------------------------------------------------------------------------------|----------------------------------------|
 | the tool answers, or says that it failed                                       | text for the policy                    |
 | the server refuses the call: unknown tool, wrong arguments                     | text for the policy                    |
 | no answer within `call_deadline_s`, and the server still lists its tools        | text for the policy                    |
-| the connection breaks, the session is gone, the server fails or answers nonsense | the server has failed: the episode is begun again |
+| the connection breaks, the session is lost, the server fails or answers outside the protocol | the server has failed: the episode is restarted |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Mode = Literal["session", "auto"]
 
 
 class ServerFailed(PenstockError):
-    """A server is gone, or does not follow the protocol: no fault of the policy."""
+    """A server has exited, or does not follow the protocol; the policy did not cause it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,6 @@ class McpConnection:
         return ServerFailed(f"MCP server {self._name} {problem}{reason}{self._known()}")
 
     async def close(self) -> None:
-        """End the session and the server's process."""
         await self._close()
 
     async def _close(self) -> BaseException | None:

@@ -45,15 +45,15 @@ class McpPlay(Play):
     async def start(self) -> Sequence[Message]:
         """Connect to all servers, learn their tools, and return the row's messages; raises ServerFailed, or ConfigError for a tool that none has."""
         listed, several = await self._sessions.open(), len(self._options.servers) > 1
-        found = {f"{tool.server}__{tool.name}" if several else tool.name: tool for tool in listed}
-        wanted = self._options.tools or [name for name in found if name != self._options.reward_tool]
-        missing = {*wanted, *filter(None, [self._options.reward_tool])} - set(found)
+        tools = {f"{tool.server}__{tool.name}" if several else tool.name: tool for tool in listed}
+        wanted = self._options.tools or [name for name in tools if name != self._options.reward_tool]
+        missing = {*wanted, *filter(None, [self._options.reward_tool])} - set(tools)
         if missing:
             raise ConfigError(
-                f"no MCP server has the tools {sorted(missing)}; they have {', '.join(sorted(found)) or 'none'}"
+                f"no MCP server has the tools {sorted(missing)}; they have {', '.join(sorted(tools)) or 'none'}"
             )
-        self._tools = {name: found[name] for name in wanted}
-        self._reward = found.get(self._options.reward_tool)
+        self._tools = {name: tools[name] for name in wanted}
+        self._reward = tools.get(self._options.reward_tool)
         self.tools = tuple(tool.as_function(name) for name, tool in self._tools.items())
         return self._row.messages
 
@@ -74,7 +74,6 @@ class McpPlay(Play):
         return await self._rewarded("")
 
     async def close(self) -> None:
-        """End the sessions, and the processes of servers."""
         await self._sessions.close()
 
     async def _result(self, call: ToolCall, number: int) -> Result:

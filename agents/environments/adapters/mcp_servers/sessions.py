@@ -198,10 +198,10 @@ class McpSessions:
 
 
 def sweep() -> None:
-    """End servers of workers that are gone, with what these had started, and delete their folders."""
+    """End servers of workers that have exited, with what these had started, and delete their folders."""
     killed, deleted = program_process.sweep(Path(tempfile.gettempdir()))
     if killed or deleted:
-        log.warning("servers of a worker that is gone", processes_killed=killed, folders_deleted=deleted)
+        log.warning("ended servers of a worker that has exited", processes_killed=killed, folders_deleted=deleted)
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:

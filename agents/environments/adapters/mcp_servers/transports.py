@@ -1,6 +1,6 @@
 """How an MCP server is reached: a process of the episode over its standard input and output, or a URL over streamable HTTP.
 
-Each is what the client of the library `mcp` takes as a transport. A process gets a session of its own, dies with the worker, and is killed with
+Each is what the client of the library `mcp` takes as a transport. A process gets a session of its own, exits with the worker, and is killed with
 all that it started when the episode ends.
 """
 
@@ -156,8 +156,6 @@ async def over_http(
     from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415
 
     class Counted(httpx2.AsyncByteStream):
-        """A response's body, up to a limit."""
-
         def __init__(self, stream: Any) -> None:
             self._stream = stream
 

@@ -33,7 +33,7 @@ class GymRow:
         """Return what a row holds; raises ValueError, which names the field."""
         params = row.extra_info.get(_PARAMS)
         if not isinstance(params, dict):
-            raise ValueError(f"its extra_info has no object {_PARAMS}: it is no row of NeMo-Gym")  # noqa: TRY004 - a row's, not the caller's
+            raise ValueError(f"its extra_info has no object {_PARAMS}: it is not a row of NeMo-Gym")  # noqa: TRY004 - a row's, not the caller's
         try:
             asked = read_request({name: params[name] for name in _READ if name in params}, 0.0)
         except RequestRefused as err:
@@ -78,7 +78,7 @@ def _shown(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
     if not messages or messages[-1].role not in ("user", "tool"):
         last = f"the last is of the {messages[-1].role}" if messages else "there is none"
         raise ValueError(f"{_PARAMS}.input: expected messages, the last one of the user; {last}")
-    if any(one.images for one in messages):
+    if any(message.images for message in messages):
         raise ValueError(f"{_PARAMS}.input: a message has an image, which this environment does not show")
     if row.messages and row.messages[0].role == "system" and messages[0].role != "system":
         raise ValueError(

@@ -66,7 +66,6 @@ class NemoGymPlay(Play):
         return (await self._verify()).reward
 
     async def close(self) -> None:
-        """Give the place at the server back."""
         if self._session is not None:
             self._session.end()
 

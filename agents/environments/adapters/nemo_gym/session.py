@@ -2,14 +2,14 @@
 
 The requests are those of `responses_api_agents/simple_agent`; the session is what the server keeps in its cookies.
 
-What becomes of a call:
+Outcomes of a call:
 
 | what happens                                                              | then                                              |
 |---------------------------------------------------------------------------|---------------------------------------------------|
 | the tool answers                                                          | text for the policy                               |
 | HTTP 4xx or 500: wrong arguments, or the tool raised                      | text for the policy                               |
 | no answer within `call_deadline_s`, and the server still answers `GET /`   | text for the policy                               |
-| another status, no such path, no access, no UTF-8, a longer answer        | the server has failed: the episode is begun again |
+| another status, no such path, no access, no UTF-8, a longer answer        | the server has failed: the episode is restarted |
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NemoGymOptions(PlayOptions):
 
 
 class GymFailed(PenstockError):
-    """The server failed, or answers what the protocol does not know: the episode is begun again."""
+    """The server failed, or answers what the protocol does not know: the episode is restarted."""
 
 
 class _Busy(PenstockError):
@@ -150,7 +150,7 @@ class GymSession:
         if value.get("mask_sample"):
             reason = f"{value.get('failure_kind')}: {value.get('failure_reason')}"
             raise GymFailed(
-                f"{self._server.url}/verify says that its reward measures nothing (mask_sample): {reason[:500]}"
+                f"{self._server.url}/verify says that its reward is not a measurement (mask_sample): {reason[:500]}"
             )
         components = value.get("reward_components")
         named = components if isinstance(components, dict) else {}
@@ -194,7 +194,7 @@ class GymSession:
         try:
             return strict_json.loads(answer.body)
         except strict_json.AmbiguousJson as err:
-            raise GymFailed(f"{self._server.url}/{path} answers what is no JSON: {err}") from None
+            raise GymFailed(f"{self._server.url}/{path} answers with something other than JSON: {err}") from None
 
     def _said(self, path: str, answer: Answer) -> str:
         where = answer.headers.get("Location")

@@ -147,9 +147,8 @@ def _failed(run: Run, reason: Reason) -> str:
     if reason in _SAYS:
         return f"{_SAYS[reason]}\n{printed}".rstrip("\n")
     lines = run.errors[-8000:].decode(errors="replace").strip().splitlines()
-    begin = next(
-        (place for place, line in enumerate(lines) if '"<call>"' in line), len(lines) - 1
-    )  # before: `_WRAPPED`
+    # before: `_WRAPPED`
+    begin = next((place for place, line in enumerate(lines) if '"<call>"' in line), len(lines) - 1)
     shown = [*([printed] if printed else []), *lines[max(begin, len(lines) - _SHOWN_LINES, 0) :]]
     return "\n".join(shown) or f"it ended with exit code {run.exit_code}"
 

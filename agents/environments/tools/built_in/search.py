@@ -192,17 +192,18 @@ class SearchTool(Tool):
         """Read the corpus; raises ConfigError for one that cannot be read."""
         chosen: SearchOptions = self.chosen
         self._passages = read_corpus(chosen.corpus, chosen.passage_chars)
-        self._index = Bm25(f"{one.title}\n{one.text}" for one in self._passages)
+        self._index = Bm25(f"{passage.title}\n{passage.text}" for passage in self._passages)
 
     def call(self, arguments: SearchArguments, episode: ToolEpisode) -> str:
-        """Return the best passages, numbered, with their titles."""
         if self._index is None:
             raise ToolUnavailable("the corpus was not read")
         chosen: SearchOptions = self.chosen
-        found = [self._passages[place] for place, _ in self._index.best(arguments.query, chosen.top)]
-        if not found:
+        passages = [self._passages[place] for place, _ in self._index.best(arguments.query, chosen.top)]
+        if not passages:
             return "no passage holds any of these words"
-        return "\n\n".join(f"[{n}] {f'{one.title}: ' if one.title else ''}{one.text}" for n, one in enumerate(found, 1))
+        return "\n\n".join(
+            f"[{n}] {f'{one.title}: ' if one.title else ''}{one.text}" for n, one in enumerate(passages, 1)
+        )
 
 
 SEARCH_TOOL = SearchTool()

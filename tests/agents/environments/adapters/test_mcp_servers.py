@@ -109,7 +109,7 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, http
 
 
 def test_a_server_that_crashes_is_no_reward(tool_model: Path, tmp_path: Path) -> None:
-    """The episode is begun again with the same seed; after all attempts the group is refused with the server's last words."""
+    """The episode is restarted with the same seed; after all attempts the group is refused with the server's last words."""
     crash = call("crash_once", marker=str(tmp_path / "marker"))
     episode, _ = tools(tool_model, [crash, crash, "3"])
     assert (episode.attempt, results(episode), episode.reward) == (1, ["alive"], 1.0)

@@ -192,8 +192,8 @@ async def never() -> Response:
 
 HOSTILE: list[tuple[str, Any, str]] = [
     ("/verify", answers("it broke", 500), "/verify answers HTTP 500: 'it broke'"),
-    ("/verify", answers("ok"), "/verify answers what is no JSON: it is not JSON"),
-    ("/verify", answers('{"reward": NaN}'), "/verify answers what is no JSON: NaN is no JSON number"),
+    ("/verify", answers("ok"), "/verify answers with something other than JSON: it is not JSON"),
+    ("/verify", answers('{"reward": NaN}'), "/verify answers with something other than JSON: NaN is no JSON number"),
     ("/verify", answers('{"reward": 1, "reward": 0}'), "the key 'reward' twice"),
     ("/verify", answers('{"reward": 1e999}'), "/verify: reward is 'inf', expected a number"),
     ("/verify", answers('{"reward": true}'), "/verify: reward is 'True', expected a number"),
@@ -210,7 +210,7 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("/increment_counter", answers("", 401), "/increment_counter answers HTTP 401"),
     ("/increment_counter", answers('{"detail":"Not Found"}', 404), "has no tool increment_counter, which the row names"),
     ("/increment_counter", cookies, "sets cookies of more than 8192 characters"),
-    ("/seed_session", answers("hello"), "/seed_session answers what is no JSON"),
+    ("/seed_session", answers("hello"), "/seed_session answers with something other than JSON"),
     ("/seed_session", answers("{}", 422), "/seed_session answers HTTP 422"),
 ]  # fmt: skip
 

@@ -63,7 +63,7 @@ class NoHints:
         (f"{FOLDER / 'counter.py'}:Other", "has no attribute 'Other'"),
         (f"{__file__}:COUNTER", "is a dict, which makes no instance"),
         (f"{__file__}:NoReset", "NoReset has no method reset"),
-        (f"{__file__}:NoHints", "the method tool is no tool"),
+        (f"{__file__}:NoHints", "the method tool is not a tool"),
     ],
 )
 def test_what_is_no_such_class_is_refused(tool_model: Path, factory: str, problem: str) -> None:

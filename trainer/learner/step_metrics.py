@@ -1,4 +1,4 @@
-"""The figures of an optimizer step, of a pass over a batch, and of all steps of a batch; and the rows whose log-probabilities are kept."""
+"""The metrics of an optimizer step, of a pass over a batch, and of all steps of a batch; and the rows whose log-probabilities are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.mismatch import FRESH_MAXIMA, FRESH_SUMS
 from penstock.trainer.algorithm.objective import Outcome, TokenOutcomes
 from penstock.trainer.learner.flops import NO_WORK, Work
-from penstock.trainer.learner.step_watch import LayerFigures
+from penstock.trainer.learner.step_watch import LayerMetrics
 from penstock.trainer.parallel_dims import ParallelDims
 
 
@@ -31,7 +31,6 @@ class KeptRows:
     outcomes: npt.NDArray[np.uint8]  # [N] as in `StepLogprobs`
 
     def to_bytes(self) -> bytes:
-        """Return the rows as MessagePack."""
         arrays = self.rows, self.counts, self.logprobs, self.outcomes
         packed = msgpack.packb([array.tobytes() for array in arrays])
         assert packed is not None
@@ -39,7 +38,6 @@ class KeptRows:
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> KeptRows:
-        """Rebuild what `to_bytes` returned."""
         rows, counts, logprobs, outcomes = msgpack.unpackb(packed)
         return cls(
             np.frombuffer(rows, np.int64),
@@ -95,7 +93,7 @@ class RowRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class PassFigures:
+class PassMetrics:
     """What was measured in one of several passes over a batch."""
 
     num_updates: int  # optimizer steps
@@ -104,7 +102,7 @@ class PassFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepMetrics:
     """What one optimizer step did, or all those of a batch, over all ranks; the same on every rank."""
 
     loss: float
@@ -112,10 +110,10 @@ class StepFigures:
     lr: float
     sums: dict[str, float]
     maxima: dict[str, float]
-    critic: Mapping[str, float] = field(default_factory=dict)  # its figures, in a run with a critic
+    critic: Mapping[str, float] = field(default_factory=dict)  # its metrics, in a run with a critic
     lr_factor: float = 1.0  # of the schedule's learning rate, contained in ``lr``
-    passes: tuple[PassFigures, ...] = ()  # in a run with several optimizer steps on a batch
-    layers: Mapping[str, LayerFigures] = field(default_factory=dict)  # by group of layers
+    passes: tuple[PassMetrics, ...] = ()  # in a run with several optimizer steps on a batch
+    layers: Mapping[str, LayerMetrics] = field(default_factory=dict)  # by group of layers
     left_out: tuple[bool, ...] = ()  # of each optimizer step, in order: whether it was an outlier and not made
     work: Work = NO_WORK  # of all passes of the policy for the batch, over all ranks
     kept: KeptRows | None = field(default=None, compare=False)  # the log-probabilities that were asked for; on rank 0
@@ -123,14 +121,13 @@ class StepFigures:
 
 @dataclass(slots=True)
 class StepSums:
-    """Adds up the figures of the micro-batches of a step."""
+    """Adds up the metrics of the micro-batches of a step."""
 
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
-        """Add those of a micro-batch."""
         self.loss += float(outcome.loss.detach())
         for name, value in outcome.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
@@ -144,18 +141,18 @@ class StepSums:
         return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
 
 
-def pass_figures(steps: Sequence[StepFigures]) -> PassFigures:
-    """Return the figures of one pass: means over its tokens, each measured before the optimizer step on its mini-batch."""
+def pass_metrics(steps: Sequence[StepMetrics]) -> PassMetrics:
+    """Return the metrics of one pass: means over its tokens, each measured before the optimizer step on its mini-batch."""
     tokens = max(1.0, sum(step.sums["tokens"] for step in steps))
-    return PassFigures(
+    return PassMetrics(
         num_updates=len(steps),
         clip_fraction=sum(step.sums["clipped"] for step in steps) / tokens,
         kl_proximal=sum(step.sums["kl_proximal"] for step in steps) / tokens,
     )
 
 
-def batch_figures(passes: Sequence[Sequence[StepFigures]]) -> StepFigures:
-    """Return the figures of a batch: means over its optimizer steps, and largest values.
+def batch_metrics(passes: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
+    """Return the metrics of a batch: means over its optimizer steps, and largest values.
 
     Sums are means over the passes, so that they count every token once. Engine and trainer are compared on the tokens of the
     first optimizer step: the trainer scored only those with the weights under which the engine sampled.
@@ -174,14 +171,14 @@ def batch_figures(passes: Sequence[Sequence[StepFigures]]) -> StepFigures:
         maxima={**maxima, **{name: first.maxima[name] for name in FRESH_MAXIMA}},
         layers=_mean_layers([step.layers for step in steps]),
         left_out=tuple(is_left_out for step in steps for is_left_out in step.left_out),
-        passes=tuple(pass_figures(some) for some in passes),
+        passes=tuple(pass_metrics(some) for some in passes),
     )
 
 
-def _mean_layers(steps: Sequence[Mapping[str, LayerFigures]]) -> dict[str, LayerFigures]:
+def _mean_layers(steps: Sequence[Mapping[str, LayerMetrics]]) -> dict[str, LayerMetrics]:
     """Return the means over optimizer steps; ratios over those that were made."""
     found = {}
     for name in steps[0]:
         ratios = [ratio for step in steps if (ratio := step[name].update_ratio) is not None]
-        found[name] = LayerFigures(fmean(step[name].grad_norm for step in steps), fmean(ratios) if ratios else None)
+        found[name] = LayerMetrics(fmean(step[name].grad_norm for step in steps), fmean(ratios) if ratios else None)
     return found
