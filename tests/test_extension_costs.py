@@ -55,7 +55,7 @@ ADDED = RowFormat(name="added", columns="task, solution", required=("task",), pr
 from typing import Any
 
 from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     return [Verdict(float(text.isupper())) for text in completions]

@@ -53,6 +53,7 @@ class OverlongParameters(_Measured):
 
 
 def measure(completions: tuple[str, ...], num_tokens: tuple[int, ...], unit: Unit) -> list[int]:
+    """Return the length of every completion."""
     if unit == "tokens":
         return list(num_tokens)
     return [len(words(text)) if unit == "words" else len(text) for text in completions]

@@ -70,6 +70,7 @@ def f1(gold: str, answer: str) -> float:
 
 
 def words(text: str) -> str:
+    """Return the words to compare."""
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(word for word in plain.split() if word not in _ARTICLES)
 

@@ -10,10 +10,6 @@
 
 Any of them may be ``async``, and may have more parameters, which the run file gives (``parameters`` of a part in ``reward.define``). What a call raises, and anything it returns that is not a finite number,
 becomes the error of its score, with the file and line: never a 0.
-
-TRL passes ``completions`` as texts for plain prompts and as lists of messages for chat rows, and functions are written for one
-of them. Penstock's rows are both, so the function decides: by its attribute ``conversational``, or by its code, in which a
-function for messages has the key ``"content"``.
 """
 
 from __future__ import annotations
@@ -47,6 +43,8 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UserReward:
+    """A loaded reward and how it is called."""
+
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any
@@ -54,7 +52,7 @@ class UserReward:
     takes_any: bool  # has **kwargs
     style: Style
     file: Path
-    conversational: bool = False  # TRL: texts as lists of messages (`takes_messages`)
+    conversational: bool = False  # TRL: texts as lists of messages (`message_style`)
     arguments: Mapping[str, Any] = field(default_factory=dict)  # the same at every call: the run file's parameters
     full_tracebacks: bool = False  # the error of a score has the traceback from the user's code on
     shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already

@@ -172,7 +172,7 @@ class Sessions:
         except BaseException as err:
             server.running -= 1  # of the place that was taken; later the session gives it back
             if isinstance(err, TimeoutError):
-                raise ConnectionFailed(f"{url}: no session was opened within {_OPEN_S:g} s") from None
+                raise ConnectionFailed(url, f"no session was opened within {_OPEN_S:g} s") from None
             raise
         session = OpenEnvSession(socket, server)
         try:
