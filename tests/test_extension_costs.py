@@ -46,8 +46,8 @@ from penstock.trainer.algorithm.filters.interface import Candidate, trajectory_f
 def added(candidate: Candidate) -> bool:
     return candidate.reward == 1.0
 """,
-    ("trainer/data/row_formats/added.py", "penstock.trainer.data.row_formats.row_format:ROW_FORMATS"): """
-from penstock.trainer.data.row_formats.row_format import RowFormat
+    ("trainer/data/row_formats/added.py", "penstock.trainer.row_format:ROW_FORMATS"): """
+from penstock.trainer.row_format import RowFormat
 
 ADDED = RowFormat(name="added", columns="task, solution", required=("task",), prompt="task", ground_truth="solution")
 """,

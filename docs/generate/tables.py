@@ -18,7 +18,7 @@ from penstock.protocol.metrics.table import MAX_VALUES, METRICS, OPEN_LABELS, OT
 from penstock.reward_service import errors as reward_errors
 from penstock.rollout_service import errors as rollout_errors
 from penstock.trainer import errors as trainer_errors
-from penstock.trainer.data.row_formats.row_format import ROW_FORMATS
+from penstock.trainer.row_format import ROW_FORMATS
 from penstock.trainer.settings import COLUMNS
 
 _EVERY_FORMAT = """Every format may have ground_truth, data_source, extra_info and system, and images. Other columns go into extra_info, so that a

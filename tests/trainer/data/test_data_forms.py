@@ -345,7 +345,7 @@ def test_the_forms_read_before_are_read_as_before(tmp_path: Path, model: Path):
 
 
 OWN_FORMAT = """
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 exam = RowFormat(name="exam", columns="task, solution", required=("task", "solution"), prompt="task", ground_truth="solution")
 """

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.trainer.data.messages import Chat, refuse, shown
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 
 def _extend(row: dict[str, Any], chat: Chat) -> Chat:

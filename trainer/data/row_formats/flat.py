@@ -1,6 +1,6 @@
 """A prompt and its right answer, each in a column."""
 
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 FLAT = RowFormat(
     name="flat",

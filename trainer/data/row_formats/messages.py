@@ -1,6 +1,6 @@
 """A chat whose last assistant message, if it ends with one, is the answer."""
 
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 MESSAGES = RowFormat(
     name="messages",

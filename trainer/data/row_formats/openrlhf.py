@@ -1,6 +1,6 @@
 """Rows of OpenRLHF: ``input`` with ``output`` or ``label``, and ``datasource``."""
 
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 OPENRLHF = RowFormat(
     name="openrlhf",

@@ -1,6 +1,6 @@
 """A question and its answer, which is the ground truth."""
 
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 QUESTION_ANSWER = RowFormat(
     name="question_answer",

@@ -1,6 +1,6 @@
 """Rows of ShareGPT: a chat of ``from`` and ``value`` in ``conversations``."""
 
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 SHAREGPT = RowFormat(
     name="sharegpt",

@@ -1,6 +1,6 @@
 """Rows of verl: a chat in ``prompt``, and the rule and right answer in ``reward_model``."""
 
-from penstock.trainer.data.row_formats.row_format import RowFormat
+from penstock.trainer.row_format import RowFormat
 
 VERL = RowFormat(
     name="verl",
