@@ -52,11 +52,31 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.enable()
 
 
+# What takes longest by far, the longest first; the many files after them are short.
+_LONGEST = (
+    "tests/contracts/test_client_contract.py",
+    "tests/trainer/algorithm/test_every_preset.py",
+    "tests/rollout_service/embedded_engine/test_embedded_engine.py",
+    "tests/trainer/learner/test_attention.py",
+    "tests/fine_tuning/test_fine_tuning.py",
+    "tests/reward_service/test_service.py",
+    "tests/trainer/publishing/test_publish.py",
+    "tests/trainer/test_trainer_loop.py",
+    "tests/rollout_service/weights/test_worker_mid_generation.py",
+    "tests/reward_service/user_code/test_user_rewards.py",
+    "tests/reward_service/endpoints/test_endpoint_lifecycle.py",
+    "tests/system/test_killed_readers.py",
+    "tests/trainer/recovery/test_exactly_once.py",
+    "tests/rollout_service/weights/test_weight_follower.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist, start with the files that have slow tests, so that none of them is left for the end."""
+    """With pytest-xdist, start with the longest files and those that have slow tests, so that none is left for the end."""
     if hasattr(config, "workerinput"):
+        first = {file: place for place, file in enumerate(_LONGEST)}
         slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
+        items.sort(key=lambda item: (first.get(item.nodeid.partition("::")[0], len(first)), item.path not in slow))
 
 
 # Files that share what takes long to make, a trained run or an engine: one process of pytest-xdist gets them all.

@@ -122,7 +122,7 @@ def secret_file(secret: str) -> Path:
     return file
 
 
-def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 180.0) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:

@@ -15,7 +15,7 @@ import httpx
 
 from tests.forked import ForkedProcess
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -130,18 +130,23 @@ def _parse(data: str) -> dict[str, Any]:
     return chunk
 
 
-@contextlib.contextmanager
-def embedded_engine(model: Path, scratch: Path, *arguments: str) -> Iterator[EngineUnderTest]:
-    """Run an embedded engine on a model folder for the length of the block, forked from a process that has imported it."""
-    port_file = scratch / "port"
-    log = scratch / "engine.log"
-    process = ForkedProcess(
+def start_engine(model: Path, log: Path, *arguments: str) -> ForkedProcess:
+    """Start an embedded engine on a free port, forked from a process that has imported it."""
+    return ForkedProcess(
         "penstock.rollout_service.embedded_engine.__main__",
         "penstock.rollout_service.embedded_engine.run_engine",
-        arguments=["--model-path", str(model), "--port", "0", "--port-file", str(port_file), *arguments],
+        arguments=["--model-path", str(model), "--port", "0", *arguments],
         log=log,
         environ=os.environ,
     )
+
+
+@contextlib.contextmanager
+def embedded_engine(model: Path, scratch: Path, *arguments: str) -> Iterator[EngineUnderTest]:
+    """Run an embedded engine on a model folder for the length of the block."""
+    port_file = scratch / "port"
+    log = scratch / "engine.log"
+    process = start_engine(model, log, "--port-file", str(port_file), *arguments)
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not port_file.exists():

@@ -178,7 +178,7 @@ def test_a_folder_is_served_by_one_command(tmp_path: Path) -> None:
         ["penstock.reward_model", str(tmp_path / "rm"), "--prompt-column", "question"], tmp_path / "serve.log"
     )
     try:
-        wait_for(lambda: " Next: " in process.output or not process.alive(), "the model to be served", 90)
+        wait_for(lambda: " Next: " in process.output or not process.alive(), "the model to be served")
         url = next(word for word in process.output.split() if word.startswith("http")).rstrip(".,")
         rows = [{"question": "1+1?"}, {"question": "hello"}, {}]
         texts = ["2", "two"]

@@ -102,11 +102,11 @@ class Wire:
                 found.setdefault(group.generated.group_id, []).append(group)
         return found
 
-    def wait_scored(self, *group_ids: str, deadline_s: float = 60.0) -> dict[str, list[ScoredGroup]]:
+    def wait_scored(self, *group_ids: str, deadline_s: float = 180.0) -> dict[str, list[ScoredGroup]]:
         wait_for(lambda: set(group_ids) <= set(self.take()), f"rewards of {', '.join(group_ids)}", deadline_s)
         return self.take()
 
-    def wait_dead(self, *group_ids: str, deadline_s: float = 60.0) -> list[DeadLetter]:
+    def wait_dead(self, *group_ids: str, deadline_s: float = 180.0) -> list[DeadLetter]:
         def buried() -> bool:
             return set(group_ids) <= {group_id for letter in self.dead for group_id in letter.group_ids}
 

@@ -106,7 +106,7 @@ class Service(Process):
         super().__init__([_SERVICE, *given], folder / "reward.log", environ={**secrets, **(environ or {})}, cwd=cwd)
 
     def ready(self) -> Service:
-        wait_for(lambda: self._port_file.exists() or not self.alive(), f"the reward service: {self.log}", 60)
+        wait_for(lambda: self._port_file.exists() or not self.alive(), f"the reward service: {self.log}")
         assert self.alive(), self.output
         return self
 

@@ -83,7 +83,7 @@ class _Engine:
         self.ready = asyncio.Event()
         self.ready.set()
         self.slots = asyncio.Semaphore(4)
-        self.held = self.done = self.most = 0
+        self.held = self.done = self.most = self.num_samples = self.generated = 0
         self.reports = reports
 
     async def work(self, _: object) -> None:
@@ -96,10 +96,12 @@ class _Engine:
 
     async def figures(self) -> dict[str, float]:
         running = min(4, self.held)
+        self.num_samples += 1
+        self.generated += 100 * running
         if not self.reports:
             return {}
         return {
-            "engine_generated_tokens": 100.0 * self.done,
+            "engine_generated_tokens": float(self.generated),
             "engine_running": float(PER_PACK * running),
             "engine_queued": float(PER_PACK * (self.held - running)),
         }
@@ -132,7 +134,8 @@ async def test_with_0_the_number_grows_until_the_engine_has_a_queue(monkeypatch:
     """From two to the four that run and one or two that wait; when the worker stops, every pack is finished."""
     monkeypatch.setattr(pack_loops, "SAMPLE_S", 0.005)
     engine = _Engine()
-    loops = await _run(0, engine, lambda loops: loops.limit >= 5 and engine.done >= 500)
+    monkeypatch.setattr(pack_loops, "time", SimpleNamespace(monotonic=lambda: float(engine.num_samples)))
+    loops = await _run(0, engine, lambda loops: loops.limit >= 5 and engine.num_samples >= 120)
     assert 5 <= engine.most <= 9
     assert 5 <= loops.limit <= 7
     assert engine.held == 0

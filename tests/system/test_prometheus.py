@@ -85,7 +85,7 @@ def test_prometheus_scrapes_a_reward_service_with_its_token(
             "static_configs": [{"targets": [service.url.removeprefix("http://")]}],
         }
     )
-    servers.wait_for(lambda: query(url, "penstock_groups_total{outcome='scored'}") == {"": 1.0}, "a scrape", 30)
+    servers.wait_for(lambda: query(url, "penstock_groups_total{outcome='scored'}") == {"": 1.0}, "a scrape")
     assert query(url, "up") == {"": 1.0}
     assert query(url, f"penstock_reward_request_seconds_count{{outcome='ok',endpoint='{name}'}}") == {name: 1.0}
     p99 = query(url, "histogram_quantile(0.99, penstock_reward_request_seconds_bucket{outcome='ok'})")
@@ -98,7 +98,7 @@ def test_prometheus_scrapes_a_reward_service_with_its_token(
     beat = decode(entry.value, Heartbeat)
     assert beat.metrics_url == f"{service.url}/metrics"
     assert beat.figures["groups_scored"] == 1.0
-    assert 0 <= time.time() - query(url, "penstock_heartbeat_timestamp_seconds")[""] < 60
+    assert abs(time.time() - query(url, "penstock_heartbeat_timestamp_seconds")[""]) < 300
 
 
 @pytest.mark.parametrize("service", ["trainer", "rollout", "reward"])

@@ -477,10 +477,3 @@ def test_two_ranks_run_reuse_and_resume(
     assert held["grad_norm"] > 0.0
     for name in ("loss", "grad_norm", "kl_reference", "entropy"):
         assert published[name] == pytest.approx(held[name], rel=1e-5, abs=1e-7), name
-
-
-def test_an_unknown_key_is_an_error_before_torch_is_loaded(run_folder: Path) -> None:
-    """An unknown key ends with exit code 2, its line, and the nearest known key."""
-    run_file = run_folder / "run.toml"
-    run_file.write_text('[model]\npath = "model"\n[trainer]\nlearning_rat = 1e-3\n')
-    assert "run.toml:4" in typed("penstock.trainer", "train", str(run_file), expected=2)

@@ -29,10 +29,10 @@ from penstock.trainer.data.pairs import holds_pair, pair_row
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_checks import Problems, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
-from penstock.trainer.row_format import RowFormat
 from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
+from penstock.trainer.row_format import RowFormat
 from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 

@@ -11,7 +11,6 @@ from tests.console.record import recorded_run as recorded
 from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_snapshot import Snapshot
-from penstock.console.live.run_view import RunView
 from penstock.console.report.diagnoses import RunMetrics, diagnose
 from penstock.console.terminal import curve
 
@@ -54,12 +53,6 @@ def test_a_frame_shows_everything(snapshot: Snapshot):
         "0:18 rollout-1 is lost: no heartbeat for 4 s",
     ):
         assert expected in text
-
-
-def test_a_frame_of_a_run_without_events():
-    text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
-    assert "step 0/10" in text
-    assert "waiting for the services" in text
 
 
 def test_markup_in_a_service_name_is_text(snapshot: Snapshot):

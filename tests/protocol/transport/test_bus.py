@@ -921,14 +921,6 @@ def test_wrong_credentials_are_refused_at_once(nats_settings: NatsSettings) -> N
     assert time.monotonic() - started < 30.0
 
 
-def test_no_server_is_an_error_within_the_deadline(own_nats: Callable[[], NatsServer]) -> None:
-    """Without a server the connection fails at its deadline, naming the URL and the remedy."""
-    server = own_nats()
-    server.stop()
-    with pytest.raises(BusUnreachable, match=rf"no NATS server at {server.settings.url} within 1 s.*penstock up"):
-        Bus.connect(server.settings, name="test", deadline_s=1.0)
-
-
 def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServer]) -> None:
     server = own_nats()
     server.stop()

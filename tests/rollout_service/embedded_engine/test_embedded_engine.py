@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from safetensors.torch import save_file
-from tests.contracts.engine_under_test import DEADLINE_S, EngineUnderTest, embedded_engine
+from tests.contracts.engine_under_test import DEADLINE_S, EngineUnderTest, embedded_engine, start_engine
 from tests.contracts.tiny_model import Dense, build_model, read_tensors, write_changed_copy
 from tests.servers import wait_for
 
@@ -145,18 +145,9 @@ def test_unserved_models_are_refused_by_name(tmp_path: Path, change: dict, word:
 
 def test_a_model_that_cannot_be_served_exits_with_the_reason(tmp_path: Path) -> None:
     """The command prints why it refuses a folder and exits with status 2."""
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.rollout_service.embedded_engine",
-        "--model-path",
-        str(tmp_path),
-        "--port",
-        "0",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 2
-    assert "config.json does not exist" in ended.stderr
+    log = tmp_path / "log"
+    assert start_engine(tmp_path, log).wait(DEADLINE_S) == 2
+    assert "config.json does not exist" in log.read_text()
 
 
 def test_more_requests_than_rows_are_served_exactly(small_engine: EngineUnderTest) -> None:
@@ -334,24 +325,19 @@ def test_a_terminated_engine_answers_waiting_clients(tmp_path: Path) -> None:
     """At SIGTERM unfinished requests are answered with 503 and the process exits."""
     build_model(tmp_path / "model")
     port_file = tmp_path / "port"
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.rollout_service.embedded_engine",
-        "--model-path",
-        str(tmp_path / "model"),
-    ]
-    command += ["--port", "0", "--port-file", str(port_file), "--die-with-parent"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    process = start_engine(tmp_path / "model", tmp_path / "log", "--port-file", str(port_file), "--die-with-parent")
+    try:
         wait_for(port_file.exists, "the engine to open its port", DEADLINE_S)
         engine = EngineUnderTest("embedded", f"http://127.0.0.1:{port_file.read_text().strip()}", tmp_path / "model")
         engine.post("/pause_generation", {"mode": "retract"})
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(engine.generate, PROMPT, expect=503)
             wait_for(lambda: engine.get("/v1/loads")["loads"][0]["num_waiting_reqs"] == 1, "the request to wait")
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             assert "shutting down" in reply.result(DEADLINE_S)["error"]["message"]
-            process.wait(DEADLINE_S)
+        process.wait(DEADLINE_S)
+    finally:
+        process.kill()
 
 
 def test_torch_is_the_only_framework_loaded() -> None:

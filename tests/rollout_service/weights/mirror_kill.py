@@ -1,6 +1,6 @@
 """A worker's mirror in a separate process, which kills itself with SIGKILL at a point of a fetch.
 
-python -m tests.rollout_service.weights.mirror_kill POINT < settings, folder, run, versions and manifests as JSON
+Its arguments: the point; settings, folder, run, versions and manifests as JSON.
 """
 
 from __future__ import annotations
@@ -56,15 +56,12 @@ def arm(mirror: Mirror, point: str) -> None:
 
 def main() -> None:
     """Fetch all versions, the last one with the kill armed."""
-    arguments = json.loads(sys.stdin.read())
+    point, given = sys.argv[1:]
+    arguments = json.loads(given)
     mirror = Mirror(Blobs(S3Settings.model_validate(arguments["s3"])), Path(arguments["folder"]), arguments["run_id"])
     *before, last = arguments["versions"]
     for version, manifest in before:
         mirror.fetch(PolicyVersion(version), BlobRef.model_validate(manifest), keep=[PolicyVersion(version - 1)])
-    arm(mirror, sys.argv[1])
+    arm(mirror, point)
     version, manifest = last
     mirror.fetch(PolicyVersion(version), BlobRef.model_validate(manifest), keep=[PolicyVersion(version - 1)])
-
-
-if __name__ == "__main__":
-    main()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests import forked
 from tests.rollout_service.weights.mirror_kill import POINTS
 from tests.weights_source import WeightsSource
 from torch import Tensor
@@ -214,10 +214,8 @@ def test_a_killed_fetch_is_repaired(run: Run, tmp_path: Path, open_mirror: OpenM
         "run_id": run.run_id,
         "versions": [(v, run.facts[v].manifest.model_dump(mode="json")) for v in range(last + 1)],
     }
-    command = [sys.executable, "-m", "tests.rollout_service.weights.mirror_kill", point]
-    ended = subprocess.run(
-        command, input=json.dumps(arguments), text=True, capture_output=True, check=False, timeout=60
-    )
+    module, given = "tests.rollout_service.weights.mirror_kill", [point, json.dumps(arguments)]
+    ended = forked.run(module, arguments=given, cwd=forked.ROOT, environ=os.environ, deadline_s=180.0)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     mirror = open_mirror()
     run.assert_is(run.fetch(mirror, last), last)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from tests.trainer.groups.stored_groups import invent_group
 from tests.trainer.groups.test_batcher import Box
+from tests.trainer.learner.forks import Fork
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.facts import BlobRef, ScoredGroup
@@ -69,10 +68,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     """Three steps of a fresh policy for each case, all in one process of their own."""
     model = tmp_path_factory.mktemp("model") / "model"
     write_model(model, seed=0)
-    command = [sys.executable, "-m", "tests.trainer.algorithm.train_steps", str(model), json.dumps(CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    done = Fork(model.parent, "tests.trainer.algorithm.train_steps", str(model), json.dumps(CASES)).wait(0, 800.0)
+    return json.loads(done.strip().splitlines()[-1])
 
 
 def ready(number: int, rewards: tuple[float, ...], *, version: int = 0) -> ReadyGroup:

@@ -1,12 +1,12 @@
 """Run a few steps of each of several algorithms in a separate process; prints the metrics of each step.
 
-python -m tests.trainer.algorithm.train_steps MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
+Its arguments: the model folder, and the overrides of each case as JSON: {"name": ["algorithm.name=gspo", ...], ...}.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[s
     return found
 
 
-def main() -> None:
-    model, cases = sys.argv[1:]
+def main(arguments: Sequence[str]) -> None:
+    model, cases = arguments
     torch.set_num_threads(1)
     ranks = Ranks()
     print(
@@ -69,7 +69,3 @@ def main() -> None:
         )
     )
     ranks.leave(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.console.tracking.trackers import TrackSettings
-from penstock.deploy.config_show import as_document, load_all
+from penstock.deploy.config_show import SERVICES
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, REFUSED, RENAMED, SYSTEMS, Alias, advice
-from penstock.protocol.config.run_file import load
+from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.settings import RolloutSettings
@@ -87,7 +87,8 @@ def test_every_taken_key_sets_its_settings_in_some_service() -> None:
         else:
             room = [one for one in ROOM if not one.startswith(alias.keys[0] + "=")]
         path = [] if alias.keys == ("model.path",) else ["model.path=p"]
-        document = as_document(load_all([], [*path, *room, *needs, f"{key}={written}"], {}))
+        reader = next(service for service in SERVICES if alias.keys[0].partition(".")[0] in service.model_fields)
+        document = config_document(load(reader, overrides=[*path, *room, *needs, f"{key}={written}"], environ={}))
         for ours in alias.keys:
             assert document["origins"][ours] == f"override as {key}"
             assert str(value_of(document["settings"], ours)).lower().replace("'", '"') == written

@@ -72,7 +72,7 @@ def test_starting_a_published_run_over_is_refused(
     assert check_resume(connections, resume=False, has_checkpoint=False) is None
     publisher = Publisher(connections, model_folder=settings.model.path)
     publisher.submit(snapshot(5))
-    publisher.wait_until_published(PolicyVersion(5), 20.0)
+    publisher.wait_until_published(PolicyVersion(5), 180.0)
     publisher.close()
     with pytest.raises(ConfigError, match=r"published version 5.*trainer\.resume = false.*--delete"):
         check_resume(connections, resume=False, has_checkpoint=False)

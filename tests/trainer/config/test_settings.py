@@ -298,14 +298,6 @@ def test_published_names_have_no_protections_against_stale_samples_and_the_defau
     assert given.model_copy(update={"name": "async_grpo"}) == settings().algorithm
 
 
-def test_a_shown_configuration_of_another_loss_reads_back():
-    """What the preset set for its own loss is not taken for a setting made by hand."""
-    loaded = load(TrainerSettings, overrides=["model.path=m", "algorithm.loss=cispo"])
-    shown = [line.split("  #")[0].strip().replace(" = ", "=", 1) for line in format_config(loaded).splitlines()]
-    again = load(TrainerSettings, overrides=[line for line in shown if line.startswith(("model.path", "algorithm."))])
-    assert again.settings.algorithm == loaded.settings.algorithm
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -134,22 +134,6 @@ def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFix
     assert "sft with 1 rows" in printed
 
 
-def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Every value has its origin: file and line, preset or override; --json prints the same."""
-    file = tmp_path / "run.toml"
-    file.write_text("[model]\npath = 'm'\n")
-    assert main(["config", str(file), "trainer.lr=0.5"]) == 0
-    printed = capsys.readouterr().out
-    rows = {line.split(" = ")[0]: line.split() for line in printed.splitlines()}
-    assert rows["model.path"] == ["model.path", "=", '"m"', "#", f"{file}:2"]
-    assert rows["trainer.lr"] == ["trainer.lr", "=", "0.5", "#", "override"]
-    assert rows["algorithm.loss"] == ["algorithm.loss", "=", '"ppo_clip"', "#", "preset", "async_grpo"]
-    assert main(["config", str(file), "--json", "--trainer.lr", "0.5"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["settings"]["trainer"]["lr"] == 0.5
-    assert document["origins"]["model.path"] == f"{file}:2"
-
-
 def test_a_refusal_exits_with_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["config", "model.pth=x"]) == 2
     assert "unknown key model.pth; did you mean model.path?" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) ->
     scene.producer.author = half_right
     scene.evaluator.start(V3, 3)  # not published yet: nothing is issued before
     scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publisher.wait_until_published(V3, 180.0)
     scene.publish(V4)
     scene.evaluator.wait(V3)
     wait_for(lambda: scene.results, "the result")
@@ -156,7 +156,7 @@ def test_a_forged_group_of_another_version_does_not_end_an_evaluation(scene: Sce
     scene.producer.limit = 0
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
-    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publisher.wait_until_published(V3, 180.0)
     task = scene.evaluator._task(scene.evaluator._evaluations[V3, "eval"], 0, scene.sources[0].prompts[0])
     message = TaskIssued(run_id=scene.connections.run_id, pack_id="forged", tasks=(task,))
     scene.producer.announce(scene.producer.store(message, [recite(task, PolicyVersion(2))], V3), msg_id="forged")
@@ -201,7 +201,7 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
     """Its version is older than the checkpoint's and still stored: its result has its own step, and it is unpinned."""
     for version in (V3, V4):
         scene.publish(version)
-        scene.publisher.wait_until_published(version, 20.0)
+        scene.publisher.wait_until_published(version, 180.0)
         scene.publisher.unpin(version)
     scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])  # by the session before
     published = subjects.weights_published(scene.connections.run_id)
@@ -219,7 +219,7 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
 def test_groups_of_an_earlier_sessions_evaluation_are_held_against_its_settings(scene: Scene) -> None:
     scene.evaluator._settings_before = (TaskSettings(2, 8, "maze"), TaskSettings(3, 8, "maze"))
     scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publisher.wait_until_published(V3, 180.0)
     scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])
     scene.producer.author = _one_completion
     scene.evaluator.start(V3, 3)
@@ -244,7 +244,7 @@ def test_an_evaluation_that_cannot_continue_is_reported(
 ) -> None:
     """Without its weights, or with only some of its groups, it is lost with the reason; its groups are closed."""
     scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publisher.wait_until_published(V3, 180.0)
     if not is_stored:
         prefix = blob_keys.weights_prefix(scene.connections.run_id, V3)
         scene.connections.blobs.delete([stat.key for stat in scene.connections.blobs.list(prefix)])
@@ -286,7 +286,7 @@ def test_a_dead_letter_of_a_group_that_is_on_its_way_is_not_believed(scene: Scen
     scene.producer.limit = 0
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
-    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publisher.wait_until_published(V3, 180.0)
     wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].is_issued, "the tasks")
     _say_dead(scene, *(f"eval.v3.p{index}" for index in range(70)))
     wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].dead_lettered, "the dead letter")
@@ -356,7 +356,7 @@ def test_only_the_unfinished_source_of_a_version_is_continued(two_sources: Scene
     """Its groups were in flight when the trainer exited; the other source, due at that step, was over."""
     scene = two_sources
     scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publisher.wait_until_published(V3, 180.0)
     scene.groups.held_out.issue([f"eval.v3.p{number}" for number in range(70, 74)])
     settings = EvalSettings(every=5, source={"hard": EvalSource(data=[Path("x")], every=4)})
     schedule = EvaluationSchedule(scene.evaluator, settings, ["eval", "hard"], num_steps=13)

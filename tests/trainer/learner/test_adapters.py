@@ -95,7 +95,7 @@ def publish(publisher: Publisher, version: int, base: AdapterBase, *, whole: boo
     number = PolicyVersion(version)
     weights = ModelWeights(base.buckets) if whole else AdapterWeights.of(factors(version), base)
     publisher.submit(Snapshot(number, version, weights, "float32", must_publish=True))
-    publisher.wait_until_published(number, 20.0)
+    publisher.wait_until_published(number, 180.0)
     publisher.unpin(number)
 
 

@@ -162,8 +162,13 @@ def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: A
             assert int(mixed[q].sum()) == int(kept.kv_num_blocks[0, 0, q])
 
 
-@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *((torch.bfloat16, size) for size in (16, 64, 80, 96, 128, 192, 256)),
+        *((dtype, size) for dtype in (torch.float16, torch.float32) for size in (64, 128)),
+    ],
+)
 def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +224,8 @@ def test_a_backend_that_fails_or_is_not_exact_is_refused_at_every_head_size(faul
     reason = backends.why_not_exact(fault(), query, query, 4)
     assert reason is not None
     assert ("no kernel for this" in reason) == (fault is _Broken)
-    assert backends.why_not_exact(CpuFlash(), query, query, 4) is None
+    if fault is _Broken:  # the control, once a size
+        assert backends.why_not_exact(CpuFlash(), query, query, 4) is None
 
 
 def test_the_comparison_reports_a_device_without_memory_as_such() -> None:

@@ -1,12 +1,12 @@
 """A publisher in its own process that publishes versions 0 and 1 and kills itself at a crash point of the second.
 
-python -m tests.trainer.publishing.publish_kill POINT < connections, run and model folder as JSON
+Its arguments: the point; connections, run and model folder as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.trainer.publishing.test_publish import snapshot
@@ -21,18 +21,15 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 
-def main() -> None:
-    setup = json.loads(sys.stdin.read())
+def main(arguments: Sequence[str]) -> None:
+    point, given = arguments
+    setup = json.loads(given)
     bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="killed")
     connections = Connections(setup["run_id"], bus, Blobs(S3Settings.model_validate(setup["s3"])))
     always = FullSnapshotPolicy(max_ratio=1e9, max_versions=1)
     publisher = Publisher(connections, model_folder=Path(setup["model"]), epoch=1, policy=always)
     publisher.submit(snapshot(0, must_publish=True))
-    publisher.wait_until_published(PolicyVersion(0), 20.0)
-    crash_points.arm(sys.argv[1])
+    publisher.wait_until_published(PolicyVersion(0), 180.0)
+    crash_points.arm(point)
     publisher.submit(snapshot(1, must_publish=True))
     publisher.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.servers import wait_for
+from tests.trainer.learner.forks import Fork
 from tests.weights_source import NEVER, read_version
 from torch import Tensor
 
@@ -76,7 +75,7 @@ def manifest_of(connections: Connections, reference: BlobRef) -> VersionManifest
 
 def publish(publisher: Publisher, version: int) -> None:
     publisher.submit(snapshot(version, must_publish=True))
-    publisher.wait_until_published(PolicyVersion(version), 20.0)
+    publisher.wait_until_published(PolicyVersion(version), 180.0)
     publisher.unpin(PolicyVersion(version))
 
 
@@ -342,7 +341,7 @@ def test_a_version_overtaken_by_the_next_is_skipped(
     connections = Connections(run_streams, bus, Blobs(storage.settings))
     publisher = Publisher(connections, model_folder=model_folder)
     publisher.submit(snapshot(0))
-    publisher.wait_until_published(PolicyVersion(0), 20.0)
+    publisher.wait_until_published(PolicyVersion(0), 180.0)
     storage.kill()
     publisher.submit(snapshot(1))
     wait_for(lambda: not publisher._waiting, "the upload to begin")
@@ -375,6 +374,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     s3_settings: S3Settings,
     point: CrashPoint,
     committed: int,
+    tmp_path: Path,
 ) -> None:
     """SIGKILL between any two steps: the head is the old version or the complete new one, and the next session continues."""
     setup = {
@@ -383,9 +383,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
         "run_id": connections.run_id,
         "model": str(model_folder),
     }
-    command = [sys.executable, "-m", "tests.trainer.publishing.publish_kill", point]
-    ended = subprocess.run(command, input=json.dumps(setup), text=True, capture_output=True, check=False, timeout=300)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    Fork(tmp_path, "tests.trainer.publishing.publish_kill", point, json.dumps(setup)).wait(-signal.SIGKILL)
     assert_head_is(connections, committed)
     seen: list[int] = []
     subject = subjects.weights_published(connections.run_id)
@@ -427,7 +425,7 @@ def test_publishing_survives_a_restart_of_nats(
         seen: list[int] = []
         publisher = Publisher(Connections(run_id, bus, blobs), model_folder=model_folder)
         publisher.submit(snapshot(0, must_publish=True))
-        publisher.wait_until_published(PolicyVersion(0), 20.0)
+        publisher.wait_until_published(PolicyVersion(0), 180.0)
         server.kill()
         back = threading.Timer(0.5, server.restart)
         back.start()

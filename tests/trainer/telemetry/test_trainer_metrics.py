@@ -14,7 +14,6 @@ from tests.servers import wait_for
 
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.shared_sections import MetricsSettings
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.gpu import GpuSampler
@@ -150,15 +149,6 @@ def test_no_port_is_opened_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trainer_metrics, "MetricsServer", None)
     with trainer_metrics.serving(MetricsSettings(), "run", lambda: 0.0) as metrics:
         assert metrics.url is None
-
-
-def test_a_port_in_use_stops_the_start() -> None:
-    """Two trainers of one machine with the same port: the second is told what to set."""
-    with trainer_metrics.serving(MetricsSettings(trainer_port=0), "a", lambda: 0.0) as metrics:
-        port = int(str(metrics.url).rsplit(":", 1)[1].split("/")[0])
-        second = trainer_metrics.serving(MetricsSettings(trainer_port=port), "b", lambda: 0.0)
-        with pytest.raises(ConfigError, match=r"metrics\.trainer_port"):
-            second.__enter__()
 
 
 def test_a_step_that_could_not_be_compared_leaves_the_last_comparison() -> None:
