@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # A file of each kind by its path in the repository, with the registry that has to find it under the name "added".
 FILES = {
-    ("trainer/algorithm/losses/added.py", "penstock.trainer.algorithm.registries:LOSSES"): """
+    ("trainer/algorithm/losses/added.py", "penstock.trainer.algorithm.chosen_parts:LOSSES"): """
 from penstock.trainer.algorithm.losses.interface import LossTerms, Tokens, none_of, policy_loss
 
 @policy_loss(source="the likelihood of every token, weighted by its advantage")
@@ -21,7 +21,7 @@ def added(tokens: Tokens) -> LossTerms:
     ratio = tokens.log_ratio.exp()
     return LossTerms(-tokens.advantages * ratio, ratio.detach(), none_of(ratio), none_of(ratio))
 """,
-    ("trainer/algorithm/estimators/added.py", "penstock.trainer.algorithm.registries:ESTIMATORS"): """
+    ("trainer/algorithm/estimators/added.py", "penstock.trainer.algorithm.chosen_parts:ESTIMATORS"): """
 import torch
 
 from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator
@@ -30,7 +30,7 @@ from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_
 def added(outcomes: Outcomes) -> torch.Tensor:
     return outcomes.rewards / 2
 """,
-    ("trainer/algorithm/corrections/added.py", "penstock.trainer.algorithm.registries:CORRECTIONS"): """
+    ("trainer/algorithm/corrections/added.py", "penstock.trainer.algorithm.chosen_parts:CORRECTIONS"): """
 import torch
 
 from penstock.trainer.algorithm.corrections.interface import Drift, correction
@@ -39,12 +39,19 @@ from penstock.trainer.algorithm.corrections.interface import Drift, correction
 def added(drift: Drift) -> torch.Tensor:
     return drift.to_behaviour < 0
 """,
-    ("trainer/algorithm/filters/added.py", "penstock.trainer.algorithm.registries:FILTERS"): """
+    ("trainer/algorithm/filters/added.py", "penstock.trainer.algorithm.chosen_parts:FILTERS"): """
 from penstock.trainer.algorithm.filters.interface import Candidate, trajectory_filter
 
 @trajectory_filter(source="trajectories with the full reward", reason="easy")
 def added(candidate: Candidate) -> bool:
     return candidate.reward == 1.0
+""",
+    ("trainer/algorithm/group_filters/added.py", "penstock.trainer.algorithm.chosen_parts:GROUP_FILTERS"): """
+from penstock.trainer.algorithm.group_filters.interface import GroupCandidate, group_filter
+
+@group_filter(source="groups in which every completion was cut", reason="all_cut")
+def added(group: GroupCandidate) -> bool:
+    return set(group.finish_reasons) == {"length"}
 """,
     ("trainer/data/row_formats/added.py", "penstock.trainer.row_format:ROW_FORMATS"): """
 from penstock.trainer.row_format import RowFormat
@@ -133,7 +140,7 @@ found = {}
 for place in sys.argv[1:]:
     module, _, name = place.partition(":")
     found[place] = getattr(importlib.import_module(module), name).find("added").name
-algorithm = ["algorithm.loss=added", "algorithm.advantage=added", 'algorithm.filters=["added"]', 'algorithm.corrections=["added"]']
+algorithm = ["algorithm.loss=added", "algorithm.advantage=added", 'algorithm.filters=["added"]', 'algorithm.group_filters=["added"]', 'algorithm.corrections=["added"]']
 load(TrainerSettings, overrides=["model.path=model", "data.format=added", *algorithm])
 print(json.dumps(found))
 """

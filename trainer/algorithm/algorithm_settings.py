@@ -232,7 +232,10 @@ class _GeneralSettings(Section):
 
 
 if TYPE_CHECKING:
-    _AllSettings = _GeneralSettings
+
+    class _AllSettings(_GeneralSettings):
+        dynamic_sampling: bool  # the option of a part that checks here read
+
 else:
     _AllSettings = create_model(
         "_AllSettings",
