@@ -104,8 +104,8 @@ class Added(AnswerFormat):
 
 ADDED = Added()
 """,
-    ("rollout_service/teachers/added.py", "penstock.rollout_service.teachers.interface:TEACHERS"): """
-from penstock.rollout_service.teachers.interface import TeacherKind
+    ("rollout_service/teachers/added.py", "penstock.rollout_service.teachers.teacher:TEACHERS"): """
+from penstock.rollout_service.teachers.teacher import TeacherKind
 
 def connect(url: str, *, api_key: str):
     raise NotImplementedError
