@@ -1,6 +1,6 @@
 """Command lines from typed functions; the only file that imports cyclopts.
 
-A parameter of the function is an argument or an option, its annotation has type and help, and the docstring is the text: the verb
+A parameter of the function is an argument or an option, its annotation gives type and help, and its docstring is the help text: the verb
 of `penstock`, its help, its completion, and ``python -m`` of a module come from that one declaration.
 """
 

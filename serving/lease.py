@@ -1,4 +1,4 @@
-"""Leases of registered servers: their keys, whether one is valid, and the side of the server, which renews its own.
+"""Leases of registered servers: their keys, whether one is valid, and the renewal by the server.
 
 A server is in service while it renews its lease, a key below ``lease.`` in the registry's bucket. Rewards and environments are both
 registered so; what else is stored of them is theirs. A lease that NATS does not expire is judged by `Leases`.
@@ -40,7 +40,7 @@ class Leases:
         self._seen: dict[str, tuple[int, float]] = {}  # by its key: revision, when it was first seen
 
     def saw(self, revisions: Mapping[str, int], now: float) -> None:
-        """Record the current revisions of all leases, by key; of others it is forgotten that they were seen."""
+        """Record the current revisions of all leases, by key; leases that are not among them are forgotten."""
         self._seen = {
             key: self._seen[key] if self._seen.get(key, (None,))[0] == revision else (revision, now)
             for key, revision in revisions.items()
@@ -51,7 +51,7 @@ class Leases:
         self._seen[key] = (revision, now)
 
     def expired_for_s(self, key: str, lease_s: float | None, now: float) -> float:
-        """Return the seconds since a lease of ``lease_s`` seconds expired; 0.0 while it is valid, or for None: no lease is needed."""
+        """Return the seconds since a lease of ``lease_s`` seconds expired; 0.0 while it is valid, or where None says that none is needed; ``now`` for a key that was never seen."""
         if lease_s is None:
             return 0.0
         seen = self._seen.get(key)

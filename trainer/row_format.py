@@ -24,7 +24,7 @@ _EVERYWHERE: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """The columns of a row, each with what it means; columns without a meaning go into ``extra_info``, for the reward.
+    """The columns of a row, each with what it means; all but `reads` go into ``extra_info``, for the reward.
 
     Every format may also have ground_truth, data_source, extra_info, system, images, and an answer to imitate in
     response, completion or answer.
@@ -50,7 +50,7 @@ class RowFormat:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The columns with a meaning; the others go into ``extra_info``."""
+        """The columns that ``extra_info`` leaves out."""
         own = (self.prompt, *self.prompt_parts, self.answer, self.ground_truth, self.data_source)
         return _EVERYWHERE.union(name for name in own if name is not None)
 
@@ -65,7 +65,7 @@ ROW_FORMATS: Final[Registry[RowFormat]] = Registry(
 
 
 def detect(row: dict[str, Any]) -> RowFormat:
-    """Return the built-in format of a row, by its columns; raises MalformedData, without a fix, if there is none."""
+    """Return the built-in format of a row, by its columns; raises MalformedData, whose text leaves the fix to the caller."""
     if (found := next((form for form in _by_precedence() if form.matches(row)), None)) is None:
         raise MalformedData(
             f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "

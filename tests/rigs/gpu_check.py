@@ -7,9 +7,9 @@
 | part | shows |
 |---|---|
 | attention | the backend that is chosen for each head size in bfloat16, and its time and memory over packed rows |
-| step | three optimizer steps of Qwen3-0.6B's shape at ZeRO 1, 2 and 3: the same loss and norm, tokens/s, MFU, peak beside the plan's, time by kernel |
+| step | three optimizer steps of Qwen3-0.6B's shape at ZeRO 1, 2 and 3: how far loss and norm differ between them, tokens/s, MFU, peak beside the plan's, time by kernel |
 | segments | the same at ZeRO 1 with expandable segments of the allocator |
-| adapter | one LoRA step of Qwen2.5-7B's shape, and one with the optimizer in host memory |
+| adapter | LoRA steps of Qwen2.5-7B's shape, and one with the optimizer in host memory |
 | publish | a copy of 2 GB of weights to the host: into fresh, reused and pinned memory; compared there and on the device |
 | run | `penstock quickstart`, the policy and its embedded engine on the GPU: exit code, and the attention in its report |
 
@@ -22,6 +22,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ QWEN25_7B = Configuration(
     tied=False, dtype="bfloat16", checkpointing=True, prompt=1024, answer=1920, group_size=8, groups=1, budget=16_384,
 )  # fmt: skip
 HEADS = ((64, 2), (96, 1), (128, 2), (128, 8), (256, 2))  # dimensions, and query heads for each key head
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16 without sparsity, of the maker's data sheets
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16 without sparsity, from NVIDIA's data sheets
 _ENDED = "gpu-check "  # what comes before a part's JSON on its last line
 
 
@@ -97,6 +98,8 @@ class Check:
 
     def _attention(self, size: int, ratio: int, layout: Layout) -> dict[str, Any]:
         num_tokens = len(layout.depths)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         generator = torch.Generator(self.device).manual_seed(0)
         q, k, v, gradient = (
             torch.randn(1, heads, num_tokens, size, generator=generator, device=self.device, dtype=torch.bfloat16)
@@ -168,7 +171,7 @@ class Check:
         return None if peak is None else round(flops / (peak * 1e12), 3)
 
     def _kernels(self, work: Callable[[], Any]) -> dict[str, float]:
-        """Return the milliseconds of the ten dearest operations."""
+        """Return the milliseconds of the ten slowest operations."""
         with torch.profiler.profile() as profile:
             work()
         on_device = self.device.type == "cuda"
@@ -207,9 +210,8 @@ class Check:
         with tempfile.TemporaryDirectory() as folder:
             words = ["quickstart", "--dir", folder, "--no-page", *(["--no-kill", "--steps", "2"] if self.toy else [])]
             began = time.perf_counter()
-            child = subprocess.run(
-                [sys.executable, "-m", "penstock", *words], capture_output=True, text=True, timeout=200, check=False
-            )
+            command = [sys.executable, "-m", "penstock", *words]
+            child = subprocess.run(command, capture_output=True, text=True, check=False)  # it ends with this part
             report = next(iter(Path(folder).rglob("report.md")), None)
             lines = [] if report is None else report.read_text().splitlines()
         return {
@@ -230,18 +232,23 @@ def measure(part: str, *, toy: bool) -> dict[str, Any]:
     environ = {**os.environ, "DS_ACCELERATOR": "cpu" if toy else "cuda", **_ENVIRONMENT.get(part, {})}
     deadline_s = DEADLINES_S[part] * (4 if toy else 1)  # a busy CPU is slow
     began = time.perf_counter()
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    )
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False, env=environ)
+        out, errors = child.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # with what it started, so that the next part has the GPU alone
+        child.wait()
         return {"failed": f"no result within {deadline_s} s"}
-    ended = next((line for line in reversed(child.stdout.splitlines()) if line.startswith(_ENDED)), None)
+    ended = next((line for line in reversed(out.splitlines()) if line.startswith(_ENDED)), None)
     if child.returncode or ended is None:
-        return {"failed": f"exit code {child.returncode}: {child.stderr[-1500:]}"}
+        return {"failed": f"exit code {child.returncode}: {errors[-1500:]}"}
     return {**json.loads(ended.removeprefix(_ENDED)), "wall_s": round(time.perf_counter() - began, 1)}
 
 
 def rows(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested figures as lines of a table."""
+    """Yield each figure with its path, ``a · b``."""
     for name, value in found.items():
         if isinstance(value, dict):
             yield from rows(value, f"{before}{name} · ")

@@ -32,7 +32,7 @@ MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when 
 
 
 class State(StrEnum):
-    """Of one group."""
+    """Where a group is."""
 
     ISSUED = "issued"  # its task is in a queue or in work, or about to be published
     ARRIVED = "arrived"  # its message is received and its pack is being read
@@ -115,7 +115,7 @@ class GroupStates:
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
     def issue(self, group_ids: Iterable[str]) -> None:
-        """Add groups."""
+        """Add groups as ISSUED; raises GroupStateError for one that is there already."""
         ids = list(group_ids)
         for group_id in ids:
             if group_id in self._groups:
@@ -131,7 +131,7 @@ class GroupStates:
             self._count_under_way(record, 1)
 
     def receive(self, message: int) -> None:
-        """Record that a message was received; it is settled once no group that came with it is in use or waits for it."""
+        """Record that a message was received; it is settled once each of its groups is closed or was refused."""
         self._messages[message] = None
 
     def arrive(self, group_id: str, message: int) -> None:
@@ -202,7 +202,7 @@ class GroupStates:
             self.retire(group_id)
 
     def drop(self, drop: Drop) -> None:
-        """Close a group that is not used; one of the reason ``dead`` is known until its letter may be forgotten."""
+        """Close a group that is not used; a group dropped as ``dead`` is remembered while its letter may be sent again."""
         record = self._allowed(drop.group_id, "drop")
         if record.uses:
             raise _refused(drop.group_id, f"{record.state} and was trained", "drop")
@@ -250,7 +250,7 @@ class GroupStates:
         return record.promise if record is not None else None
 
     def uses(self, group_id: str) -> tuple[PolicyVersion, ...]:
-        """Return the versions at which a group was trained; while it is fresh, these are all its uses."""
+        """Return the versions at which a group was trained; complete while the group is within the staleness window."""
         record = self._groups.get(group_id)
         return record.uses if record is not None else ()
 
@@ -274,7 +274,7 @@ class GroupStates:
 
     @property
     def num_outstanding(self) -> int:
-        """Number of these."""
+        """Number of outstanding groups; counts them at each call."""
         return sum(1 for _ in self.outstanding())
 
     def missing(self) -> list[str]:
