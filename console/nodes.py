@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from penstock.protocol.command_line import Help
+from penstock.protocol.command_line import Help, Least
 from penstock.protocol.errors import ConfigError
 
 PORT = 29500  # torchrun's own default
@@ -47,8 +47,8 @@ class Nodes:
 class NodeOptions:
     """Options of a command that several nodes start."""
 
-    nodes: Annotated[int | None, Help("Train on so many nodes; the same command starts on each.")] = None
-    node_rank: Annotated[int | None, Help("This node's number, from 0.")] = None
+    nodes: Annotated[int | None, Help("Train on so many nodes; the same command starts on each."), Least(1)] = None
+    node_rank: Annotated[int | None, Help("This node's number, from 0."), Least(0)] = None
     rdzv: Annotated[str, Help("Where the nodes meet, HOST:PORT: an address of node 0, which the others reach.")] = ""
 
 
@@ -60,7 +60,7 @@ def find(options: NodeOptions, environ: Mapping[str, str]) -> Nodes | None:
     """
     if options == NodeOptions():
         return _from_slurm(environ) or _from_kubeflow(environ) or _from_leader_worker_set(environ)
-    if (options.nodes or 1) == 1:
+    if options.nodes in (None, 1):
         if options.node_rank is not None or options.rdzv or options.nodes is None:
             raise ConfigError(f"--node-rank and --rdzv are for several nodes; give their number: {_USAGE}")
         return None
@@ -127,6 +127,6 @@ def _address(text: str) -> str:
 
 
 def _checked(nodes: Nodes, name: str) -> Nodes:
-    if nodes.rank >= nodes.count:
+    if not 0 <= nodes.rank < nodes.count:
         raise ConfigError(f"{name}: {nodes.rank} of {nodes.count} nodes; ranks of nodes go from 0 to {nodes.count - 1}")
     return nodes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from penstock.console.cli.options import INSPECT
-from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, UsageError, application, typed
 
 app = application("model", help="List, tag, select, merge and exchange models.", group=INSPECT)
 
@@ -166,7 +166,7 @@ def _ensure_servers(target: str, arguments: tuple[str, ...]) -> None:
 @app.command
 def merge(  # noqa: PLR0913 - each is an option of the command
     *models: Annotated[
-        Path,
+        str,
         Help(
             "Model folders, at least two; the first gives dtype, config and tokenizer. With --average-last the name of a run."
         ),
@@ -198,23 +198,25 @@ def merge(  # noqa: PLR0913 - each is an option of the command
     Then:     penstock chat RUN --model models/average
     """
     if average_last is not None:
+        if weights or base or (method, t, density, scale, seed) != ("linear", 0.5, 0.5, 1.0, 0):
+            raise UsageError("--average-last merges with equal weights; leave out --method and its options")
         return _average_last(models, average_last, to)
     from penstock.console.models.merge import Recipe, merge_folders, parse_weights
 
     recipe = Recipe(method, parse_weights(weights, len(models)), t=t, density=density, scale=scale, seed=seed)
-    count = merge_folders(models, base, to, recipe)
+    count = merge_folders([Path(model) for model in models], base, to, recipe)
     print(f"{count} tensors of {len(models)} models merged ({method}): {to}", file=sys.stderr)
     return 0
 
 
-def _average_last(models: tuple[Path, ...], count: int, to: Path) -> int:
+def _average_last(models: tuple[str, ...], count: int, to: Path) -> int:
     from penstock.console.record import stored_run
     from penstock.console.registry.versions import average_last
     from penstock.protocol.errors import ConfigError
 
     if not models:
         raise ConfigError("--average-last merges versions of a run: name the run")
-    run, *settings = map(str, models)
+    run, *settings = models
     stored_run.ensure_local_servers(run, settings, os.environ, typed())
     versions = average_last(run, count, to, settings, os.environ)
     print(f"versions {', '.join(map(str, versions))} of run {run} averaged: {to}", file=sys.stderr)

@@ -103,10 +103,12 @@ def export(target: Target, to: Path, arguments: Sequence[str]) -> Path:
     return to
 
 
-def recorded_settings(target: Target, *, with_reward: bool) -> str:
+def recorded_settings(target: Target, *, with_reward: bool, with_format: bool = True) -> str:
     """Return the run's own settings of data, sampling and rewards as a run file; empty for a folder.
 
-    ``with_reward`` is False when another reward was named: then rewards by source are left out.
+    ``with_reward`` is False when another reward was named: then rewards by source are left out. ``with_format`` is False when
+    ``data.format`` was given. Raises ConfigError for settings that cannot be read, and for a format of rows that is a file or module
+    of somebody's: a folder of a run that was copied here names no code to run.
     """
     if target.recorded is None:
         return ""
@@ -119,6 +121,13 @@ def recorded_settings(target: Target, *, with_reward: bool) -> str:
             "(penstock weights export) and evaluate the folder"
         ) from None
     sections["data"] = {key: value for key, value in sections["data"].items() if key not in OWN_DATA}
+    if not with_format:
+        sections["data"].pop("format", None)
+    elif ":" in (row_format := str(sections["data"].get("format", ""))):
+        raise ConfigError(
+            f"{target.recorded}: data.format = {row_format!r} names code, which an evaluation runs only when it is named again; if you "
+            f"trust it, add data.format={row_format}"
+        )
     if not with_reward:
         sections["reward"] = {k: v for k, v in sections["reward"].items() if k not in {"name", "by_source"}}
     return "".join(f"{name} = {toml_text(section)}\n" for name, section in sections.items() if section)

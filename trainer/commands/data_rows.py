@@ -22,6 +22,7 @@ from penstock.trainer.data.pairs import holds_pair
 from penstock.trainer.data.read_rows import PromptRow, prompt_row, rename
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.errors import MalformedData
+from penstock.trainer.row_format import ROW_FORMATS
 from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 
@@ -35,6 +36,8 @@ def print_rows(file: Path | None, run_file: Path | None, number: int, row_format
         raise UsageError(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
     if run_file is None:
         assert file is not None
+        if row_format != "auto" and ":" not in row_format:
+            ROW_FORMATS.find(row_format)  # raises ConfigError, with what is known
         files, data, has_pairs = [file], DataSettings(format=row_format, map=mapping), False
     else:
         settings = resolve_inputs(load(TrainerSettings, files=[run_file], environ=os.environ).settings)

@@ -153,7 +153,7 @@ class Batcher:
     @property
     def may_be_full(self) -> bool:
         """Whether there are enough groups for a batch if none is too old; cheap, for each message that arrives."""
-        return self.num_ready + self._groups.num(State.KEPT) >= self._groups_per_step
+        return self.num_ready + self._groups.num_kept_here >= self._groups_per_step
 
     def is_full(self, version: PolicyVersion) -> bool:
         """Return True if a full batch can be taken at ``version``."""

@@ -183,7 +183,8 @@ class GroupStates:
                 self._close(group.group_id, record)
         self.totals.train(first, staleness_tokens, num_reused=len(batch) - len(first))
         self._trained_at = version
-        for group_id, record in list(self._by_state[State.CLOSED].items()):
+        kept = ((i, record) for i, record in self._by_state[State.KEPT].items() if record.content is None)
+        for group_id, record in [*self._by_state[State.CLOSED].items(), *kept]:  # the latter never came back
             if record.uses and not is_fresh(version, record.uses[-1], self._max_staleness):
                 self._remove(group_id, record)
         return {group.group_id: len(record.uses) for group, record in records}
@@ -284,6 +285,11 @@ class GroupStates:
     def num(self, state: State) -> int:
         """Return how many groups are in a state."""
         return len(self._by_state[state])
+
+    @property
+    def num_kept_here(self) -> int:
+        """Number of kept groups whose content is here; one of an earlier session may still have to be delivered again."""
+        return sum(record.content is not None for record in self._by_state[State.KEPT].values())
 
     def held(self, state: State) -> list[ReadyGroup]:
         """Return the groups in a state as they were offered, in the order in which they came into it."""

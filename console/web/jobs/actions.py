@@ -26,7 +26,7 @@ from penstock.console.web.jobs import job_file, job_state, queue
 from penstock.console.web.jobs.job_file import Job
 from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
 from penstock.console.web.jobs.job_state import RunState
-from penstock.console.web.launchers.launcher import LAUNCHERS, scheduler_options
+from penstock.console.web.launchers.launcher import installed, scheduler_options
 from penstock.console.web.problems import Problem
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
@@ -193,7 +193,7 @@ def stop(web: WebContext, folder: Path, *, force: bool) -> RunState:
         if state.state == "queued":
             job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
         elif state.is_alive:
-            launcher = LAUNCHERS.find(job.launcher).value
+            launcher = installed(job.launcher)
             if state.state != "stopping" or force:
                 job_file.write(folder, job.model_copy(update={"intent": "stop"}))
                 options = scheduler_options(job.options, launcher.options)
@@ -280,10 +280,10 @@ def _refuse_unread(command: str, unread: Sequence[str]) -> None:
 
 def _options(request: RunRequest) -> BaseModel:
     try:
-        return LAUNCHERS.find(request.launcher).value.options.model_validate(request.launcher_options)
+        return installed(request.launcher).options.model_validate(request.launcher_options)
     except ValidationError as err:
         errors = [f"launcher_options.{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors()]
-        known = ", ".join(LAUNCHERS.find(request.launcher).value.options.model_fields) or "none"
+        known = ", ".join(installed(request.launcher).options.model_fields) or "none"
         raise Problem(
             422,
             errors[0],

@@ -19,7 +19,7 @@ from penstock.console import launch as command_line
 from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job
 from penstock.console.web.jobs.job_state import is_launched
-from penstock.console.web.launchers.launcher import LAUNCHERS, Start, launcher_of, scheduler_options
+from penstock.console.web.launchers.launcher import Start, installed, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
 from penstock.protocol.config.sources import split_arguments
@@ -73,7 +73,7 @@ def advance(machine: Machine) -> int:
     with job_file.locked(machine.runs_dir / QUEUE_LOCK, "the queue"):
         free = machine.at_a_time - _num_running(machine.runs_dir)
         for folder, job in queued(machine.runs_dir):
-            is_local = LAUNCHERS.find(job.launcher).value.uses_this_machine
+            is_local = installed(job.launcher).uses_this_machine
             if is_local and free <= 0:
                 continue
             try:
@@ -148,7 +148,7 @@ def _start(machine: Machine, folder: Path) -> bool:
     with job_file.changing(folder) as job:
         if job.intent != "run" or is_launched(job, job_file.read_launch(folder)):
             return False  # stopped meanwhile
-        launcher = LAUNCHERS.find(job.launcher).value
+        launcher = installed(job.launcher)
         try:
             pause_request.clear(folder)
             start = Start(

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from penstock.console import launch
 from penstock.console.web.problems import Problem
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
 
 _COMMAND_S = 30.0
@@ -94,11 +95,23 @@ def named(name: str) -> str:
 
 
 def launcher_of(name: str) -> Launcher | None:
-    """Return the launcher that a stored job names; None if another installation has it, and this one has not."""
+    """Return the launcher that a stored job names; None if none of that name works here. A file that it names is not run."""
     try:
         return LAUNCHERS.find(named(name)).value if name not in LAUNCHERS.built_in else LAUNCHERS.built_in[name]
-    except ValueError:
+    except (ValueError, ConfigError):
         return None
+
+
+def installed(name: str) -> Launcher:
+    """Return the launcher that a stored job names; raises Problem if none of that name works here."""
+    if (launcher := launcher_of(name)) is None:
+        raise Problem(
+            409,
+            f"the run was started by the launcher {name[:80]!r}, which is not installed here",
+            expected=", ".join(LAUNCHERS.names()),
+            fix="stop it where it was started, or install the package of this launcher",
+        )
+    return launcher
 
 
 def ask(

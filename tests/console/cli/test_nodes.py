@@ -50,6 +50,9 @@ def test_the_place_of_a_node(options: NodeOptions, environ: dict[str, str], expe
         (replace(TWO, node_rank=2), {}, "--node-rank: 2 of 2 nodes; ranks of nodes go from 0 to 1"),
         (replace(TWO, rdzv="node0:port"), {}, "--rdzv: expected HOST:PORT of node 0, got 'node0:port'"),
         (NO, {**SLURM, "SLURM_STEP_NUM_TASKS": "24"}, "24 tasks on 3 nodes; one per node starts all ranks"),
+        (NodeOptions(nodes=0, node_rank=0, rdzv="node0:1"), {}, "--node-rank: 0 of 0 nodes"),
+        (replace(TWO, node_rank=-1), {}, "--node-rank: -1 of 2 nodes"),
+        (NO, {"PET_NNODES": "2", "PET_NODE_RANK": "-1", "PET_MASTER_ADDR": "a"}, "PET_NODE_RANK: -1 of 2 nodes"),
         (NO, {"PET_NNODES": "2"}, "PET_NODE_RANK and PET_MASTER_ADDR not"),
     ],
 )

@@ -90,6 +90,10 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
         target.recorded_settings(final, with_reward=True) == 'data = {system_prompt = "s"}\nreward = {name = "math"}\n'
     )
     assert target.recorded_settings(final, with_reward=False) == 'data = {system_prompt = "s"}\n'
+    (home / "config.json").write_text('{"settings": {"data": {"system_prompt": "s", "format": "evil.py:f"}}}')
+    with pytest.raises(ConfigError, match=r"'evil.py:f' names code, .*add data.format=evil.py:f"):
+        target.recorded_settings(final, with_reward=True)
+    assert target.recorded_settings(final, with_reward=True, with_format=False) == 'data = {system_prompt = "s"}\n'
     versions.put(home, "kept", Tag(version=7))
     quickstart_task.write_model(home / versions.MODELS / "kept", seed=0)
     kept = target.find("one@kept", runs, {})

@@ -250,6 +250,20 @@ def test_a_damaged_job_is_reported_and_stops_nothing(api: Api, launcher: FakeLau
     assert {one["run"] for one in api.client().get("/v1/runs").json()} == {"a", "b"}
 
 
+def test_a_file_that_a_job_names_as_its_launcher_is_not_run(api: Api, launcher: FakeLauncher, tmp_path: Path):
+    """A folder that was copied here may claim to be a running one; an installed launcher alone has a name."""
+    create(api, "a")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    job = api.folder / "a" / job_file.JOB
+    stored = {**json.loads(job.read_text()), "launcher": f"{tmp_path / 'evil.py'}:L", "starts": 1, "intent": "run"}
+    job.write_text(json.dumps(stored))
+    (api.folder / "a" / job_file.LAUNCH).write_text('{"start": 1}')
+    assert state(api, "a") == "running"
+    assert "is not installed here" in json.dumps(post(api, "a", "stop", 409))
+    post(api, "a", "start")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_pause_asks_the_trainer_and_resume_starts_the_next_session(api: Api, launcher: FakeLauncher):
     """Pausing is written into the run's folder; a resume withdraws it before the process starts. Repeating changes nothing."""
     create(api, "a", start=True)
