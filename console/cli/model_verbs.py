@@ -53,6 +53,8 @@ def tag(
 
     run, _, version = target.partition("@")
     if remove:
+        if keep or move or note:
+            raise UsageError("--remove takes no --keep, --move or --note")
         return versions.remove_tag(run, name, arguments, os.environ)
     if not version:
         raise ConfigError(f"name a version: {run}@VERSION, {run}@best or {run}@head; see: penstock model list {run}")

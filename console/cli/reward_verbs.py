@@ -8,7 +8,7 @@ from typing import Annotated
 
 from penstock.console import launch
 from penstock.console.cli.options import SERVE, AnyServiceUrl, Endpoint, ServedFiles, ServiceUrl, TokenFile
-from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, UsageError, application, typed
 from penstock.reward_model.commands import serve_model
 from penstock.reward_service.hosting import commands
 
@@ -90,6 +90,8 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
         source = RowSource.of(data, run_file, map)
         at = service_url(url, serve, () if run_file is None else (str(run_file),), typed())
         return try_data(name, source, number, at, token_file, as_json=json)
+    if json or map:
+        raise UsageError("--json and --map are for rows; give --data or --run-file")
     extra = read_extra_info(extra_info)
     at = service_url(url, serve, (), typed())
     return score_texts(
