@@ -89,7 +89,9 @@ def test_every_link_leads_to_a_file_and_a_heading():
 def test_every_known_failure_of_agents_has_its_test():
     """Each of the sixty cases is in the table, and each test and proof that it names exists."""
     rows = re.findall(
-        r"^\| ([\d, to]+) \|.*\| `([^`]+)` \|$", (ROOT / "tests" / "agents" / "known_failures.md").read_text(), re.MULTILINE
+        r"^\| ([\d, to]+) \|.*\| `([^`]+)` \|$",
+        (ROOT / "tests" / "agents" / "known_failures.md").read_text(),
+        re.MULTILINE,
     )
     numbers = set[int]()
     for cases, name in rows:

@@ -84,7 +84,7 @@ def test_the_source_reads_what_is_listed():
     root, own = Path(trainer.__file__).parent, Path(fine_tuning.__file__).parent
     files = [*own.glob("*.py"), *(root / "commands").glob("*.py")]
     files += [root / f"{name}settings.py" for name in ("", "model_", "data_", "rollout_", "optimizer_")]
-    files += [root / "data" / f"{name}.py" for name in ("turns", "pairs", "row_formats", "row_checks", "inputs")]
+    files += [root / "data" / f"{name}.py" for name in ("turns", "pairs", "read_rows", "row_checks", "inputs")]
     code = "\n".join(file.read_text().partition("READ = ")[0] for file in files)
     code += (own / "sections.py").read_text().partition("def check_ranks")[2]  # after the list itself
     for key in READ - {"run.id", "run.dir"} | SFT.also_read:

@@ -42,7 +42,7 @@ def test_the_line_names_error_place_and_fix(err: BaseException, expected: str) -
 
 
 def test_it_is_the_last_line_of_the_process() -> None:
-    code = "from penstock.protocol import internal_errors as i; i.install('worker'); None.x"
+    code = "from penstock.protocol import process_end as i; i.install('worker'); None.x"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()

@@ -88,10 +88,10 @@ def test_a_replay_has_as_many_ranks_as_the_run_had_at_the_batch(tmp_path: Path) 
     saved(tmp_path / "mine", "mine", step=12, version=11, config=b'{"settings": {"trainer": {"num_ranks": 2}}}')
     (tmp_path / "mine" / "config.json").write_text('{"settings": {"trainer": {"num_ranks": 1}}}')
     given = ("mine", [f"run.dir={tmp_path}"], {}, ["--batch", "12"])
-    assert "--nproc-per-node=2" in stored_run.replay(*given, as_json=False, batch="12")
-    assert "torch.distributed.run" not in stored_run.replay(*given, as_json=False)
+    assert "--nproc-per-node=2" in stored_run.replay(*given, batch="12")
+    assert "torch.distributed.run" not in stored_run.replay(*given)
     with pytest.raises(ConfigError, match="no saved batch '13'"):
-        stored_run.replay(*given, as_json=False, batch="13")
+        stored_run.replay(*given, batch="13")
 
 
 def test_a_batch_is_named_by_its_step_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,9 +97,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a negative length": (with_rows([[0, 0, -1], [0, 1, 7]], SIX, [0] * 6), "negative number"),
     "fewer tokens than its rows": (with_rows([[0, 0, 7]], SIX, [0] * 6), "its rows have 7 tokens"),
     "a row twice": (with_rows([[0, 0, 3], [0, 0, 3]], SIX, [0] * 6), "a row twice"),
-    "a probability above one": (with_rows([[0, 0, 6]], [*SIX[1:], 0.5], [0] * 6), "no log-probability"),
-    "no number": (with_rows([[0, 0, 6]], [*SIX[1:], float("nan")], [0] * 6), "no log-probability"),
-    "minus infinity": (with_rows([[0, 0, 6]], [*SIX[1:], float("-inf")], [0] * 6), "no log-probability"),
+    "a probability above one": (with_rows([[0, 0, 6]], [*SIX[1:], 0.5], [0] * 6), "not a log-probability"),
+    "no number": (with_rows([[0, 0, 6]], [*SIX[1:], float("nan")], [0] * 6), "not a log-probability"),
+    "minus infinity": (with_rows([[0, 0, 6]], [*SIX[1:], float("-inf")], [0] * 6), "not a log-probability"),
     "an unknown outcome": (with_rows([[0, 0, 6]], SIX, [0] * 5 + [8]), "an outcome of 8"),
 }
 
@@ -118,5 +118,5 @@ def test_an_object_of_another_step_or_run_is_refused() -> None:
 
 
 def test_values_that_would_be_refused_are_not_written() -> None:
-    with pytest.raises(PackError, match="no log-probability"):
+    with pytest.raises(PackError, match="not a log-probability"):
         step_logprobs.encode(made([[0, 0, 1]], [float("-inf")], [0]))

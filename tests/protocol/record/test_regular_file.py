@@ -74,7 +74,7 @@ def test_a_file_does_not_start_processes_without_end(tmp_path: Path, ranks: int)
     (tmp_path / RUN).mkdir()
     (tmp_path / RUN / "config.json").write_text(f'{{"settings": {{"trainer": {{"num_ranks": {ranks}}}}}}}')
     with pytest.raises(ConfigError, match="expected 1 to 256"):
-        stored_run.replay(RUN, [f"run.dir={tmp_path}"], {}, [], as_json=False)
+        stored_run.replay(RUN, [f"run.dir={tmp_path}"], {}, [])
 
 
 def test_the_environment_of_servers_names_no_other_file_and_no_other_setting(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_single_server_refuses_replicas(nats_settings: NatsSettings, run_id: s
     with Bus.connect(nats_settings.model_copy(update={"replicas": 3}), name="test") as bus:
         with pytest.raises(BusRefused, match=r"this server is not a cluster: set nats\.replicas = 1"):
             bus.ensure_stream(streams.streams(run_id)[0]).wait()
-        with pytest.raises(BusRefused, match=r"bucket .*-state.*no cluster"):
+        with pytest.raises(BusRefused, match=r"bucket .*-state.*not a cluster"):
             bus.ensure_bucket(streams.state_bucket(run_id)).wait()
 
 

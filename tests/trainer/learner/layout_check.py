@@ -266,7 +266,7 @@ def by_hand(model: Path, how: Optimisation, objective: Any) -> dict[str, float]:
         scores = scorer(
             batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
         )
-        objective(scores, batch, None, None).loss.backward()
+        objective(scores, batch).loss.backward()
     learning = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
     squares: dict[str, float] = {}
     for name, groups in layer_groups(learning).items():

@@ -79,5 +79,5 @@ def test_what_cannot_be_stored_is_counted_and_said_once(unused_tcp_port: int, bl
     with LogprobWriter(blobs, run_id, epoch=1, on_first_loss=said.append) as writer:
         writer.submit(StepNumbers(1, 0, 1), *a_step(float("-inf")))
         wait_for(lambda: writer.num_lost == 1, "the refusal", 60.0)
-    assert "no log-probability" in said[1]
+    assert "not a log-probability" in said[1]
     assert not list(blobs.list(blob_keys.logprobs_prefix(run_id)))
