@@ -135,6 +135,10 @@ def start_server(folder: Path, nats: NatsSettings, name: str, pause: float) -> t
     )  # fmt: skip
     assert process.stdout is not None
     url = process.stdout.readline().partition(" at ")[2].partition(". Next")[0]
-    said = process.stdout.readline()
-    assert f"environment {name}, version 1, 256 episodes at once, is registered at {url}" in said
-    return process, url
+    registered = f"environment {name}, version 1, 256 episodes at once, is registered at {url}"
+    said = list[str]()
+    for line in process.stdout:  # a busy NATS server may be waited for first
+        said.append(line)
+        if registered in line:
+            return process, url
+    raise AssertionError(f"the server ended: {said}")
