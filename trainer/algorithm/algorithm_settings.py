@@ -234,7 +234,7 @@ class _GeneralSettings(Section):
 if TYPE_CHECKING:
 
     class _AllSettings(_GeneralSettings):
-        dynamic_sampling: bool  # the option of a part that checks here read
+        dynamic_sampling: bool = False  # the option of a part that checks here read
 
 else:
     _AllSettings = create_model(
