@@ -239,7 +239,7 @@ def measure(part: str, *, toy: bool) -> dict[str, Any]:
         out, errors = child.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)  # with what it started, so that the next part has the GPU alone
-        child.wait()
+        child.communicate()
         return {"failed": f"no result within {deadline_s} s"}
     ended = next((line for line in reversed(out.splitlines()) if line.startswith(_ENDED)), None)
     if child.returncode or ended is None:
