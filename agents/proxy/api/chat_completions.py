@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -136,8 +136,3 @@ def error(refused: RequestRefused) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
     kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
-
-
-def error_event(refused: RequestRefused) -> Sequence[bytes]:
-    """Return the events that end a stream whose status was sent before the error."""
-    return [_event(error(refused))]
