@@ -7,7 +7,7 @@
 | states: ids of trained groups, in memory and checkpoints    | knows none                                  |
 | batcher: a group that was trained or dropped is a duplicate | opens every group that arrives              |
 | cursor: positions, and attempts given up                    | is not asked about groups that arrive       |
-| states: a group that is open is not issued                  | opens it again, and counts it               |
+| states: a group that is known is not issued                 | opens it again, and counts it               |
 
 What is left is the audit, which reads the record alone.
 """
@@ -38,6 +38,8 @@ def remove_guards() -> None:
 
 def _open(groups: GroupStates, group_id: str) -> None:
     if (record := groups._groups.get(group_id)) is not None:
+        if record.state not in (State.KEPT, State.CLOSED):
+            return  # its earlier message is being read, or in a batch
         groups._remove(group_id, record)
     groups._add(group_id, GroupRecord(State.ISSUED))
 
