@@ -228,7 +228,6 @@ async def sequential(words: int, requests: int) -> dict[str, float]:
 
 
 async def concurrent(episodes: int, turns: int, engine_s: float, tool_s: float) -> dict[str, float]:
-    """All episodes at once, each with slow tools."""
     server = Server(episodes, engine_s)
     try:
         before, began = server.cpu_s(), time.monotonic()

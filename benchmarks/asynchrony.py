@@ -146,7 +146,6 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Steps of the run."""
         return self.first + self.measured + self.last
 
     @property

@@ -86,7 +86,6 @@ class Run:
 
 
 def _measure(seed: int, steps: int, *, with_page: bool) -> Run:
-    """Run one quickstart."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
         command = [

@@ -109,7 +109,6 @@ def run_engine(
 
 
 def random_adapter(folder: Path, rank: int, seed: int) -> Adapter:
-    """Return an adapter of every matrix of every layer."""
     config = read_model_config(folder)
     generator = torch.Generator().manual_seed(seed)
     factors = {

@@ -253,7 +253,6 @@ def penstock(training: str) -> Callable[[Work], float]:
 
 
 def task_of(training: str, work: Work, settings: TrainerSettings, dims: ParallelDims) -> Task:
-    """Return the task of a training."""
     length: Any = argparse.Namespace(num_steps=work.steps + 1)
     how = optimisation(settings, getattr(settings, training), length.num_steps)
     turns: Any = work.turns

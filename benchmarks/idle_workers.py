@@ -112,8 +112,6 @@ class TimedBucket:
 
 
 class TimedBus:
-    """A bus whose buckets are timed."""
-
     def __init__(self, bus: Bus, taken: list[tuple[float, float]]) -> None:
         self._bus = bus
         self._taken = taken

@@ -49,7 +49,6 @@ def main() -> int:
 
 
 def reached(result: dict[str, Any]) -> bool:
-    """Return True if a run reached the goal."""
     before, after = result["held_out_before"], result["held_out_after"]
     return after >= max(2 * before, before + GAIN_AT_LEAST) and result["wall_s"] <= WALL_AT_MOST_S
 

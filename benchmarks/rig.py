@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def processor() -> str:
-    """Return the name of this machine's processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(": ")[2].strip()

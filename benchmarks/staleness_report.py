@@ -39,7 +39,6 @@ _HEAD = "| method | lag | seeds | end | mean | ends by seed | lr factor | KL to 
 
 
 def markdown(runs: Runs) -> str:
-    """Return the tables of every task."""
     parts = []
     for task in sorted({t for t, _, _ in runs}, reverse=True):
         rows = [_HEAD]

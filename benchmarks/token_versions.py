@@ -71,7 +71,6 @@ class Versions:
 
 
 def stored_groups(blobs: Blobs, run_id: str, oldest_version: int) -> list[Group]:
-    """Return all groups of a run whose oldest token is of a version."""
     prefix = blob_keys.group_pack(run_id, PolicyVersion(oldest_version), "", "").rpartition("/")[0] + "/"
     return [group for stat in blobs.list(prefix) for group in group_pack.decode(blobs.get_unverified(stat.key))]
 

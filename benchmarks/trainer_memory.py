@@ -95,7 +95,6 @@ class Configuration:
 
     @property
     def what(self) -> str:
-        """The configuration in words."""
         ranks = f", {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         ranks += f" that share tokens by {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
         ranks += f" that share weights by {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
@@ -191,7 +190,6 @@ CONFIGURATIONS = {
 
 
 def inputs_of(chosen: Configuration) -> PlanInputs:
-    """Return what the plan of a configuration is made of."""
     shape = shape_of(fields_of(chosen), "config.json")
     method = Method(
         dtype=chosen.dtype, zero_stage=chosen.zero_stage, num_ranks=chosen.num_ranks, checkpointing=chosen.checkpointing,

@@ -126,7 +126,6 @@ def scorer_of(case: Case) -> CompletionScorer:
 
 
 def pieces(way: str, rows: Sequence[Row], budget: int) -> list[list[Row]]:
-    """Return the micro-batches of a way."""
     lengths = [len(r.token_ids) for r in rows]
     if way == "row by row":
         return [[r] for r in rows]

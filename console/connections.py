@@ -88,7 +88,6 @@ def require_servers(arguments: Sequence[str], environ: Mapping[str, str]) -> Non
 
 
 def answers(address: str) -> bool:
-    """Return True if something listens at an address."""
     url = urlsplit(address)
     try:
         with socket.create_connection((url.hostname or "", url.port or 0), timeout=_ANSWER_S):

@@ -133,7 +133,6 @@ class Permissions:
 
 
 def permissions(rights: Rights) -> Permissions:
-    """Return the permissions that grant these rights."""
     allowed = _unique(_whole_tokens(subject) for subject in _allowed(rights))
     denied = _unique(_denied(rights))
     announced = (_whole_tokens(subjects.stored(tail.subject)) for tail in rights.tails)

@@ -83,7 +83,6 @@ def _prompt_row(digits: str) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines."""
     with path.open("w") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")

@@ -44,8 +44,6 @@ class Made:
 
 
 class Task(Protocol):
-    """What is learned from which rows."""
-
     policy: Policy
     num_rows: int
     has_validation: bool

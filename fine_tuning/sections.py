@@ -50,8 +50,6 @@ _NOT_LISTED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnSection:
-    """A command with a section of its own."""
-
     section: str  # the command's name too
     also_read: frozenset[str]
     instead: Mapping[str, str]  # what to do with keys that it does not read

@@ -111,7 +111,6 @@ class ChatTokenizer:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template marks what an assistant says."""
         return self._template is not None and self._template.marks_answers
 
     def render_marked(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> list[tuple[str, bool]]:

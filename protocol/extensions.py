@@ -43,8 +43,6 @@ class Extension(Generic[Kind]):
 
 
 class Registry(Generic[Kind]):
-    """All extensions of one kind."""
-
     def __init__(self, kind: str, expected: type[Kind], *, package: str, group: str, second_package: str = "") -> None:
         """Describe a kind of extension; nothing is imported yet.
 

@@ -28,7 +28,6 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """True until `stop`."""
         return self._thread.is_alive()
 
     def start(self, action: Coroutine[Any, Any, T]) -> Future[T]:

@@ -58,7 +58,6 @@ def main() -> None:
 
 
 def _with_port(command: list[str], port_file: str) -> list[str]:
-    """Return the command with a free port, which is written to a file."""
     import socket  # noqa: PLC0415  most programs get no port
 
     with socket.socket() as probe:

@@ -89,7 +89,6 @@ def expired_keys(entries: Iterable[_Entry], *, now: float) -> list[str]:
 
 
 def names_not_offered(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:
-    """Return the wanted reward names that are in no offer."""
     return set(wanted).difference(*(offer.names for offer in offers))
 
 

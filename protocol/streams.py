@@ -220,7 +220,6 @@ def environments_bucket() -> BucketSpec:
 
 
 def shared_buckets() -> tuple[BucketSpec, ...]:
-    """Return the buckets whose names are the same in every run."""
     return (registry_bucket(), secrets_bucket(), environments_bucket())
 
 

@@ -55,7 +55,6 @@ def staleness(trainer_version: PolicyVersion, oldest_version: PolicyVersion) -> 
 
 
 def is_fresh(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_staleness: int) -> bool:
-    """Return True if a sample may still be trained on."""
     return staleness(trainer_version, oldest_version) <= max_staleness
 
 
@@ -73,7 +72,6 @@ def is_newer(candidate: PolicyVersion, current: PolicyVersion | None) -> bool:
 
 
 def next_version(version: PolicyVersion) -> PolicyVersion:
-    """Return the version that the next publication gets."""
     return PolicyVersion(version + 1)
 
 

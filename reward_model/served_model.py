@@ -14,8 +14,6 @@ from penstock.reward_service.endpoints.wire import GroupToScore, Score
 
 
 class ModelReward:
-    """A served reward model."""
-
     batched = True
 
     def __init__(self, folder: Path, options: ModelOptions) -> None:
@@ -73,7 +71,6 @@ class ModelReward:
         """Do nothing: the model is loaded before the port is bound."""
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Score all groups' texts together."""
         assert self._reading is not None
         texts: list[str] = []
         found: list[list[Score] | range] = []

@@ -122,7 +122,6 @@ class Announcer:
         await self.event("reward_error", data, msg_id=f"wait:{_message_id(delivery)}:{delivery.num_delivered}")
 
     async def event(self, kind: str, data: dict[str, Any], *, msg_id: str) -> None:
-        """Publish a run event."""
         event = RunEvent(run_id=self._run_id, source=self._source, kind=kind, at=time.time(), data=data)
         await self._bus.publish(subjects.events(self._run_id, kind), event, msg_id=f"{self._source}:{msg_id}")
 

@@ -128,7 +128,6 @@ def now() -> float:
 
 
 def _newest(own: PackProgress, stored: PackProgress) -> PackProgress:
-    """Return the union of this replica's record and the stored one."""
     names = own.excused.keys() | stored.excused.keys()
     return PackProgress(
         settled=own.settled | stored.settled,

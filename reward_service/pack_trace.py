@@ -32,7 +32,6 @@ class PackTrace:
         return trace
 
     def scored(self, group_id: str, attributes: Mapping[str, Value]) -> None:
-        """Record that a group was scored and announced."""
         self._end(group_id, attributes, "")
 
     def failed(self, group_id: str, error: str, outcome: str) -> None:

@@ -240,7 +240,6 @@ async def _environments(
 
 
 async def _registry(bus: Bus, environments: Iterable[Environment]) -> ServerRegistry | None:
-    """Return the registry of environment servers, if one of the environments finds its servers there."""
     registered = [environment for environment in environments if environment.registered]
     if not registered:
         return None

@@ -45,8 +45,6 @@ def _config_errors() -> Iterator[None]:
 
 
 class WorkerSettings(Section):
-    """The worker and its engine."""
-
     id: str = Field(
         default_factory=default_worker_id,
         description="Name of this worker in messages, heartbeats and folders; unique among running workers.",
@@ -288,7 +286,6 @@ class RolloutSettings(Section):
 
     @property
     def engine_options(self) -> Section:
-        """The options of the engine that `worker.engine` names, from its section or from `worker.engine_options`."""
         kind = self.worker.kind
         if kind.section:
             return getattr(self, kind.section)

@@ -73,7 +73,6 @@ class Probed:
         return "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
 
     def __str__(self) -> str:
-        """Return one line for logs and the terminal."""
         if self.kind is None:
             return f"code rewards are refused: no sandbox works on this machine ({self.reasons or 'switched off'})"
         return f"programs run in {self.kind}" + (f" ({self.reasons})" if self.reasons else "")

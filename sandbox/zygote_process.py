@@ -36,8 +36,6 @@ class Killed(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one program for one test."""
-
     cpu_s: float = 5.0
     memory_bytes: int = 1024**3
     output_bytes: int = 4 * 1024**2

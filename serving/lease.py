@@ -19,7 +19,6 @@ PREFIX = "lease."
 
 
 def server_id(version: str, url: str) -> str:
-    """Return a short id of a version at a URL."""
     return hashlib.sha256(f"{version}\n{url}".encode()).hexdigest()[:16]
 
 
@@ -47,7 +46,6 @@ class Leases:
         }
 
     def renewed(self, key: str, revision: int, now: float) -> None:
-        """Record that this process renewed a lease."""
         self._seen[key] = (revision, now)
 
     def expired_for_s(self, key: str, lease_s: float | None, now: float) -> float:

@@ -29,7 +29,6 @@ Refuse = Callable[[int, str], JSONResponse]  # makes the answer of a status and 
 
 
 def refuse(status: int, detail: str) -> JSONResponse:
-    """Return the answer to a request that is refused."""
     return JSONResponse({"detail": detail}, status, headers=_HEADERS.get(status))
 
 

@@ -19,8 +19,6 @@ _METRIC = re.compile(r"accuracy|reward|pass@([1-9][0-9]{0,5})")
 
 
 class BestBy(NamedTuple):
-    """What versions are compared by."""
-
     source: str
     metric: str = ""  # accuracy, reward or pass@K; empty: the accuracy, or the reward where there is none
 
@@ -115,7 +113,6 @@ class EvalSettings(Section):
         return self.model_copy(update=own)
 
     def names(self, *, has_data_eval: bool) -> list[str]:
-        """Return the names of all sources, data.eval first."""
         return [*([DATA_EVAL] if has_data_eval else []), *self.source]
 
     def best(self, *, has_data_eval: bool) -> BestBy | None:

@@ -32,7 +32,6 @@ class ParallelLayout:
 
     @property
     def ranks_of_rows(self) -> int:
-        """Ranks that compute the same rows."""
         return self.sequence_parallel * self.tensor_parallel
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
@@ -54,7 +53,6 @@ class ParallelLayout:
             self.check_heads(heads, kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads, where)
 
     def allows(self, config: Mapping[str, Any]) -> bool:
-        """Return True if a model can be computed in this layout."""
         try:
             self.check(config, "")
         except ConfigError:
@@ -140,7 +138,6 @@ class ParallelDims:
 
     @property
     def weights(self) -> Share:
-        """The share of each divided weight that this rank has."""
         size = self.layout.tensor_parallel
         return Share(self.ranks.rank % size, size)
 
@@ -152,7 +149,6 @@ class ParallelDims:
 
     @property
     def files(self) -> Share:
-        """The share of a checkpoint's files that this rank writes."""
         return Share(self.ranks.rank, self.ranks.num_ranks)
 
     @property
@@ -179,5 +175,4 @@ class ParallelDims:
 
     @property
     def _stands_for_rows(self) -> bool:
-        """True on the first of the ranks that compute the same rows."""
         return self.ranks.rank % self.layout.ranks_of_rows == 0

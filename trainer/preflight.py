@@ -305,8 +305,6 @@ def check_shared(folder: Path, ranks: Ranks, *, deadline_s: float = _VISIBLE_S) 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The rows of a run."""
-
     train: PromptSet | None  # None: groups come from a stored run
     eval: tuple[EvaluatedSource, ...]
     tokenizer: ChatTokenizer

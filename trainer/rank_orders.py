@@ -225,7 +225,6 @@ class RankOrders(Generic[T]):
 
 @functools.cache
 def _types(method: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
-    """Return what reads each argument that is sent."""
     hints = {name: hint for name, hint in get_type_hints(method, include_extras=True).items() if name != "return"}
     return {
         name: TypeAdapter(hint) for name, hint in hints.items() if _NOT_SENT not in getattr(hint, "__metadata__", ())

@@ -124,7 +124,6 @@ class RankSubgroup:
     """Some of the ranks, which exchange the tensors of a forward and backward pass."""
 
     def __init__(self, group: Any, index: int, size: int) -> None:
-        """Use `Ranks.subgroup` instead."""
         self._group = group
         self.index = index  # of this rank
         self.size = size
@@ -157,7 +156,6 @@ class RankChannel:
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        """Use `Ranks.channel` instead."""
         self._rank, self._num_ranks = rank, num_ranks
         self._group: Any = dist.new_group(backend="gloo", timeout=_DEADLINE) if num_ranks > 1 else None
         self._lock = threading.Lock()

@@ -45,7 +45,6 @@ class RowFormat:
     data_source: str = "data_source"  # read where there is no column data_source
 
     def matches(self, row: dict[str, Any]) -> bool:
-        """Return True if a row has the columns of this format."""
         return all(name in row for name in self.required) and not any(name in row for name in self.unless)
 
     @cached_property

@@ -277,7 +277,6 @@ class TrainerSettings(Section):
 
     @property
     def first_seed(self) -> int:
-        """The seed of the first values of what is made new, and of dropout."""
         return self.run.seed if self.model.lora.seed is None else self.model.lora.seed
 
     @property

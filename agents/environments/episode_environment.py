@@ -172,7 +172,6 @@ class EpisodeEnvironment(Environment):
         return Site(model, asyncio.Semaphore(self.settings.max_running), executor)
 
     def _limited(self, task: Task) -> Task:
-        """Return a task whose answers are no longer than this environment's may be."""
         most, sampling = self.settings.max_answer_tokens, task.sampling
         if most is None or most >= sampling.max_new_tokens:
             return task

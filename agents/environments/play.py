@@ -24,8 +24,6 @@ from penstock.protocol.facts import Task
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a row of the data says, as an environment reads it."""
-
     messages: tuple[Message, ...]  # the prompt
     ground_truth: Any  # None: the row has none
     extra_info: Mapping[str, Any]

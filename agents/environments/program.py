@@ -280,7 +280,6 @@ class _ServedProxy:
         self.socket = Path()  # once it is served there
 
     async def url(self, *, on_socket: bool) -> str:
-        """Return the server's URL, as a program sees it."""
         async with self._starting:
             if not self._url and on_socket:
                 folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
@@ -307,7 +306,6 @@ class _TimedSampler:
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
-        """Sample as the sampler does."""
         if not self._running:
             self._since = time.monotonic()
         self._running += 1

@@ -42,8 +42,6 @@ _REAP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended."""
-
     status: int | None  # its exit status, negative: the signal that killed it; None: it ran into its deadline
     output: str  # the end of what it printed
 

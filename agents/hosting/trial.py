@@ -39,8 +39,6 @@ _ELEMENTS = 3
 
 
 class Policy(Protocol):
-    """Answers messages."""
-
     def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message | None:
         """Return the answer; None: it has no further one."""
         ...

@@ -56,8 +56,6 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool, as the client sees it."""
-
     id: str
     name: str
     arguments: str  # JSON, or whatever the client wrote
@@ -185,7 +183,6 @@ def similar_arguments(sent: str, received: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose scalars are in one form, each with its kind."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -205,8 +202,6 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """What the policy is asked."""
-
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()  # as the chat completions API writes them
     stop: tuple[str, ...] = ()

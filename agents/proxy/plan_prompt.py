@@ -72,7 +72,6 @@ class PromptPlanner:
     template: str = ""  # what tells templates apart
 
     def find(self, tree: ConversationTree, messages: Sequence[Message], tools: Sequence[Any]) -> Found:
-        """Return where the messages lead in an episode's tree."""
         return tree.find(root_key(self.template, tools), messages)
 
     def plan(

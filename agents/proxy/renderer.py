@@ -40,8 +40,6 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How a sampled answer ends."""
-
     stop_text: str = ""  # of the stop token that the policy sampled; empty if it was cut
     in_reasoning: bool = False  # cut before its reasoning ended
 
@@ -85,7 +83,6 @@ class ChatRenderer:
         return None
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, control tokens included."""
         return self.tokenizer.decode(token_ids)
 
     def _joined(self, behind: str, end: AnswerEnd) -> Bridge:
@@ -226,7 +223,6 @@ class _KeptPrompts:
 
 
 def without_reasoning(messages: Sequence[Message], *, before: int) -> list[Message]:
-    """Return messages of which those before a position have no reasoning."""
     return [
         replace(message, reasoning="") if number < before and message.reasoning else message
         for number, message in enumerate(messages)
@@ -277,7 +273,6 @@ class ShapeReport:
 
 
 def probe(renderer: ChatRenderer) -> list[ShapeReport]:
-    """Return what a model's template does with each of `SHAPES`."""
     return [_report(renderer, shape, *parts) for shape, parts in SHAPES.items()]
 
 

@@ -48,8 +48,6 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AgentModel:
-    """What all episodes of one model share."""
-
     planner: PromptPlanner
     answer_format: AnswerFormat
     context_tokens: int | None

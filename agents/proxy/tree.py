@@ -94,7 +94,6 @@ class SampledTurn:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the first sampled one."""
         return self.parent_tokens + len(self.context_ids)
 
     @property

@@ -284,7 +284,6 @@ def read_outcomes(folder: Path) -> dict[int, Outcome]:
 
 
 def append_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
-    """Append outcomes, on disk when this returns."""
     with (folder / GROUPS).open("a", encoding="utf-8") as file:
         for outcome in outcomes:
             file.write(outcome.model_dump_json() + "\n")
@@ -293,7 +292,6 @@ def append_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
 
 
 def rewrite_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
-    """Replace all outcomes, atomically."""
     atomic_write(folder / GROUPS, "".join(outcome.model_dump_json() + "\n" for outcome in outcomes))
 
 

@@ -38,7 +38,6 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether it has values that can be merged."""
         return self.dtype in _FLOATS
 
     def raw(self) -> npt.NDArray[np.uint8]:

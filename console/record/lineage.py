@@ -79,7 +79,6 @@ class VersionLineage:
 
     @property
     def link(self) -> Link:
-        """The version itself."""
         return self.chain[0]
 
 
@@ -122,7 +121,6 @@ def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
 
 
 def packs_of(record: StoredRecord) -> dict[str, BlobRef]:
-    """Return every pack that was trained on, by key."""
     return {pack.key: pack for step in record.steps for pack in step.packs}
 
 

@@ -124,7 +124,6 @@ class Registry:
 
     @property
     def stored(self) -> list[int]:
-        """The versions whose weights can be read."""
         return [row["version"] for row in self.rows]
 
     def version(self, name: str) -> int:

@@ -45,8 +45,6 @@ _DROPPED_CURES = {
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """What the rules read."""
-
     steps: Sequence[Figures]  # in order, those of the whole run
     issued: int = 0  # groups
     dropped: Mapping[str, int] = field(default_factory=dict)  # groups by reason

@@ -70,8 +70,6 @@ class EvalFields(EventFields):
 
 
 class StateFields(EventFields):
-    """A change of a service's state."""
-
     text: _Text = ""
     state: _Text = ""
     total_steps: _Count = 0

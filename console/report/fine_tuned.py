@@ -31,7 +31,6 @@ class Training:
 
 
 def training_folder(folder: Path, command: str) -> Path:
-    """Return the folder of a command's training below its run's folder."""
     return folder / f"{command}-training"
 
 
@@ -74,7 +73,6 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def metrics_file(folder: Path) -> Path:
-    """Return the file that `rows_of` reads."""
     command = command_of(folder)
     return (folder if command is None else training_folder(folder, command)) / "metrics.jsonl"
 

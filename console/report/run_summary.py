@@ -13,8 +13,6 @@ class _Frozen(BaseModel):
 
 
 class GroupCounts(_Frozen):
-    """Counts of the groups of the training split."""
-
     issued: int = Field(default=0, description="Groups the trainer issued.")
     generated: int = Field(default=0, description="Groups the workers stored, including repeats after a restart.")
     scored: int = Field(default=0, description="Groups that got rewards.")
@@ -27,8 +25,6 @@ class GroupCounts(_Frozen):
 
 
 class WorkerWeights(_Frozen):
-    """The versions that one worker applied."""
-
     versions_applied: int = Field(default=0, description="Versions its engine applied.")
     newest_version: int = Field(default=0, description="Newest version its engine served.")
     mean_pause_s: float = Field(default=0.0, description="Mean seconds the engine paused for a version.")
@@ -160,5 +156,4 @@ class RunSummary(_Frozen):
     cpu_s_per_role: dict[str, float] = Field(default={}, description="The same by role.")
 
     def to_line(self) -> str:
-        """Return the summary as one line of JSON."""
         return self.model_dump_json()

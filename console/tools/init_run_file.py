@@ -73,7 +73,6 @@ def _read(options: Sequence[str], mapping: Mapping[str, str]) -> DataSample:
 
 
 def _merged(reports: Sequence[Mapping[str, Any]], mapping: Mapping[str, str]) -> DataSample:
-    """Return the sample of all files of a folder."""
     sources = [source for report in reports for source in report["data_sources"].values()]
     lengths = [
         one["prompt_length"]["max"] for one in reports if one["prompt_length"] and one["length_unit"] == "tokens"
@@ -110,7 +109,6 @@ class Answers:
 
     @property
     def reward_name(self) -> str:
-        """The value of reward.name."""
         return Path(self.served_file).stem if self.served_file else str(self.reward)
 
     @property

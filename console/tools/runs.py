@@ -111,7 +111,6 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def unknown_run(run: str, folder: Path, *, more: str = "") -> ConfigError:
-    """Return the error for a name that no run of a folder has, with the runs found and the nearest name."""
     found = [line.run for line in list_folder(folder)]
     near = get_close_matches(run, found, n=1)
     meant = f"did you mean {near[0]}? " if near else ""

@@ -58,7 +58,6 @@ class PositionFile:
     """The position of one tracker, locked while it is open."""
 
     def __init__(self, path: Path) -> None:
-        """Use `opened` instead."""
         self._path = path
         self.position = self._read()
 

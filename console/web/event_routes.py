@@ -162,7 +162,6 @@ class _Stream:
         return self._is_over or self._web.closing.is_set()
 
     def poll(self) -> list[ServerSentEvent]:
-        """Return what is new."""
         return [*self._new_state(), *self._begin(), *self._new_events()]
 
     def close(self) -> None:

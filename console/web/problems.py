@@ -82,8 +82,6 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Make the app answer every error as a problem."""
-
     @app.exception_handler(Problem)
     async def _problem(_: Request, err: Problem) -> JSONResponse:
         return err.response()
@@ -112,7 +110,6 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def of_error(err: PenstockError) -> Problem:
-    """Return the problem of one of Penstock's errors, whose texts say what to do."""
     if isinstance(err, MissingStream):
         return Problem(404, str(err))
     if isinstance(err, (BusError, BlobError)):

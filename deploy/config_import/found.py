@@ -100,7 +100,6 @@ def _flat(name: str, content: Any) -> Found:
 
 
 def _resolved(value: Any, key: str, values: dict[str, Any]) -> Any:
-    """Return a value in which every ${other.key} is the value of that key."""
     if isinstance(value, list):
         return [_resolved(item, key, values) for item in value]
     for _ in range(_MAX_ROUNDS):

@@ -22,7 +22,6 @@ _REWARD_FILE = "custom_reward_function.path"  # of verl
 
 
 def first(values: Values, *keys: str, default: Any = None) -> Any:
-    """Return the value of the first of some keys that the file has."""
     return next((values[key] for key in keys if values.get(key) is not None), default)
 
 
@@ -32,12 +31,10 @@ def is_on(value: Any) -> bool:
 
 
 def is_given(value: Any) -> bool:
-    """Return True for an argument that a file gives a value to."""
     return value not in (None, {}, "")
 
 
 def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
-    """Return a rule for a switch that sets one value."""
     return lambda given, values: Outcome("translated", {setting: value}) if is_on(given) else ignored(off)
 
 
@@ -57,7 +54,6 @@ def only(harmless: Sequence[Any], text: str) -> Rule:
 
 
 def with_rule(*keys: str) -> Rule:
-    """Return a rule for a key that another rule reads."""
     return lambda given, values: ignored(f"{READ} {' and '.join(keys)}")
 
 
@@ -73,8 +69,6 @@ def _engine_of(values: Values) -> str:
 
 
 def engine_option(sglang: str, vllm: str) -> Rule:
-    """Return a rule for an option that each engine has under its own name."""
-
     def rule(given: Any, values: Values) -> Outcome:
         engine = _engine_of(values)
         if engine == "embedded":

@@ -31,7 +31,6 @@ def files() -> dict[str, str]:
 
 
 def dashboard(board: Dashboard) -> dict[str, Any]:
-    """Return a dashboard as Grafana reads it from a file."""
     return {
         "uid": board.uid,
         "title": board.title,

@@ -51,7 +51,6 @@ class Prometheus(Server):
 
     @property
     def url(self) -> str:
-        """Where it answers."""
         return f"http://{HOST}:{self.port}"
 
     def _new_child(self) -> Child:

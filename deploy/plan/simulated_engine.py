@@ -28,8 +28,6 @@ class Pack:
 
 
 class SimulatedSequence(NamedTuple):
-    """One completion of a pack."""
-
     pack: Pack
     place: int  # of its group in the pack
     number: int  # in its group
@@ -41,7 +39,6 @@ class SimulatedSequence(NamedTuple):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its group is closed."""
         return self.place in self.pack.kept
 
 

@@ -195,7 +195,6 @@ class NatsServer(Server):
 
     @property
     def settings(self) -> NatsSettings:
-        """How to connect."""
         scheme, ca_file = ("tls", self._certificate.ca_file) if self._certificate else ("nats", None)
         return NatsSettings(
             url=f"{scheme}://{HOST}:{self.port}", user=self._user, password=self._password, ca_file=ca_file

@@ -61,8 +61,6 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_data` wrote."""
-
     num_train: int
     num_eval: int
     num_warm_up: int

@@ -43,5 +43,4 @@ def text() -> str:
 
 
 def shown(run: RunMetrics) -> tuple[Diagnosis, ...]:
-    """Return the gravest finding of a run."""
     return diagnose(run)[:1]

@@ -29,7 +29,6 @@ def text() -> str:
 
 
 def sections() -> dict[str, tuple[type[BaseModel], list[str]]]:
-    """Return every section with its model and the services that read it."""
     found: dict[str, tuple[type[BaseModel], list[str]]] = {}
     for service in SERVICES:
         for name, field in service.model_fields.items():

@@ -11,8 +11,6 @@ from penstock.protocol.command_line import Help, Json
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """What is replayed, and what the record may name."""
-
     first: Annotated[
         int | None,
         Help(

@@ -64,8 +64,6 @@ class StoppedPacks:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The weights before the step."""
-
     described: str
     checkpoint: tuple[Path, CheckpointState] | None = None
     model: Path | None = None  # folder of a published version

@@ -71,8 +71,6 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The weights that a replay starts from."""
-
     version: int
     steps_done: int
     folder: Path | None  # of the checkpoint; None: the initial model

@@ -59,9 +59,7 @@ class GroupToScore:
 class Service(Protocol):
     """A reward service's HTTP API."""
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer of one request."""
-        ...
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any: ...
 
 
 Outcome = ScoredGroup | str  # or the reason why there is none

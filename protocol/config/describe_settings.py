@@ -83,7 +83,6 @@ def describe(
 
 
 def as_toml(value: Any) -> str:
-    """Return a value as a run file writes it."""
     value = to_jsonable_python(value)
     if value is None:
         return '"none"'

@@ -18,8 +18,6 @@ MIXTURE = "mixture"  # in place of an environment's name: all that are defined w
 
 
 class EpisodeSettings(Section):
-    """The limits of an environment's episodes."""
-
     max_turns: int = Field(16, ge=1, le=65_536, description="Answers of one episode; then it ends as truncated.")
     max_running: int = Field(
         256, ge=1, description="Episodes that a worker plays at once; the others wait, and hold no place in the engine."
@@ -91,8 +89,6 @@ class EnvironmentDefinition(EpisodeSettings):
 
 
 class EnvironmentSettings(Section):
-    """Environments by name."""
-
     define: dict[Identifier, EnvironmentDefinition] = Field(
         default_factory=dict,
         description="Environments of this run, by the name that rollout.environment and eval.environment use.",
@@ -117,10 +113,8 @@ class EnvironmentSettings(Section):
 
     @property
     def weights(self) -> dict[str, int]:
-        """The environments that share the groups by weight."""
         return {name: one.weight for name, one in self.define.items() if one.weight is not None}
 
     @property
     def by_source(self) -> dict[str, str]:
-        """The environment of each data source that has its own."""
         return {source: name for name, one in self.define.items() for source in one.data_sources}

@@ -40,8 +40,6 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class ForeignSystem:
-    """The keys of one system."""
-
     taken: Mapping[str, Alias]
     renamed: Mapping[str, str]
     absent: Mapping[str, str]

@@ -55,7 +55,6 @@ class RewardPart(Section):
         return self
 
     def is_open(self, score: float) -> bool:
-        """Return True if the part has no gate or its score passes it."""
         return self.needs is None or score >= self.needs
 
 

@@ -168,7 +168,6 @@ def _upright(image: Any, orientation: int) -> Any:
 
 
 def _on_white(image: Any) -> Any:
-    """Return an image as RGB, with white where it is transparent."""
     if image.mode == "I;16" or image.mode.startswith("I"):
         image = image.convert("I").point(lambda value: value / 257).convert("L")  # 16 bits to 8
     if "A" in image.getbands() or "transparency" in image.info:

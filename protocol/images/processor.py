@@ -120,7 +120,6 @@ class ImageProcessor:
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:
-    """Return True if a model reads images, by its config.json."""
     return any(name in config for name in VISION_MODELS)
 
 
@@ -182,7 +181,6 @@ def _own_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_fixed(own: Mapping[str, Any], folder: Path) -> None:
-    """Refuse what would be computed differently."""
     expected: dict[str, tuple[Any, ...]] = {
         "image_processor_type": (*_CLASSES, None),
         "do_resize": (True,),

@@ -133,7 +133,6 @@ def check_schema(
 
 @functools.cache
 def _stored(schema: pa.Schema) -> tuple[pq.ParquetSchema, tuple[StoredColumn, ...]]:
-    """Return a schema as Parquet reads it back, with its columns."""
     sink = io.BytesIO()
     pq.ParquetWriter(sink, schema, store_schema=False).close()
     parquet_schema = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema

@@ -47,8 +47,6 @@ class Chunk(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """A row group as the footer describes it."""
-
     num_rows: int
     chunks: list[Chunk]  # by column
 
@@ -211,7 +209,6 @@ def _written_chunk(found: re.Match[bytes]) -> Chunk:
 
 
 def _integer(varint: bytes) -> int:
-    """Return the value of a zigzag varint."""
     number = 0
     for byte in reversed(varint):
         number = number << 7 | byte & 0x7F

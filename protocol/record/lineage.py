@@ -64,7 +64,6 @@ class RecordedGroup(Wire):
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all its trajectories."""
         return sum(self.scored.generated.completion_tokens)
 
 

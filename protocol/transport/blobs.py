@@ -34,8 +34,6 @@ _NO_DATE = datetime.fromtimestamp(0, UTC)  # for a server that sends none: such 
 
 @dataclass(frozen=True, slots=True)
 class BlobStat:
-    """One object of a listing."""
-
     key: str
     size_bytes: int
     modified: datetime  # by the server's clock
@@ -143,7 +141,6 @@ class Blobs:
         return BlobRef(key=stat.key, size_bytes=size, sha256=sha256)
 
     def exists(self, key: str) -> bool:
-        """Return True if an object exists."""
         try:
             self._requests.size_bytes(key)
         except BlobMissing:

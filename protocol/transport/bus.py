@@ -42,7 +42,6 @@ class Bus:
     """One connection to NATS, in its own thread. Close it, or use it as a context manager."""
 
     def __init__(self, connection: Connection) -> None:
-        """Use `Bus.connect` instead."""
         self._connection = connection
 
     @classmethod
@@ -172,7 +171,6 @@ class Bus:
         return self._connection.call(stream_admin.reset_consumer(self._connection, spec), f"reset {spec.durable}")
 
     def stream_names(self) -> Pending[list[str]]:
-        """Return the names of all streams this user may see."""
         return self._connection.call(stream_admin.stream_names(self._connection), "list the streams")
 
     def ensure_stream(self, spec: StreamSpec) -> Pending[None]:

@@ -131,7 +131,6 @@ class KillMarks:
 
     @property
     def is_used(self) -> bool:
-        """Whether messages of this consumer are marked."""
         return bool(self._spec.marks_bucket)
 
     async def begin(self, sequence: int, num_delivered: int) -> int:

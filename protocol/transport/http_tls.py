@@ -58,7 +58,6 @@ class ServerFiles:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same as uvicorn's options."""
         return {"ssl_certfile": self.certificate, "ssl_keyfile": self.key}
 
     def context(self) -> ssl.SSLContext:

@@ -166,7 +166,6 @@ class Inbox(Generic[F]):
     """The messages of one durable consumer, which several processes may share."""
 
     def __init__(self, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> None:
-        """Use `Bus.inbox` instead."""
         self._connection = connection
         self._fact = fact
         self._held: dict[int, Delivery[F]] = {}

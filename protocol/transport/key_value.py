@@ -54,7 +54,6 @@ class KeyValue:
     """One key-value bucket. A read is retried while NATS is unreachable; a write is not, since it may have happened."""
 
     def __init__(self, connection: Connection, bucket: str, store: NatsKeyValue) -> None:
-        """Use `Bus.key_value` instead."""
         self._connection = connection
         self._store = store
         self.bucket = bucket

@@ -47,7 +47,6 @@ class Pending(Generic[T]):
         return asyncio.wrap_future(self._future).__await__()
 
     def done(self) -> bool:
-        """Return True if the result is available."""
         return self._future.done()
 
 

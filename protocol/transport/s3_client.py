@@ -121,7 +121,6 @@ class S3Requests:
         return self._settings.bucket
 
     def bucket_exists(self, *, deadline_s: float) -> bool:
-        """Return True if the server has the bucket."""
         return self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=deadline_s)
 
     def make_bucket(self, *, deadline_s: float) -> None:
@@ -276,7 +275,6 @@ class S3Admin:
         )
 
     def put_policy(self, name: str, policy: Mapping[str, Any]) -> None:
-        """Create a policy, or replace it."""
         self._call(f"policy {name}", lambda: self._client.policy_add(name, policy=dict(policy)))
 
     def put_user(self, access_key: str, secret_key: str, *, policy: str) -> None:

@@ -101,7 +101,6 @@ async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 
 
 async def stream_names(connection: Connection) -> list[str]:
-    """Return the names of all streams this user may list."""
     names: list[str] = []
     while True:
         page = await _ask(connection, partial(connection.js.streams_info, offset=len(names)), "list of streams")

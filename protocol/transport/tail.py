@@ -37,8 +37,6 @@ _BATCH_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """One message as it is stored in its stream."""
-
     sequence: int
     subject: str
     data: bytes
@@ -149,7 +147,6 @@ class Tail(Generic[F]):
         on_unreadable: Callable[[WireError], None] = lambda _: None,
         gather_s: float = 0.0,
     ) -> None:
-        """Use `Bus.tail` instead."""
         self._connection = connection
         self._stream = stream
         self._subject = subject

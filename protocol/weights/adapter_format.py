@@ -101,7 +101,6 @@ def version_of(name: object) -> PolicyVersion | None:
 
 
 def factor_names(layer: str) -> tuple[str, str]:
-    """Return the published names of a layer's A and B."""
     return published_name(layer + _DOWN), published_name(layer + _UP)
 
 

@@ -99,7 +99,6 @@ def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: floa
 
 
 def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    """Return indices, XOR and new value of all words that differ."""
     whole = before.size // 8 * 8
     before_64, after_64 = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
     mask = np.zeros(min(_BLOCK, before_64.size + 7 & ~7), dtype=np.bool_)

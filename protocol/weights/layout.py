@@ -65,7 +65,6 @@ class Bucket(Wire):
 
     @property
     def num_words(self) -> int:
-        """Values in the bucket."""
         return self.num_bytes // self.word_bytes
 
     @model_validator(mode="after")
@@ -103,7 +102,6 @@ class WeightLayout(Wire):
 
     @property
     def num_words(self) -> int:
-        """Values of all tensors."""
         return sum(bucket.num_words for bucket in self.buckets)
 
     @property

@@ -127,7 +127,6 @@ class VersionManifest(Wire):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the objects that hold weights."""
         return sum(blob.size_bytes for blob in self.objects)
 
     @property

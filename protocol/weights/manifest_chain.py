@@ -50,7 +50,6 @@ class CatchUp:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights to fetch."""
         return sum(m.num_bytes for m in self.manifests)
 
     @property

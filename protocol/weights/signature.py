@@ -31,8 +31,6 @@ _MAX_KEY_FILE_BYTES = 64 * 1024
 
 
 class SigningKey:
-    """A trainer's private key."""
-
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
         self._key_id = _key_id(private.public_key())
@@ -53,7 +51,6 @@ class SigningKey:
 
     @property
     def trusted(self) -> TrustedKeys:
-        """The public key alone."""
         return TrustedKeys([self._private.public_key()])
 
     def sign(self, line: bytes) -> bytes:

@@ -153,8 +153,6 @@ class Spread(BaseModel):
 
 
 class GroupByHand(GroupToScore):
-    """A group to score by hand."""
-
     completion_tokens: list[Annotated[int, Field(ge=0)]] = Field(
         default=[], description="How many tokens each completion has, for rewards that count tokens; none: unknown."
     )

@@ -16,8 +16,6 @@ _PREFIX = "penstock_reward_"
 
 @dataclass(frozen=True, slots=True)
 class EndpointState:
-    """What is shown of one endpoint."""
-
     metrics: EndpointMetrics
     timings: Timings
 

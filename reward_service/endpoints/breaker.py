@@ -22,8 +22,6 @@ LONGEST_PAUSE_S = 30.0
 
 
 class BreakerState(StrEnum):
-    """The state of a breaker."""
-
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half-open"

@@ -102,7 +102,6 @@ class Endpoint(EndpointSpec):
 
     @cached_property
     def speaker(self) -> Dialect:
-        """The dialect with its options."""
         return create_dialect(self.dialect, self.options)
 
     @property

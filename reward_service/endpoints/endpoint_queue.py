@@ -72,8 +72,6 @@ class EndpointMetrics(BaseModel):
 
 @dataclass(slots=True, eq=False)
 class QueuedGroup:
-    """A group, or one completion of it, in the queue."""
-
     group: GroupToScore
     attempt: int
     outcome: asyncio.Future[Outcome]

@@ -49,11 +49,9 @@ class SecretStore:
         self._known: dict[tuple[str, str, str], EndpointSecrets] = {}
 
     def of(self, endpoint: Endpoint) -> EndpointSecrets:
-        """Return the secrets of an endpoint that `fetch` has read."""
         return self._known.get(_identity(endpoint), NOTHING)
 
     async def keep(self, endpoint: Endpoint, secrets: EndpointSecrets) -> None:
-        """Store the secrets of an endpoint before it is registered."""
         document = {"signing": list(secrets.signing), "api_key": secrets.api_key, "for": list(_identity(endpoint))}
         await self._store.put(_secrets_key(endpoint), json.dumps(document).encode())
         self._known[_identity(endpoint)] = secrets
@@ -101,8 +99,6 @@ _RETRY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """One version of the registry's value."""
-
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
     retired: tuple[str, ...] = ()
     draining: frozenset[str] = frozenset()
@@ -163,11 +159,9 @@ class EndpointRegistry:
 
     @property
     def retired(self) -> tuple[str, ...]:
-        """Names that were unregistered recently."""
         return self._directory.retired
 
     def in_service(self) -> dict[str, Endpoint]:
-        """Return the endpoints that may be called now."""
         return {name: endpoint for name, endpoint in self.endpoints.items() if self.problem(endpoint) is None}
 
     def problem(self, endpoint: Endpoint) -> NotCalled | None:
@@ -188,7 +182,6 @@ class EndpointRegistry:
         return None
 
     async def refresh(self) -> None:
-        """Read what is registered now."""
         entry = await self._store.get(KEY)
         if entry is None:
             self._take(Directory(), None)

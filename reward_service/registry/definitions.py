@@ -84,7 +84,6 @@ def own_scorers(
 
 
 def describe(definition: RewardDefinition) -> str:
-    """Return a definition in one line, for a list of rewards."""
     texts = []
     for name, part in definition.parts.items():
         gate = "" if part.needs is None else f", else {part.otherwise:g} where below {part.needs:g}"

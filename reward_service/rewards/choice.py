@@ -25,8 +25,6 @@ _MAX_CHARS = 400
 
 
 class Parameters(Section):
-    """Parameters of `multiple_choice`."""
-
     letters: str = Field(default="ABCDEFGHIJ", pattern=r"^[A-Z]{2,26}$", description="The letters to choose from.")
     where: Where = Field(default="auto", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 

@@ -25,8 +25,6 @@ _MAX_CHARS = 2000
 
 
 class Parameters(Section):
-    """Parameters of `classification`."""
-
     labels: tuple[str, ...] = Field(
         default=(), max_length=1000, description="All labels; none: only an answer that is exactly the label counts."
     )

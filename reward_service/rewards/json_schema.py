@@ -33,8 +33,6 @@ _FENCE = "```"
 
 
 class Parameters(Section):
-    """Parameters of `json_schema`."""
-
     schema_file: Path | None = Field(default=None, description="File with the schema, read once at the start.")
     schema_text: str = Field(default="", description="The schema as JSON; without either: the row's ground truth.")
     where: Literal["auto", "fenced", "tags", "whole"] = Field(

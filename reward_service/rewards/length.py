@@ -24,8 +24,6 @@ class _Measured(Section):
 
 
 class Parameters(_Measured):
-    """Parameters of `length`."""
-
     shortest: int = Field(default=0, ge=0, description="Smallest allowed length.")
     longest: int | None = Field(default=None, ge=1, description="Largest allowed length; none: no bound.")
 
@@ -39,8 +37,6 @@ class Parameters(_Measured):
 
 
 class OverlongParameters(_Measured):
-    """Parameters of `overlong`."""
-
     longest: int = Field(ge=1, description="Length at which the full punishment is reached.")
     buffer: int = Field(ge=1, description="The punishment grows linearly over this length below `longest`.")
     factor: float = Field(default=1.0, gt=0.0, le=1e3, description="The full punishment.")
@@ -53,7 +49,6 @@ class OverlongParameters(_Measured):
 
 
 def measure(completions: tuple[str, ...], num_tokens: tuple[int, ...], unit: Unit) -> list[int]:
-    """Return the length of every completion."""
     if unit == "tokens":
         return list(num_tokens)
     return [len(words(text)) if unit == "words" else len(text) for text in completions]

@@ -30,8 +30,6 @@ MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
 
 
 class Graded(enum.Enum):
-    """A grader's verdict on one answer."""
-
     RIGHT = enum.auto()
     WRONG = enum.auto()
     EXHAUSTED = enum.auto()  # this answer used up the CPU limit twice

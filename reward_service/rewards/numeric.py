@@ -23,8 +23,6 @@ NAME = "numeric"
 
 
 class Parameters(Section):
-    """Parameters of `numeric`."""
-
     where: Where | Literal["last_number"] = Field(
         default="auto", description="Place of the answer; auto: boxed, tags, ####, a phrase, else the last number."
     )

@@ -27,8 +27,6 @@ MAX_PATTERN_CHARS = 10_000
 
 
 class Parameters(Section):
-    """Parameters of `regex`."""
-
     pattern: str = Field(
         default="",
         max_length=MAX_PATTERN_CHARS,

@@ -28,8 +28,6 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Parameters(Section):
-    """Parameters of the three rewards."""
-
     where: Where = Field(default="tags", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 
 
@@ -70,7 +68,6 @@ def f1(gold: str, answer: str) -> float:
 
 
 def words(text: str) -> str:
-    """Return the words to compare."""
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(word for word in plain.split() if word not in _ARTICLES)
 

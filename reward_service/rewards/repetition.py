@@ -19,8 +19,6 @@ NAME = "repetition"
 
 
 class Parameters(Section):
-    """Parameters of `repetition`."""
-
     ngram: int = Field(default=3, ge=1, le=64, description="Number of words in an n-gram.")
     factor: float = Field(
         default=-1.0, ge=-1e3, lt=0.0, description="The reward for a completion in which all n-grams repeat."

@@ -18,8 +18,6 @@ NAME = "tags"
 
 
 class Parameters(Section):
-    """Parameters of `tags`."""
-
     tags: tuple[str, ...] = Field(
         default=("think", "answer"), min_length=1, max_length=16, description="Names of the tags, in order."
     )

@@ -38,9 +38,7 @@ from penstock.reward_service.user_code import user_file
 class Loaded(Protocol):
     """User code that is ready to score."""
 
-    async def open(self) -> None:
-        """Get ready."""
-        ...
+    async def open(self) -> None: ...
 
     async def score(self, group: GroupToScore) -> list[Score]:
         """Return a score for every completion; raises BadGroundTruth."""

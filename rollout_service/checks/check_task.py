@@ -15,8 +15,6 @@ from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The tokens with which a model marks an image."""
-
     image: int  # stands for a part of one
     before: tuple[int, ...] = ()  # in a prompt of the model
     behind: tuple[int, ...] = ()

@@ -155,7 +155,6 @@ def _split(lower: _Node, count: int) -> _Node:
 
 
 def _all(nodes: dict[int, _Node]) -> Iterator[_Node]:
-    """Yield nodes and all below them."""
     stack = list(nodes.values())
     while stack:
         node = stack.pop()

@@ -31,7 +31,6 @@ class Prompt:
 
     @property
     def images(self) -> Images | None:
-        """Its images, which are equal in all sequences."""
         return self.sequences[0].images
 
     @property

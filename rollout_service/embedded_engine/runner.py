@@ -54,7 +54,6 @@ class Rows:
 
     @classmethod
     def empty(cls, num_rows: int) -> Rows:
-        """Return rows with unspecified contents."""
         kinds = {"seed": np.uint64, "temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
         flags = {"greedy", "filtered", "has_stop_strings"}
         arrays = {

@@ -25,8 +25,6 @@ _EXACT_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Capacity of the engine."""
-
     max_running: int  # sequences that decode together
     max_total_tokens: int  # rows x columns of the KV rectangle
     max_prefill_tokens: int  # different prompt tokens computed in one pass

@@ -41,8 +41,6 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """An image as the vision tower reads it."""
-
     number: int  # 1 or more; two images have one number only if they are equal
     pixel_values: np.ndarray  # [patches, values of a patch] float32
     grid: tuple[int, int, int]  # patches in time, height and width
@@ -139,7 +137,6 @@ class Sequence:
 
     @property
     def adapter_number(self) -> int:
-        """Number of its adapter, or `NO_ADAPTER`."""
         return NO_ADAPTER if self.adapter is None else self.adapter.number
 
     def prefix(self) -> Prefix:

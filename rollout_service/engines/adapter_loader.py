@@ -79,8 +79,6 @@ class AdapterTable:
 
 
 class AdapterCalls(Protocol):
-    """One engine's three calls."""
-
     async def load(self, name: str, folder: Path) -> None:
         """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
         ...

@@ -84,16 +84,12 @@ class Detokenizer:
 
 @dataclass(slots=True)
 class SingleRequest:
-    """The request of a single sequence, which can be aborted by its name."""
-
     name: str
     is_abandoned: bool = False  # its reply may end anywhere, and nothing more is asked for
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What all parts of one request have in common."""
-
     sampling: Sampling
     n: int  # so many sequences in a row share their prompt
     adapter: PolicyVersion | None

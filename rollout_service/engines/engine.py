@@ -28,14 +28,10 @@ class Readiness(Protocol):
         """Return True if the engine can be asked to generate."""
         ...
 
-    async def wait(self) -> bool:
-        """Wait until it can be."""
-        ...
+    async def wait(self) -> bool: ...
 
 
 class Engine(Protocol):
-    """What the worker needs of an engine."""
-
     @property
     def client(self) -> Generates:
         """The client to ask now; another one after a restart."""

@@ -109,7 +109,6 @@ def read_samples(exposition: str, *, prefix: str, names: Mapping[str, str]) -> d
 
 
 def aggregate_metrics(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of several engines as those of one."""
     names = {name for metrics in engines for name in metrics}
     return {name: _aggregate(name, [metrics[name] for metrics in engines if name in metrics]) for name in sorted(names)}
 
@@ -218,9 +217,7 @@ class EngineClient(Generates, Protocol):
         """Note that the server was just started with the weights of a folder, and label them where it did not."""
         ...
 
-    async def health(self) -> None:
-        """Return when the engine generates, or could."""
-        ...
+    async def health(self) -> None: ...
 
     async def served_version(self) -> PolicyVersion | None:
         """Return the version that the server reports; None for a label that is not a policy version."""

@@ -26,8 +26,6 @@ _KEEP_S = 3.0  # less than the 5 s after which uvicorn, which all engines use, c
 
 
 class EngineHttp:
-    """Connections to one engine."""
-
     def __init__(self, url: str, *, api_key: str = "") -> None:
         self.url = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -67,8 +65,6 @@ class EngineHttp:
 
 
 class HttpAdapterCalls(ABC):
-    """One engine's calls for `AdapterLoader`."""
-
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
 
@@ -81,7 +77,6 @@ class HttpAdapterCalls(ABC):
         """Unload an adapter; raises EngineRefused when the server refuses."""
 
     async def list_names(self) -> list[object]:
-        """Return the names of everything that requests may name."""
         answer = await self._http.call("GET", "/v1/models", None, PROBE_S)
         cards = answer.get("data") if isinstance(answer, dict) else None
         return [card.get("id") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []

@@ -239,8 +239,6 @@ class _Router:
 
 
 class _Place:
-    """Where an episode is sampled."""
-
     def __init__(self, router: _Router) -> None:
         self.number: int | None = None  # of its engine; None: nothing was asked yet
         self._router = router
@@ -271,7 +269,6 @@ class _AnyReady:
 
 
 async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
-    """Return when the first of several coroutines has returned."""
     waiting = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

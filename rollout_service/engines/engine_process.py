@@ -24,7 +24,6 @@ class PreparedProcess:
     """A process started with the words of a program and one flag; it reads the words after these from stdin, as a JSON line."""
 
     def __init__(self, process: asyncio.subprocess.Process, words: Sequence[str], log_start: int) -> None:
-        """Use `PreparedProcess.start` instead."""
         self._process = process
         self._program = list(words[:-1])
         self.log_start = log_start  # bytes of the log before it wrote to it
@@ -97,7 +96,6 @@ class EngineProcess:
     """One process of an engine. It leads a process group of its own, which is killed when it exits."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
-        """Use `EngineProcess.start` instead."""
         self._process = process
         self._log = log
         self._log_start = log_start

@@ -99,8 +99,6 @@ async def generate_redundantly(
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """What the groups of one call have in common."""
-
     sampler: CompletionSampler
     sampling: Sampling
     redundancy: Redundancy

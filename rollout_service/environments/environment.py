@@ -128,7 +128,6 @@ class Environment(ABC):
         return ""
 
     def new_registry(self, store: KeyValue) -> ServerRegistry:
-        """Return the registry of servers in a bucket, of an environment whose servers are registered."""
         raise NotImplementedError
 
     def use_registry(self, registry: ServerRegistry) -> None:  # noqa: B027 - most have no servers

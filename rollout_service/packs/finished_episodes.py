@@ -85,7 +85,6 @@ class FinishedEpisodes:
                     same.append(episode)
 
     def take(self, task: Task) -> Sequence[Episode]:
-        """Return the episodes of a task that were loaded, once."""
         taken = self._found.pop((task.group_id, _kind(task)), [])
         self._metrics.episodes_continued += len(taken)
         if taken:

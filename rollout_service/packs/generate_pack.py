@@ -264,8 +264,6 @@ class PackGenerator:
 
 
 class _Members(NamedTuple):
-    """What an environment returned for one task."""
-
     kept: list[Trajectory | Episode]
     abandoned: tuple[AbandonedCompletion, ...]
 

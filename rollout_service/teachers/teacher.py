@@ -57,9 +57,7 @@ class TeacherClient(Protocol):
     @property
     def url(self) -> str: ...
 
-    async def model(self, deadline_s: float) -> str:
-        """Return the name of the model that is served."""
-        ...
+    async def model(self, deadline_s: float) -> str: ...
 
     async def encode(self, text: str, deadline_s: float) -> list[int]:
         """Return the ids of a text's tokens, as the server's tokenizer makes them."""

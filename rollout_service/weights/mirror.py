@@ -199,14 +199,11 @@ class MirroredVersion:
 
     @property
     def model_folder(self) -> Path:
-        """The folder with config and tokenizer."""
         return self.folder if self.base is None else self.base.folder
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The counters when a fetch started."""
-
     at: float
     num_bytes: int
 

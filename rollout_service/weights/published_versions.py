@@ -33,7 +33,6 @@ class PublishedVersions:
         return len(self._manifests)
 
     def manifest(self, version: PolicyVersion) -> BlobRef:
-        """Return the reference to a version's manifest, the one published last."""
         return self._manifests[version]
 
     def add(self, version: PolicyVersion, manifest: BlobRef) -> bool:

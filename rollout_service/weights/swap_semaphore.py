@@ -28,8 +28,6 @@ _LONGEST_POLL_S = 0.2
 
 
 class SwapSemaphore:
-    """One worker's client of the semaphore."""
-
     def __init__(
         self, bus: Bus, *, run_id: str, worker_id: str, max_share: float, deadline_s: float = PERMIT_DEADLINE_S
     ) -> None:

@@ -286,7 +286,6 @@ class WeightFollower:
         return {*self._pins, *([] if self._next is None else [self._next])}
 
     def _in_use(self) -> set[PolicyVersion]:
-        """Return the versions whose folders an engine reads, or is about to read."""
         served = (self._servable.model, self._engine.version, *self._servable.adapters)
         return self._needed() | {version for version in served if version is not None}
 

@@ -48,8 +48,6 @@ class BadTests(BaseException):
 
 
 class Answers(Protocol):
-    """What answers the tests' calls."""
-
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any: ...
 
     def attribute(self, handle: int, name: str) -> Any: ...
@@ -159,8 +157,6 @@ class Program:
 
 
 class Stub:
-    """A stand-in for a program, of one of `STUBS`."""
-
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._num_objects = 0
@@ -191,7 +187,6 @@ class Remote:
         self.__dict__.update(_program=program, _where={"name": name} if name else {"handle": handle}, _handle=handle)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call the object in the program's process."""
         return self._program.ask(self._where, arguments, named)
 
     def __getattr__(self, name: str) -> Any:

@@ -30,7 +30,6 @@ class Mark:
         self.name, self.args, self.kwargs = name, arguments, dict(named or {})
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Mark a function or class, or return the mark with arguments."""
         if len(arguments) == 1 and not named and callable(arguments[0]) and not isinstance(arguments[0], Mark):
             marked = arguments[0]
             setattr(marked, MARKS, [*getattr(marked, MARKS, []), self])
@@ -78,7 +77,6 @@ class ExceptionInfo:
 
     @property
     def type(self) -> Any:
-        """The exception's class."""
         return type(self.value)
 
     def match(self, pattern: str) -> bool:

@@ -433,7 +433,6 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference policy is loaded."""
         return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property

@@ -42,8 +42,6 @@ from penstock.trainer.errors import BatchDoesNotFit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One trajectory with what the loss reads of it."""
-
     token_ids: npt.NDArray[np.int32]  # [T] prompt then completion
     loss_mask: npt.NDArray[np.bool_]  # [T] True where the policy sampled the token; never at position 0
     behaviour_logprobs: npt.NDArray[np.float32]  # [T]; all 0.0 for supervised rows
@@ -58,7 +56,6 @@ class Row:
     images: PlacedImages | None = None  # whose tokens are among ``token_ids``
 
     def by_turn(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Give every sampled token the value of its turn."""
         return np.repeat(np.asarray(values, dtype=np.float64), [end - start for start, end in self.turns])
 
 

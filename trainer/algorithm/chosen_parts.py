@@ -198,7 +198,6 @@ def refuse_idle(changed: frozenset[str], values: Mapping[str, Any], parts: Chose
 
 
 def _refuse_parts_off(registry: Registry[Any], key: str, unread: frozenset[str]) -> None:
-    """Refuse options of parts that are switched on, or named, by nothing."""
     for part in registry.built_in.values():
         idle = sorted(unread & (set(part.option_names) - {part.switch}))
         if idle and part.switch:

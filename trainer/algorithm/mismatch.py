@@ -156,7 +156,6 @@ def compare_fresh_tokens(sums: Mapping[str, float], maxima: Mapping[str, float])
 
 
 def _exp(values: Tensor) -> Tensor:
-    """Return the exponential, limited so that it is finite."""
     return values.clamp(max=_MAX_LOG_PERPLEXITY).exp()
 
 

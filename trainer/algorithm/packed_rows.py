@@ -83,8 +83,6 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """Rows in one stream."""
-
     token_ids: npt.NDArray[np.int64]  # [T]
     layout: Layout
     positions: list[npt.NDArray[np.int64]]  # of each row: where its tokens are in the stream

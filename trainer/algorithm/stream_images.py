@@ -23,15 +23,11 @@ from penstock.trainer.algorithm.packed_rows import PackedRows, Tokens
 
 
 class PlacedImages(NamedTuple):
-    """The images of a row, and the run whose objects they are."""
-
     run_id: str
     images: RowImages
 
 
 class StoredImage(NamedTuple):
-    """One image, and the run whose object it is."""
-
     run_id: str
     ref: ImageRef
 

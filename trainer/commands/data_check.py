@@ -133,7 +133,6 @@ def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
 
 
 def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings, list[Path]]:
-    """Return the settings to read rows with, and the files to check."""
     overrides = [str(one) for one in files if str(one).startswith("data.") and "=" in str(one)]
     given = [one for one in files if str(one) not in overrides]
     run_files = [str(one) for one in given if one.suffix == ".toml"]

@@ -75,7 +75,6 @@ def _prompts(rows: RowFile, data: DataSettings) -> list[int]:
 
 
 def as_reward_input(place: str, prompt: PromptRow) -> dict[str, Any]:
-    """Return a row as its reward gets it, with its place in the file."""
     return {
         "place": place,
         "prompt": "\n".join(text_of(message["content"]) for message in prompt.chat),

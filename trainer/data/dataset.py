@@ -64,7 +64,6 @@ class PromptSet:
         skips_pairs: bool,
         processor: ImageProcessor | None,
     ):
-        """Check every row. Called by `open`."""
         self._files = files
         self._images = ImageRows(processor)
         self._limit = prompt_limit(data, tokenizer, max_new_tokens)

@@ -22,7 +22,6 @@ Purpose = Literal["grpo", "sft"]
 
 
 def column_uses(row: Row, form: RowFormat, data: DataSettings, purpose: Purpose) -> dict[str, Use]:
-    """Return the use of every column of a renamed row."""
     return {name: _use(name, row, form, data, purpose) for name in row}
 
 
@@ -44,7 +43,6 @@ def _use(name: str, row: Row, form: RowFormat, data: DataSettings, purpose: Purp
 
 
 def _truth_column(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
-    """Return the column that the ground truth is read from."""
     model = row.get("reward_model")
     if isinstance(model, dict) and model.get("ground_truth") is not None:
         return "reward_model"
@@ -133,7 +131,6 @@ class FileNotes:
                 yield f"{word} {', '.join(map(self._named, self.columns(use)))}"
 
     def _named(self, column: str) -> str:
-        """Return a column as the file names it, with the setting that says how it is read."""
         return f"{self.mapped[column]} (data.map.{column})" if column in self.mapped else column
 
     @property

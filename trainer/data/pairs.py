@@ -109,7 +109,6 @@ def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) ->
 
 
 def _hh_chat(text: str, column: str) -> Chat:
-    """Return the chat of a text in the form of HH-RLHF."""
     start, *parts = _HH_TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
     if start.strip() or not parts:
         refuse(

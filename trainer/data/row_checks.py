@@ -118,7 +118,6 @@ def fits(length: int, data: DataSettings, limit: int, place: str, problems: Prob
 
 
 def nothing_left(files: Sequence[RowFile], dropped: Counter[str], limit: int) -> str:
-    """Return the error of a set that has no row left."""
     names = ", ".join(str(file.path) for file in files)
     return (
         f"{names}: no row is left: all {dropped.total()} are longer than the limit of {limit} tokens; raise the limit"

@@ -96,8 +96,6 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class ReadImages(NamedTuple):
-    """A row's prompt with its images."""
-
     token_ids: list[int]  # with all tokens of the images
     places: RowImages | None = None
     files: tuple[AdmittedImage, ...] = ()  # each once
@@ -106,8 +104,6 @@ class ReadImages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Reads the images of rows for one model."""
-
     processor: ImageProcessor | None  # None: the model reads no images
 
     def read(self, row: PromptRow, token_ids: Sequence[int], folder: Path) -> ReadImages:

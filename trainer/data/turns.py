@@ -31,8 +31,6 @@ Part = tuple[str, bool]  # a text, and whether its tokens are trained
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One example to imitate."""
-
     token_ids: npt.NDArray[np.int32]  # [T]
     loss_mask: npt.NDArray[np.bool_]  # [T] True for the tokens that are trained, end tokens included
 
@@ -158,7 +156,6 @@ class TurnSet:
 
 
 def _encoded(examples: Sequence[_Example], tokenizer: ChatTokenizer) -> list[list[list[int]]]:
-    """Return the token ids of every part of every example."""
     texts = [text for example in examples for text, _ in example.parts]
     begin_plain = [example.is_plain and number == 0 for example in examples for number, _ in enumerate(example.parts)]
     encoded = encode_texts(texts, begin_plain, tokenizer)

@@ -55,8 +55,6 @@ class SuccessRule:
 
 @dataclass(frozen=True, slots=True)
 class SuccessRules:
-    """The rules of a run, by reward name."""
-
     thresholds: Mapping[str, SuccessThreshold] = field(default_factory=dict)
     by_source: Mapping[str, str] = field(default_factory=dict)  # the reward of a data set, and of an alias
 
@@ -81,8 +79,6 @@ class SuccessRules:
 
 @dataclass(frozen=True, slots=True)
 class Correct:
-    """The correct completions of an evaluation."""
-
     by_group: tuple[int, ...] | None  # None: nothing says for every group when it is correct
     text: str  # the rules, or why they cannot be applied; empty without any
 
@@ -209,7 +205,6 @@ class Evaluation:
     is_closed: bool = False  # its result is reported and its groups are closed in the accounting
 
     def note_dead_letter(self, group_ids: Iterable[str], reason: str) -> None:
-        """Note the reason for those of the groups that it waits for."""
         self.dead_lettered |= dict.fromkeys(self.waiting_for.intersection(group_ids), reason)
         self.changed_at = time.monotonic()
 

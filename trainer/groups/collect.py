@@ -101,7 +101,6 @@ class Collector:
         self._thread = threading.Thread(target=self._guard, name="collector", daemon=True)
 
     def __enter__(self) -> Collector:
-        """Start reading."""
         self._bus.follow(
             f"{self._run_id}-dead",
             subjects.dead(self._run_id),

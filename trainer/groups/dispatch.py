@@ -34,14 +34,10 @@ class Prompts(Protocol):
     """The prompts that are issued, by index; a `PromptSet`."""
 
     @property
-    def fingerprint(self) -> str:
-        """Digest of their contents."""
-        ...
+    def fingerprint(self) -> str: ...
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all of them."""
-        ...
+    def num_tokens(self) -> int: ...
 
     def __len__(self) -> int: ...
 

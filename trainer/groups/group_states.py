@@ -32,8 +32,6 @@ MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when 
 
 
 class State(StrEnum):
-    """Where a group is."""
-
     ISSUED = "issued"  # its task is in a queue or in work, or about to be published
     ARRIVED = "arrived"  # its message is received and its pack is being read
     READY = "ready"  # it may be taken
@@ -58,8 +56,6 @@ _OPEN = (State.ISSUED, State.ARRIVED, State.READY, State.IN_USE)
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What is known of one group."""
-
     state: State
     issued_for: PolicyVersion | None = None  # version of its task; None: an earlier session issued it
     promise: TaskPromise | None = None  # what its task asked for; None: an earlier session issued it
@@ -72,8 +68,6 @@ class GroupRecord:
 
 
 class GroupStates:
-    """The groups of one split."""
-
     def __init__(
         self,
         *,
@@ -135,7 +129,6 @@ class GroupStates:
         self._messages[message] = None
 
     def arrive(self, group_id: str, message: int) -> None:
-        """Record that a group came with a message."""
         if (record := self._allowed(group_id, "arrive")).content is not None:
             raise _refused(group_id, "kept", "arrive")
         self.totals.num_scored += not record.uses
@@ -265,7 +258,6 @@ class GroupStates:
         return self.state(group_id) is State.KEPT and not self.has_arrived(group_id)
 
     def is_dead(self, group_id: str) -> bool:
-        """Return True for a group that a dead letter closed."""
         record = self._groups.get(group_id)
         return record is not None and record.is_dead
 
@@ -283,7 +275,6 @@ class GroupStates:
         return list(self._by_state[State.ISSUED])
 
     def num(self, state: State) -> int:
-        """Return how many groups are in a state."""
         return len(self._by_state[state])
 
     @property

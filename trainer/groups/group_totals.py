@@ -37,7 +37,6 @@ class GroupTotals:
         self.staleness_tokens: Counter[int] = Counter({int(age): count for age, count in ages.items()})
 
     def issue(self, group_ids: Sequence[str]) -> None:
-        """Count issued groups."""
         self.new.issued += group_ids
         self.sums = self.sums.model_copy(update={"issued": self.sums.issued + len(group_ids)})
 

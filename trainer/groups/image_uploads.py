@@ -13,7 +13,6 @@ class ImageUploads:
     """The images of a run that this process has stored; for one thread."""
 
     def __init__(self, blobs: Blobs, run_id: str) -> None:
-        """Store nothing yet."""
         self._blobs, self._run_id = blobs, run_id
         self._stored: set[str] = set()
 

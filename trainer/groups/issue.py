@@ -101,7 +101,6 @@ class Issuer:
         self._thread = threading.Thread(target=self._guard, name="issuer", daemon=True)
 
     def __enter__(self) -> Issuer:
-        """Start issuing."""
         self._thread.start()
         return self
 
@@ -129,7 +128,6 @@ class Issuer:
             self._draining = True
 
     def stop(self) -> None:
-        """Issue nothing more."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -123,7 +123,6 @@ class IssueLog:
             raise self._failure(err) from err
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
     def _merge(self) -> None:

@@ -51,7 +51,6 @@ class StoredGroups:
 
     @property
     def input_name(self) -> str:
-        """Id of the input."""
         return self._of.run_id
 
     def resume(self, document: Mapping[str, Any]) -> None:
@@ -65,7 +64,6 @@ class StoredGroups:
         self.position = int(document["position"])
 
     def to_document(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"schema_tag": _STATE_TAG, "input": self._sha256, "position": self.position}
 
     def take(self, count: int) -> tuple[list[StoredGroup], list[Drop]]:
@@ -143,7 +141,6 @@ class StoredIssuer:
             return self._groups.train.train(version, batch, staleness_tokens)
 
     def take_state(self) -> IssuerState:
-        """Return the state for a checkpoint and its chapter."""
         with self._groups.lock:
             return IssuerState(
                 dispatch=self._stored.to_document(),

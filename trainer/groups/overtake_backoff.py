@@ -11,7 +11,6 @@ class OvertakeBackoff:
     """
 
     def __init__(self) -> None:
-        """Start with the full wait."""
         self._share = 1.0
         self._full_since: float | None = None  # when the batch that is to be taken became full
 

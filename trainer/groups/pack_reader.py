@@ -101,7 +101,6 @@ class PackReader:
             ) from None
 
     def close(self) -> None:
-        """Close the file of the mark."""
         if self._mark is not None:
             self._mark.close()
 

@@ -256,6 +256,5 @@ class PromptCursor:
         return key.place in self.ahead or self.order.position_of(key.place) < self.position
 
     def _attempts(self, place: Place) -> list[int]:
-        """Return the attempts at a prompt that are outstanding."""
         prefix = str(GroupKey(*place, 0))[:-1]
         return [int(i.removeprefix(prefix)) for i in self._groups.outstanding() if i.startswith(prefix)]

@@ -103,7 +103,6 @@ def make_task(
     attempt: int = 0,
     pinned_version: PolicyVersion | None = None,
 ) -> Task:
-    """Return the task to generate one group of completions of a prompt."""
     return Task(
         group_id=group_id,
         prompt_ids=prompt.token_ids,

@@ -72,8 +72,6 @@ class CaptureSlot:
 
 
 class CheckpointWriter:
-    """Writes the copies of all ranks."""
-
     def __init__(self, own: CaptureSlot, ranks: Ranks | None) -> None:
         """``own`` is this rank's copy. Made on all ``ranks``, of which those but 0 only answer; None: one process is alone."""
         self._orders = RankOrders(own, ranks, "checkpoint", OSError)

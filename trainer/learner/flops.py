@@ -20,8 +20,6 @@ from penstock.trainer.learner.vision import is_of_tower
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What was computed."""
-
     flops: float = 0.0
     tokens: float = 0.0  # of all forward passes, as often as each was computed
 
@@ -104,7 +102,6 @@ def _triangle(num: int) -> int:
 
 
 def share_of_experts(config: Any) -> float:
-    """Return the share of a layer's experts that compute one token."""
     total = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     used = getattr(config, "num_experts_per_tok", None)
     return used / total if total and used else 1.0

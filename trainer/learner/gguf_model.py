@@ -48,8 +48,6 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What the header of a GGUF file declares."""
-
     architecture: str
     values: dict[str, Any]  # numbers and texts; arrays are checked and left out
     num_elements: int  # of all tensors together
@@ -150,7 +148,6 @@ def _code(kind: int, name: str) -> str:
 
 
 def _tensors(reader: _Reader, count: int) -> tuple[int, int]:
-    """Return the number of layers that the tensors' names have, and the elements of all tensors."""
     layers, total = 0, 0
     for _ in range(count):
         name, num_dims = reader.text(), reader.number("I")

@@ -89,7 +89,6 @@ def _quantisation(config: dict[str, Any]) -> str | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of weights that transformers reads, each in the folder itself."""
     index = folder / _INDEX
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

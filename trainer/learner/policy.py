@@ -195,7 +195,6 @@ class Policy:
         self.steps_done = int(state["steps_done"])
 
     def without_dropout(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes as it does at inference."""
         return self._trainable.without_dropout()
 
     def logprobs(self, batch: MicroBatch, *, replays: bool = True) -> Tensor:

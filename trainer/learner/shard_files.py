@@ -48,8 +48,6 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a parameter that is cut."""
-
     cut: Cut
     index: int
 

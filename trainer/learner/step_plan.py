@@ -90,7 +90,6 @@ class ReadyGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all its trajectories."""
         return sum(self.scored.generated.completion_tokens)
 
     @property
@@ -293,5 +292,4 @@ def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:
 
 
 def placed_images(trajectory: Trajectory, pack: BlobRef) -> PlacedImages | None:
-    """Return a trajectory's images, which are objects of the run whose pack it is from."""
     return None if trajectory.images is None else PlacedImages(blob_keys.owner_of_pack(pack.key), trajectory.images)

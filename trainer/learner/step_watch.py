@@ -139,13 +139,11 @@ class StepWatch:
         optimizer.register_step_post_hook(lambda *_: self._after())
 
     def begin(self) -> None:
-        """Forget the last step."""
         self._squares = {name: [0.0, 0.0, 0.0] for name in self._names}
         self._leaves_out = None
 
     @property
     def left_out(self) -> bool:
-        """Whether the step since `begin` was left out."""
         return bool(self._leaves_out)
 
     def figures(self, norm: float, add_up: Sum) -> dict[str, LayerMetrics]:

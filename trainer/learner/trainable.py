@@ -49,8 +49,6 @@ _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # 
 
 @dataclass(frozen=True, slots=True)
 class Optimisation:
-    """How weights are optimised."""
-
     num_steps: int
     lr: float
     betas: tuple[float, float]

@@ -67,7 +67,6 @@ class PublishedBase:
 
 
 def _base_of(newest: Written | None) -> AnchorRef | None:
-    """Return the full snapshot that a version names or is."""
     if newest is None:
         return None
     return newest.manifest.anchor or newest.as_anchor

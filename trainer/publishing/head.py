@@ -98,7 +98,6 @@ class PublishedVersions:
         self._unknown_before = min(self._versions, default=PolicyVersion(0))
 
     def add(self, version: PolicyVersion) -> None:
-        """Add a version before workers can see it."""
         self._versions.add(version)
         if len(self._versions) > 2 * MOST_KNOWN:
             self._versions = set(sorted(self._versions)[-MOST_KNOWN:])

@@ -48,7 +48,6 @@ class FullSnapshots:
 
     @property
     def newest(self) -> AnchorRef | None:
-        """The newest complete full snapshot."""
         with self._lock:
             return self._newest
 
@@ -78,7 +77,6 @@ class FullSnapshots:
         return due and (self._thread is None or not self._thread.is_alive())
 
     def write_retained(self, snapshot: Snapshot[ModelWeights], patch: VersionManifest) -> None:
-        """Start to write the full snapshot of a version whose weights were retained."""
         self._thread = threading.Thread(target=self._write, args=(snapshot, patch), name="full-snapshot", daemon=True)
         self._thread.start()
 
@@ -214,7 +212,6 @@ class ModelVersions:
         self.full_snapshots.close(deadline_s)
 
     def _holds(self, newest: Written | None, layout: WeightLayout) -> bool:
-        """Return True if the ranks hold the newest version in this layout, reading it from the store if needed."""
         if newest is None or newest.manifest.kind == "adapter":
             return False
         self._read_committed(newest)

@@ -102,7 +102,6 @@ class VersionPublisher:
         return True
 
     def publish(self, snapshot: Snapshot[Any]) -> Publication:
-        """Publish a snapshot as the version after the head."""
         started = time.monotonic()
         kind = self._kind(snapshot.weights)
         stored = kind.store(snapshot, self._read_newest())

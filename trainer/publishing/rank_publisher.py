@@ -43,8 +43,6 @@ _COPY_DEADLINE_S = 600.0  # a rank that trails rank 0 by more than this is stuck
 
 @dataclass(frozen=True, slots=True)
 class PatchSize:
-    """The size of the patch of a rank's buckets."""
-
     num_bytes: int
     num_changed: int  # words
 

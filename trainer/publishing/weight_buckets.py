@@ -31,12 +31,8 @@ from penstock.protocol.weights.version_reader import WeightReader, for_buckets
 
 
 class TensorSink(Protocol):
-    """What a model's tensors are copied to, one by one."""
-
     @property
-    def names(self) -> Collection[str]:
-        """Names of the tensors that it takes."""
-        ...
+    def names(self) -> Collection[str]: ...
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Take a whole tensor; it changes afterwards."""
@@ -194,7 +190,6 @@ class AdapterWeights:
 
     @classmethod
     def of(cls, factors: Mapping[str, Tensor], base: AdapterBase, *, copy_id: int = 0) -> AdapterWeights:
-        """Copy an adapter's factors."""
         return cls(copy_to_buckets(factors, copy_id=copy_id, bucket_bytes=sys.maxsize), base)
 
     def root_later(self) -> Callable[[], str]:

@@ -326,7 +326,6 @@ def _stored(head: BlobRef, chain: Iterable[VersionManifest]) -> Stored:
 
 
 def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
-    """Return the bases of the adapters among these versions."""
     return {PolicyVersion(m.base.version) for m in manifests if m.base is not None}
 
 

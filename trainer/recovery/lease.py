@@ -109,7 +109,6 @@ class HeldLease:
     """A lease that this process holds, renewed by a thread; use as a context manager, whose exit releases it."""
 
     def __init__(self, state: KeyValue, lease: Lease, revision: int) -> None:
-        """Use `acquire` instead."""
         self._state = state
         self._lease = lease
         self._value = encode(lease)

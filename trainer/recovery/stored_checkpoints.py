@@ -54,8 +54,6 @@ _READ_BACK_BYTES = 8 * 1024 * 1024  # of one request
 
 
 class StoredCheckpoints:
-    """The checkpoints of one run in the object store."""
-
     def __init__(self, blobs: Blobs, run_id: str, *, root: Path, metrics: Path, keeps_local: bool = True) -> None:
         """Prepare; ``root`` is the folder of the run's checkpoints, ``metrics`` its ``metrics.jsonl``.
 

@@ -99,7 +99,6 @@ class LogprobWriter:
 def of_step(
     run_id: str, numbers: StepNumbers, batch: Sequence[ReadyGroup], plan: StepPlan, kept: KeptRows
 ) -> StepLogprobs:
-    """Return the rows that a step kept, each with its group and pack."""
     groups = {(group.pack.key, group.scored.generated.row_group): group for group in batch}
     places: dict[tuple[str, int], int] = {}
     rows = []

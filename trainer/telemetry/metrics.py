@@ -180,7 +180,6 @@ def layer_fields(by_group: Mapping[str, LayerMetrics]) -> dict[str, Any]:
 
 
 def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
-    """Return the fields of algorithm parts that are on."""
     found: dict[str, Any] = {
         name: sums[key] / num_tokens
         for name, key in (

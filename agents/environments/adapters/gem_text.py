@@ -34,8 +34,6 @@ class GemOptions(StepOptions):
 
 
 class _GemWorld(World):
-    """An environment made by `gem.make`."""
-
     def __init__(self, options: GemOptions) -> None:
         """Make it; raises ConfigError without the library."""
         first = random.Random(0).getstate()  # noqa: S311 - a game, no secret
@@ -62,7 +60,6 @@ class _GemWorld(World):
             close()
 
     def _with_generators(self, call: Callable[[], Value]) -> Value:
-        """Return what a call returns that draws with the states of this episode."""
         with _GENERATORS:
             others = random.getstate(), np.random.get_state()
             random.setstate(self._drawn[0])

@@ -47,8 +47,6 @@ class GymnasiumOptions(StepOptions):
 
 
 class _GymnasiumWorld(World):
-    """An environment made by `gymnasium.make`."""
-
     def __init__(self, options: GymnasiumOptions) -> None:
         """Make it; raises ConfigError for one whose actions cannot be written as text."""
         self._options = options

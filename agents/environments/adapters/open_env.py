@@ -253,7 +253,6 @@ class OpenEnvPlay(Play):
         return Reply(tuple(messages), reward, is_done=not messages, parts=parts)
 
     async def _result(self, call: ToolCall) -> tuple[str, dict[str, Any]]:
-        """Return the text of a call's result, and the server's answer."""
         arguments = _object(call.arguments or "{}")
         if arguments is None:
             return "error: the arguments are no JSON object", {}

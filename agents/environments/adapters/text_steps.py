@@ -61,8 +61,6 @@ class World(ABC):
 
 
 class StepPlay(Play):
-    """One episode of a `World`."""
-
     def __init__(self, seed: int, row: Row, options: StepOptions, make: Callable[[Any], World]) -> None:
         self._seed, self._row, self._options, self._make = seed, row, options, make
         self._world: World | None = None

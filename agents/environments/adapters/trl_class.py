@@ -104,7 +104,6 @@ class TrlPlay(Play):
         return columns
 
     async def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """Return the text that a call answers, and whether it is an error."""
         try:
             method = self._methods.get(call.name)
             if method is None:

@@ -29,7 +29,6 @@ class Place(NamedTuple):
     column: int
 
     def moved(self, direction: str, fields: int = 1) -> Place:
-        """Return the place some fields further on."""
         down, right = DIRECTIONS[direction]
         return Place(self.row + fields * down, self.column + fields * right)
 

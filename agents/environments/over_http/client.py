@@ -26,8 +26,6 @@ class ServerUnreachable(PenstockError):
 
 
 class ServerRefused(PenstockError):
-    """The server answered with a problem."""
-
     def __init__(self, text: str, *, status: int, code: str, retry_after_s: float) -> None:
         """``code`` is that of `Problem`, empty if the answer was none."""
         super().__init__(text)

@@ -80,7 +80,6 @@ class HttpPlay(Play):
         self.scores = False  # True: the server says what the last step gets where a limit of the run ended the episode
 
     def start(self) -> Sequence[Message]:
-        """Return the messages that the server started with."""
         return self._first
 
     async def step(self, answer: Message) -> Reply:

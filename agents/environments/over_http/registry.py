@@ -46,8 +46,6 @@ class _Stored(BaseModel):
 
 
 class RegisteredServer(_Stored):
-    """One server of an environment."""
-
     url: Annotated[str, Field(max_length=2000), AfterValidator(checked_url)]
     version: str = Field(min_length=1, max_length=100)
     capacity: int = Field(
@@ -61,8 +59,6 @@ class RegisteredServer(_Stored):
 
 
 class Registered(_Stored):
-    """All servers of one name."""
-
     protocol: Literal[1] = 1
     version: str = Field(min_length=1, max_length=100)  # the one that gets new episodes
     servers: tuple[RegisteredServer, ...] = Field(max_length=MAX_SERVERS)

@@ -40,8 +40,6 @@ class _Body(BaseModel):
 
 
 class About(_Body):
-    """What a server plays."""
-
     protocol: Literal[1] = Field(1, description="Version of this protocol.")
     name: str = Field(max_length=100, description="Name of the environment.")
     version: str = Field("", max_length=100, description="Version of its rules.")
@@ -70,8 +68,6 @@ class WireRow(_Body):
 
 
 class Start(_Body):
-    """Start an episode."""
-
     protocol: Literal[1] = 1
     id: EpisodeId = Field(description="Chosen by the worker, at random; another one for each attempt.")
     episode: str = Field("", max_length=400, description="The same for each attempt at an episode.")
@@ -89,8 +85,6 @@ class Start(_Body):
 
 
 class Started(_Body):
-    """An episode that has started."""
-
     messages: list[Object] = Field(min_length=1, max_length=256, description="The last one is of the role user.")
     tools: list[Object] = Field(default_factory=list, max_length=128, description="What the policy may call.")
     version: str = Field("", max_length=100, description="Version of the rules; stored with the episode.")
@@ -100,15 +94,11 @@ class Started(_Body):
 
 
 class Step(_Body):
-    """The policy's answer."""
-
     step: int = Field(ge=1, description="1 for the first answer, then one more each time.")
     message: Object = Field(description="Of the role assistant; `tool_calls` as they were found in its text.")
 
 
 class Stepped(_Body):
-    """The environment's reply."""
-
     messages: list[Object] = Field(
         default_factory=list, max_length=256, description="Of the roles user and tool; needed unless `done`."
     )

@@ -52,8 +52,6 @@ class ToolArguments(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolEpisode:
-    """The episode that calls a tool."""
-
     seed: int  # equal in a group, and in every attempt
     row: Row
     kept: dict[str, Any] = field(default_factory=dict)  # what tools keep for as long as the episode

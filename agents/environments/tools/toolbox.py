@@ -34,8 +34,6 @@ BAD_CALLS = ("unknown_tools", "bad_arguments")  # the policy's fault, for which 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What one call may use."""
-
     deadline_s: float
     max_output_chars: int
     cut: Cut
@@ -105,7 +103,6 @@ class Toolbox:
         return Answered(tuple(messages), counts)
 
     async def _answer(self, call: ToolCall, episode: ToolEpisode, known: Mapping[str, Tool]) -> tuple[str, str]:
-        """Return the text for a call, and what it is counted as."""
         tool = known.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name[:_SHOWN]!r}; tools: {', '.join(known)}", "unknown_tools"

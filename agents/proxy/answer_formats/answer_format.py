@@ -30,8 +30,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """What an answer's text says."""
-
     content: str
     calls: tuple[Call, ...] = ()
     num_unparsed: int = 0  # calls that were begun and are not valid; they stay in ``content``
@@ -92,8 +90,6 @@ def _refuse_constant(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of one model family."""
-
     section: str  # before all calls
     begin: str
     end: str

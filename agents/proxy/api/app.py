@@ -33,8 +33,6 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One API of the proxy."""
-
     read: Callable[[Mapping[str, Any], float], AgentRequest]
     reply: Callable[[SampledTurn, str, int, str], dict[str, Any]]
     events: Callable[[SampledTurn, Mapping[str, Any], str, int, str], Sequence[bytes]]

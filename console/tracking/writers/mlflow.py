@@ -63,7 +63,6 @@ class MlflowWriter(TrackerWriter):
         return self._last_event
 
     def write(self, row: Row) -> None:
-        """Write one row, its number last."""
         at = int(row.at * 1000)
         figures = [self._metric(name, value, at, row.step) for name, value in row.values.items() if name != EVENT]
         figures.append(self._metric(EVENT, row.event, at, row.event))

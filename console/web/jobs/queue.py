@@ -42,7 +42,6 @@ class Machine:
 
 
 def folders(runs_dir: Path) -> list[Path]:
-    """Return the folders of all runs that an API created."""
     try:
         found = list(runs_dir.iterdir())
     except OSError:

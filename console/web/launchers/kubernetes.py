@@ -76,7 +76,6 @@ KUBERNETES = Kubernetes()
 
 
 def manifest(start: Start, options: KubernetesOptions) -> dict[str, Any]:
-    """Return the Job of one start."""
     name = f"{start.name}-{start.number}"
     labels = {"app.kubernetes.io/name": "penstock", "penstock/run": start.run}
     gpus = options.gpus if options.gpus is not None else start.num_gpus

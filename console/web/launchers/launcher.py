@@ -39,7 +39,6 @@ class Start:
 
     @property
     def name(self) -> str:
-        """The name that the scheduler shows."""
         return f"penstock-{self.run}"
 
     @property

@@ -51,7 +51,6 @@ class Storing:
 
 
 def why_absent(step: int, storing: Storing) -> str:
-    """Return why the object store has nothing of a step."""
     if storing.setting == 0:
         return "trainer.store_logprobs is 0: the trainer stored no log-probabilities of its own."
     if storing.setting is None:

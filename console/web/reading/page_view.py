@@ -57,7 +57,6 @@ class StepSeries:
 
     @property
     def names(self) -> list[str]:
-        """The figures that any step has, sorted."""
         return sorted(self._columns)
 
     @property
@@ -154,8 +153,6 @@ def bucket_size(num_steps: int, points: int) -> int:
 
 
 class _FullBuckets:
-    """The values of one figure in its full buckets of one size, each computed once."""
-
     def __init__(self, size: int) -> None:
         self.size = size
         self.values: dict[str, list[float | None]] = _transposed([])
@@ -203,8 +200,6 @@ def histogram(values: Sequence[float], *, bins: int = 20) -> dict[str, Sequence[
 
 @dataclass(slots=True)
 class VersionNotes:
-    """What is known of one version."""
-
     step: int | None = None
     num_bytes: int = 0
     announced_at: float | None = None  # wall-clock seconds, by the trainer
@@ -214,8 +209,6 @@ class VersionNotes:
 
 @dataclass(slots=True)
 class ErrorNotes:
-    """Reward errors of one reason."""
-
     waited: int = 0  # times that groups were returned to the queue
     dead: int = 0  # groups that were given up
     newest: str = ""

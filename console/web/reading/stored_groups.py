@@ -58,7 +58,6 @@ class ReadBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no further object should be read."""
         return (
             self.read_bytes >= self._num_bytes
             or self.read_objects >= self._num_objects

@@ -36,7 +36,6 @@ class Phase:
 
     @property
     def on_device(self) -> int:
-        """Bytes of the device that trains."""
         return sum(self.held.device.values()) + sum(self.needs.device.values())
 
     @property

@@ -25,8 +25,6 @@ _MAX_BYTES = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes by what they are for."""
-
     device: Sizes = field(default_factory=dict)  # the one that trains
     host: Sizes = field(default_factory=dict)
     cpu: Sizes = field(default_factory=dict)  # only where the CPU trains, whose memory is that of device and host too
@@ -115,7 +113,6 @@ class ModelShape:
 
     @property
     def query(self) -> int:
-        """Width of all query heads."""
         return self.heads * self.head_dim
 
     @property

@@ -71,8 +71,6 @@ class Dialect(BaseModel, ABC):
 
 @dataclass(frozen=True, slots=True)
 class DialectKind:
-    """A dialect and the name that registrations use for it."""
-
     name: str
     options: type[Dialect]  # validates a registration's options
 

@@ -26,7 +26,6 @@ class TrlDialect(Dialect):
     )
 
     def request(self, call: Call) -> Payload:
-        """Return the function's arguments."""
         (group,) = call.groups
         return Payload(json.dumps(columns_of(group, conversational=self.conversational)).encode())
 

@@ -51,7 +51,6 @@ class VerlBatchDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read a list of what `VerlDialect` reads."""
         size = sum(len(group.completions) for group in call.groups)
         found = foreign_scores.list_of(foreign_scores.parse(answer), size, "body")
         return foreign_scores.cut(

@@ -245,8 +245,6 @@ class Sampling(BaseModel):
 
 
 class ScoreModel(_Grader):
-    """A score given by a language model."""
-
     type: Literal["score_model"]
     model: str = Field(min_length=1)
     input: list[Message] = Field(min_length=1)

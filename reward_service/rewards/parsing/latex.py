@@ -156,7 +156,6 @@ def _same_value(gold: _Value | None, answer: _Value | None) -> bool | None:
 
 
 def is_set(answer: str) -> bool:
-    """Return True if a normalised answer is a set in braces."""
     return answer.startswith(("\\{", "\\lbrace"))
 
 

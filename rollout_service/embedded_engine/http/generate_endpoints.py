@@ -139,8 +139,6 @@ _UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 class Message(Body):
-    """One turn of the conversation."""
-
     role: str
     content: str
 

@@ -30,7 +30,6 @@ class Computed:
         return self.values.shape[3]
 
     def first(self, count: int) -> Computed:
-        """Return a view of the first tokens."""
         return Computed(self.values[:, :, :, :count], self.experts[:count])
 
     def divided(self, count: int) -> tuple[Computed, Computed]:

@@ -98,8 +98,6 @@ def prepare_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """The tensors of a checkpoint by their names on the model hub."""
-
     config: ModelConfig
     stored: Mapping[str, torch.Tensor]
     device: torch.device

@@ -96,7 +96,6 @@ class VllmClient(HttpEngineClient):
         return [part for group in parts for part in group.result()]
 
     async def _sample_prompt(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
-        """Sample the next part of sequences that share a prompt."""
         first = sequences[0]
         body: dict[str, Any] = {
             "request_id": uuid.uuid4().hex,

@@ -56,7 +56,6 @@ class Outcomes:
 
     @property
     def each_turn(self) -> Turns:
-        """The turns, of which a trajectory that is no episode is one."""
         if self.turns is not None:
             return self.turns
         places = torch.arange(len(self.rewards))

@@ -13,8 +13,6 @@ __all__ = ["Candidate", "Filter", "FilterFunction", "Kept", "Options", "keep", "
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A trajectory as a filter sees it."""
-
     advantage: float
     truncated: bool = False  # cut at rollout.max_new_tokens
     reward: float = 0.0  # as shaped

@@ -121,7 +121,6 @@ PolicyLoss = Callable[..., LossTerms]
 
 
 def none_of(like: Tensor) -> Tensor:
-    """Return False for every token."""
     return torch.zeros_like(like, dtype=torch.bool)
 
 

@@ -82,8 +82,6 @@ class CpuFlash:
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward of all parts."""
-
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: _Parts, scale: float) -> Tensor:
         out, lse = _token_major(query, _wide(parts, query)), None

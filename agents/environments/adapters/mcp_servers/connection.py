@@ -38,8 +38,6 @@ class ServerFailed(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the policy reads of a call."""
-
     text: str
     is_error: bool
     structured: Any = None  # what the tool returns besides, as JSON

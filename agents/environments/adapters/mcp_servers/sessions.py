@@ -122,8 +122,6 @@ _Value = TypeVar("_Value")
 
 
 class SessionOptions(Protocol):
-    """The options of an environment that its sessions need."""
-
     @property
     def servers(self) -> Mapping[str, McpServer]: ...
 
@@ -160,8 +158,6 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class ServerTool:
-    """A tool of a server, in one episode."""
-
     server: str
     name: str  # at its server
     connection: McpConnection
@@ -178,8 +174,6 @@ class ServerTool:
 
 
 class McpSessions:
-    """One episode's sessions, one with each server."""
-
     def __init__(self, seed: int, options: SessionOptions, reached: Reached) -> None:
         self._connections = {
             name: _connection(name, server, seed, options, reached) for name, server in options.servers.items()

@@ -21,8 +21,6 @@ _READ = ("input", "instructions", "tools", "text", "previous_response_id", "conv
 
 @dataclass(frozen=True, slots=True)
 class GymRow:
-    """A row that can be played."""
-
     fields: Mapping[str, Any]  # all of the row, as it was given
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]  # as the chat completions API writes them

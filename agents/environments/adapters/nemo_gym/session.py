@@ -104,8 +104,6 @@ class _Busy(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The answer of `/verify`."""
-
     reward: float
     parts: Mapping[str, float]  # `reward_components`
 

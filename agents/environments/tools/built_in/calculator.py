@@ -14,8 +14,6 @@ _DIGITS = 12  # of a value that is not whole
 
 
 class CalculatorArguments(ToolArguments):
-    """An expression."""
-
     expression: str = Field(description="Numbers, + - * / // % ** and parentheses, for example (3.5 + 4) * 2.")
 
 

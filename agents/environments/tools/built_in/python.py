@@ -64,8 +64,6 @@ class PythonOptions(PlayOptions):
 
 
 class PythonArguments(ToolArguments):
-    """A program."""
-
     code: str = Field(
         max_length=_MAX_CODE,
         description="A whole Python program. What it prints is returned, and the value of its last expression.",
@@ -74,8 +72,6 @@ class PythonArguments(ToolArguments):
 
 @dataclass(slots=True)
 class _Slot:
-    """One program at a time."""
-
     zygote: Zygote
     stopped: threading.Event = field(default_factory=threading.Event)
 

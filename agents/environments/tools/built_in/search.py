@@ -170,8 +170,6 @@ class SearchOptions(PlayOptions):
 
 
 class SearchArguments(ToolArguments):
-    """A question."""
-
     query: str = Field(max_length=_LONGEST_QUERY, description="Words to look for.")
 
 

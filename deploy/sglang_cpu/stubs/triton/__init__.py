@@ -37,7 +37,6 @@ def jit(function: Any = None, **options: object) -> Any:
 
 
 def autotune(*arguments: object, **options: object) -> Any:
-    """Leave a kernel as it is."""
     return lambda kernel: kernel
 
 
@@ -74,7 +73,6 @@ class _Namespace(types.ModuleType):
         return made
 
     def __call__(self, *arguments: Any, **options: object) -> Any:
-        """Serve as a decorator, plain or with options."""
         if len(arguments) == 1 and callable(arguments[0]) and not options:
             return arguments[0]
         return lambda function: function
