@@ -156,7 +156,7 @@ bench-trainer: $(STAMP)  ## tokens per CPU second, peak memory and exactness of 
 real-model: $(STAMP)  ## train SmolLM2-135M for seeds 0, 1, 2 (hours); TRL beside it with PEER=PYTHON
 	$(BIN)/python -m benchmarks.real_model $(if $(PEER),--peer $(PEER))
 
-reference: $(STAMP)  ## write the descriptions of settings and flags anew that help, completion and schema are made of
+reference: $(STAMP)  ## write the descriptions of settings that help, completion and the schema are made from
 	$(BIN)/python -m penstock.deploy.write_reference
 
 observe: $(STAMP)  ## a run (RUN=run.toml) on this machine with a Prometheus that scrapes all services; prints the addresses

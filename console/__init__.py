@@ -1,5 +1,5 @@
 """The `penstock` command: start services, watch, report on, audit and replay runs.
 
-The console imports `protocol` and no service. It starts services as processes of the same
-interpreter and reads a run through NATS and S3 like any other client.
+Only `cli` imports other packages than `protocol`: a verb calls the function that does its work. Services start as
+processes of the same interpreter; the rest of the console reads a run through NATS and S3 like any other client.
 """

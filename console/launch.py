@@ -1,6 +1,6 @@
 """Build the command line of the process that a verb starts: a service's module, in this interpreter, on one node or several.
 
-The console imports no service. It replaces its process by the service's, so signals, exit code and terminal belong to the
+The console replaces its process by the service's, so signals, exit code and terminal belong to the
 service, and its arguments arrive unchanged. On several nodes every node starts the same command, with flags or with what a
 scheduler exports; node 0 has rank 0, which talks to NATS and S3, and torchrun on it is the rendezvous.
 """

@@ -2,7 +2,7 @@
 
 Success has one definition for panel, report, plot, list of runs and JSON: held-out prompts show accuracy where the reward says
 what is correct, else the mean reward. An evaluation without ``accuracy`` is one of a reward without a threshold of success
-(`trainer/evaluation/success.py`).
+(`trainer/evaluation/eval_result.py`).
 """
 
 from __future__ import annotations

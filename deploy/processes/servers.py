@@ -257,7 +257,7 @@ class S3Server(Server):
     """``rclone serve s3`` over a folder: a bucket is a folder below ``store``.
 
     With ``is_durable`` an object that it has acknowledged is on disk, where the file system can write through
-    (`durable_folder.py`); a large one takes several times as long.
+    (`make_durable`); a large one takes several times as long.
     """
 
     name = "s3-server"

@@ -1,8 +1,8 @@
 """Asynchronous reinforcement learning of language models: services that communicate only through NATS and S3.
 
 The public interface is what ``__all__`` names, the `penstock` command, the run file, and the wire and storage formats
-of `penstock.protocol`. What a kind of extension implements is public in its own module; every other module is private: it may change in any release. ``docs/extending.md`` lists what
-extensions implement.
+of `penstock.protocol`. What a kind of extension implements is public in its own module (``docs/extending.md`` lists it);
+every other module is private and may change in any release.
 
 The packages below this name are links to the folders at the top of the repository. Names are resolved when they are
 used, so that ``import penstock`` imports nothing else.

@@ -1,6 +1,6 @@
 """Create, start, pause, resume, stop and remove a run. Each action may be repeated, and returns the run's state.
 
-Run files are checked by the settings code of every service in a process of its own: the console imports no service.
+Run files are checked by the settings code of every service, in a process of its own.
 """
 
 from __future__ import annotations
