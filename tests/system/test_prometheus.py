@@ -98,7 +98,8 @@ def test_prometheus_scrapes_a_reward_service_with_its_token(
     beat = decode(entry.value, Heartbeat)
     assert beat.metrics_url == f"{service.url}/metrics"
     assert beat.figures["groups_scored"] == 1.0
-    assert abs(time.time() - query(url, "penstock_heartbeat_timestamp_seconds")[""]) < 300
+    at = query(url, "penstock_heartbeat_timestamp_seconds")[""]
+    assert 0 <= time.time() - at < 60
 
 
 @pytest.mark.parametrize("service", ["trainer", "rollout", "reward"])

@@ -66,12 +66,23 @@ async def _differing(
     outcomes = await made.score([_group(name, row) for row in rows], attempt=1)
     for one in outcomes:
         assert not isinstance(one, GroupScores) or one.parts.keys() == set(built_in.parts), name
-    scores = [one.rewards[0] if isinstance(one, GroupScores) else repr(one) for one in outcomes]
+    found = [_first(one) if isinstance(one, GroupScores) else (repr(one), {}) for one in outcomes]
     return [
-        (name, given, row["answer"][:80], row["truth"], f"expected {row['score']}, got {score}", row["why"])
-        for row, score in zip(rows, scores, strict=True)
-        if score != row["score"]
+        (
+            name,
+            given,
+            row["answer"][:80],
+            row["truth"],
+            f"expected {(row['score'], row.get('parts'))}, got {one}",
+            row["why"],
+        )
+        for row, one in zip(rows, found, strict=True)
+        if one != (row["score"], row.get("parts", one[1]))
     ]
+
+
+def _first(scores: GroupScores) -> tuple[float, dict[str, float]]:
+    return scores.rewards[0], {part: values[0] for part, values in scores.parts.items()}
 
 
 def _group(name: str, row: dict[str, Any]) -> GroupTexts:
@@ -80,28 +91,28 @@ def _group(name: str, row: dict[str, Any]) -> GroupTexts:
 
 
 HOSTILE = {
-    "boxes": "\\boxed{" * 6_250,
-    "digits": "9" * 31_250,
-    "commas": "1,234" * 6_250,
-    "fractions": "1/" * 12_500,
-    "signs": "-" * 31_250,
-    "spaces": " " * 31_250,
-    "tabs after a phrase": "the answer is" + "\t*" * 12_500,
-    "phrases": "answer is answer: " * 2_500,
-    "Chinese phrases": "答案是" * 9_250,
-    "hashes": "#### " * 6_250,
-    "tags": "<think>" * 4_250 + "<answer>" * 3_750,
-    "closing tags": "</answer>" * 3_750,
-    "fences": "```" * 9_250,
-    "letters": "A) " * 9_250,
-    "labels": "not positive " * 2_500,
-    "superscripts": "⁹" * 31_250,
-    "ligatures": "ﷺ" * 12_500,
-    "frac": "\\frac" * 6_250,
-    "text": "\\text{" * 5_000,
-    "powers": "10^" * 9_250,
-    "times": "1 × 10^" * 4_250,
-    "lines": "\n" * 31_250,
+    "boxes": "\\boxed{" * 25_000,
+    "digits": "9" * 125_000,
+    "commas": "1,234" * 25_000,
+    "fractions": "1/" * 50_000,
+    "signs": "-" * 125_000,
+    "spaces": " " * 125_000,
+    "tabs after a phrase": "the answer is" + "\t*" * 50_000,
+    "phrases": "answer is answer: " * 10_000,
+    "Chinese phrases": "答案是" * 37_000,
+    "hashes": "#### " * 25_000,
+    "tags": "<think>" * 17_000 + "<answer>" * 15_000,
+    "closing tags": "</answer>" * 15_000,
+    "fences": "```" * 37_000,
+    "letters": "A) " * 37_000,
+    "labels": "not positive " * 10_000,
+    "superscripts": "⁹" * 125_000,
+    "ligatures": "ﷺ" * 50_000,
+    "frac": "\\frac" * 25_000,
+    "text": "\\text{" * 20_000,
+    "powers": "10^" * 37_000,
+    "times": "1 × 10^" * 17_000,
+    "lines": "\n" * 125_000,
 }
 PURE = {name: one for name, one in BUILT_INS.items() if name not in {"code", "length", "overlong", "environment"}}
 SET = {
@@ -123,7 +134,7 @@ async def _grade(gold: str, answer: str) -> Graded:
 
 @pytest.mark.parametrize("attack", HOSTILE)
 async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) -> None:
-    """Thirty thousand hostile characters cost every reward less than half a CPU second in the service's own process."""
+    """A hundred thousand hostile characters cost every reward less than a CPU second in the service's own process."""
     slow = {}
     pool = cast("GraderPool", SimpleNamespace(for_group=lambda: _grade))
     for name, built_in in PURE.items():
@@ -136,7 +147,7 @@ async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) ->
             (outcome,) = await made.score([_group(name, row)], attempt=1)
             slow[name] = max(slow.get(name, 0.0), time.process_time() - began)
             assert isinstance(outcome, GroupScores), (name, outcome)
-    assert {name: cost for name, cost in slow.items() if cost > 0.5} == {}
+    assert {name: cost for name, cost in slow.items() if cost > 1.0} == {}
 
 
 @given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))

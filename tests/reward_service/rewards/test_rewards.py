@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
 from typing import Any
 
 import pytest
@@ -10,19 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import exact_match, format, gsm8k, math_answer
 from penstock.reward_service.rewards.parsing import latex
 from penstock.reward_service.rewards.parsing.latex import read_number
 from penstock.reward_service.rewards.reward import Verdict
-
-
-@pytest.fixture
-async def grader() -> AsyncIterator[GraderPool]:
-    """One real grader process for the whole table."""
-    pool = GraderPool(1, cpu_s=20.0)
-    yield pool
-    await pool.close()
 
 
 @pytest.mark.parametrize("truth", [None, "", "no number", ["1", "2"], {"a": 1}, True, "#### none"])
@@ -87,6 +78,29 @@ def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
 )
 def test_format_requires_each_tag_once_and_nothing_outside(completion: str, reward: float) -> None:
     assert format.judge((completion,), None) == [Verdict(reward)]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "\\boxed{" * 200_000,
+        "<think>" * 200_000,
+        "#### " * 200_000,
+        "\\boxed" + " " * 500_000,
+        "####" + " " * 500_000,
+        "#### 1" + ",1" * 200_000,
+        "{" * 500_000 + "}" * 500_000,
+        "\\frac" * 200_000,
+    ],
+)
+def test_every_completion_is_judged_in_linear_time(attack: str) -> None:
+    """Hostile completions of half a million characters are judged in linear time."""
+    began = time.process_time()
+    gsm8k.judge((attack,), "42")
+    format.judge((attack,), None)
+    latex.last_boxed(attack)
+    latex.last_boxed("\\boxed{1} " + attack)
+    assert time.process_time() - began < 5.0  # quadratic: minutes
 
 
 @given(st.fractions(max_denominator=10**6))

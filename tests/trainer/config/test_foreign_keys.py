@@ -69,6 +69,48 @@ VALUES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+# key = value, what it needs -> the setting it sets
+TAKEN = """
+mask_truncated_completions=true -> algorithm.mask_truncated=True
+num_iterations=4 -> algorithm.epochs=4
+off_policy_mask_threshold=0.5 -> algorithm.opsm_delta=0.5
+delta=2.0 -> algorithm.dual_clip=2.0
+lr_scheduler_type=constant_with_warmup -> trainer.schedule=constant
+norm_adv_by_std=false -> algorithm.normalise_by_std=False
+train_batch_size=256 -> rollout.groups_per_step=256
+max_response_length=1024 -> rollout.max_new_tokens=1024
+actor_rollout_ref.actor.ppo_epochs=2 -> algorithm.epochs=2
+reward_norm=running -> algorithm.reward_norm=running
+reward_norm=none -> algorithm.reward_norm=none
+pg_clip=0.3 -> algorithm.clip_low=0.3
+pg_clip=0.3 -> algorithm.clip_high=0.3
+loss_agg_mode=seq-mean-token-sum -> algorithm.aggregation=seq-mean-token-sum
+loss_agg_mode=seq-mean-token-mean -> algorithm.aggregation=seq-mean-token-mean
+value_clip=0.2 algorithm.name=ppo critic.updates=2 -> critic.value_clip=0.2
+kl_penalty=abs algorithm.reward_kl_coefficient=0.1 -> algorithm.reward_kl_form=abs
+kl_penalty=mse algorithm.reward_kl_coefficient=0.1 -> algorithm.reward_kl_form=k2
+kl_penalty=full algorithm.reward_kl_coefficient=0.1 -> algorithm.reward_kl_form=full
+target_kl=0.1 algorithm.reward_kl_coefficient=0.1 -> algorithm.kl_target=0.1
+actor_rollout_ref.actor.clip_ratio=0.1 -> algorithm.clip_high=0.1
+actor_rollout_ref.actor.clip_ratio_high=0.28 -> algorithm.clip_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=3.0 -> algorithm.dual_clip=3.0
+"""
+
+# key: a piece of the answer
+ANSWERED = """
+bitsandbytes: model.lora.rank
+epsilon_high: algorithm.clip_high
+scale_rewards: algorithm.normalise_by_std
+loss_type: algorithm.aggregation
+tracker_kwargs: [tracking]
+trainer.test_freq=5: data.eval
+trainer.experiment_name=GSM8K_exp.1: such as gsm8k-exp-1
+beta=0.04: algorithm.kl_coefficient
+rollout.n=8: rollout.group_size
+model.name=m: model.path
+"""
+
+
 def refusal(overrides: list[str]) -> list[str]:
     """Return the lines of the error about some overrides."""
     with pytest.raises(ConfigError) as caught:
@@ -149,6 +191,27 @@ def value_of(settings: Any, key: str) -> Any:
         else:
             settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
     return settings
+
+
+@pytest.mark.parametrize("line", TAKEN.strip().splitlines())
+def test_a_key_with_the_same_meaning_is_accepted_with_its_origin(line: str) -> None:
+    """The setting has its value, and `penstock config show` names the key that was written."""
+    given, _, expected = line.partition(" -> ")
+    ours, _, value = expected.partition("=")
+    written = given.partition("=")[0]
+    loaded = load(TrainerSettings, overrides=["model.path=m", *ROOM[:1], *given.split()])
+    assert str(value_of(loaded.settings, ours)) == value
+    if value != "none":
+        assert loaded.origins[ours] == f"override as {written}"
+
+
+@pytest.mark.parametrize("line", ANSWERED.strip().splitlines())
+def test_a_key_with_another_meaning_is_refused_with_the_right_one(line: str) -> None:
+    """No key is accepted and ignored, and none is refused as an unknown key."""
+    key, _, piece = line.partition(": ")
+    answer = "\n".join(refusal(["model.path=m", key if "=" in key else f"{key}=1"]))
+    assert piece in answer
+    assert "did you mean" not in answer
 
 
 def test_hydras_forms_of_an_override_are_read() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -139,8 +140,10 @@ def test_an_unreachable_hub_is_reported_within_two_seconds(
         use(monkeypatch, f"http://127.0.0.1:{9 if hub_is == 'absent' else server.getsockname()[1]}", tmp_path)
         reason = "" if hub_is == "absent" else r"(no answer within 0.5 s|timed out).*"  # whichever clock is first
         expected = rf"data.train = org/rows: .* cannot be reached .*{reason} set data.train to a local path"
+        started = time.monotonic()
         with pytest.raises(ConfigError, match=expected):
             data_files([Path("org/rows")], "data.train", "train")
+        assert time.monotonic() - started < 8.0  # the client's own deadline is 10 s
         stop.set()
         if thread.ident:
             thread.join()
