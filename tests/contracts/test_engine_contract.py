@@ -123,6 +123,11 @@ def test_samples_come_prompt_major(engine: EngineUnderTest, dense: Dense) -> Non
     assert [reply["output_ids"] for reply in replies] == expected
 
 
+def test_samples_of_one_prompt_differ(engine: EngineUnderTest) -> None:
+    replies = engine.generate(PROMPT, n=8, max_new_tokens=12, ignore_eos=True)
+    assert len({tuple(reply["output_ids"]) for reply in replies}) == 8
+
+
 def test_sampling_parameters_may_differ_within_a_batch(engine: EngineUnderTest) -> None:
     params = [{"max_new_tokens": count, "ignore_eos": True} for count in (1, 5, 3)]
     replies = engine.post("/generate", {"input_ids": [PROMPT] * 3, "sampling_params": params})
@@ -276,6 +281,14 @@ def test_requests_during_a_pause_wait_for_its_end(engine: EngineUnderTest, tmp_p
         engine.post("/continue_generation")
         assert reply.result(DEADLINE_S)["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 3}]
     engine.get("/ready")
+
+
+def test_a_missing_folder_is_refused_and_the_old_weights_stay(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """An update from nowhere answers 400, success false, and changes nothing."""
+    before = engine.generate(PROMPT, max_new_tokens=10, temperature=0, ignore_eos=True)["output_ids"]
+    assert engine.update(tmp_path / "nowhere", "1", expect=400)["success"] is False
+    assert engine.version == "0"
+    assert engine.generate(PROMPT, max_new_tokens=10, temperature=0, ignore_eos=True)["output_ids"] == before
 
 
 @pytest.mark.parametrize("fault", ["truncated", "wrong shape", "missing tensor", "unknown tensor", "nan", "integers"])

@@ -37,3 +37,9 @@ def test_a_name_is_offered_when_any_replica_has_it() -> None:
     offers = rewards_offered.current_offers([offer("a", "gsm8k"), offer("b", "mine")], run_id="demo", now=100.0)
     assert rewards_offered.names_not_offered({"gsm8k", "mine", "typo"}, offers) == {"typo"}
     assert rewards_offered.names_not_offered({"gsm8k"}, []) == {"gsm8k"}
+
+
+def test_expired_records_may_be_deleted() -> None:
+    """Only offers older than ten minutes are deleted; other keys of the bucket are unchanged."""
+    entries = [offer("a", at=1000.0), offer("b", at=100.0), Entry("endpoints", b"{}"), Entry("available.x", b"?")]
+    assert rewards_offered.expired_keys(entries, now=1000.0) == ["available.b"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.forked_run import ForkedRun
-from tests.rigs.chaos.kills import plan_kills
+from tests.rigs.chaos.kills import LAST_STEPS, POINTS, plan_kills, plan_points
 from tests.rigs.chaos.run import GROUPS_PER_STEP, VICTIMS, ChaosRun
 from tests.servers import require
 
@@ -46,3 +46,18 @@ def test_every_process_is_killed_once_and_nothing_is_lost_or_counted_twice(tmp_p
     closed = train["used"] + sum(train["dropped"].values())
     assert REDUNDANT * train["used"] <= sum(train["abandoned"].values()) <= REDUNDANT * closed
     assert sum(train["abandoned_tokens"].values()) > 0
+
+
+def test_a_plan_kills_every_process_and_is_the_same_for_the_same_seed() -> None:
+    """Every victim is killed, in the order of the steps, never in the last ones; every crash point is used once."""
+    for seed in range(20):
+        kills = plan_kills(seed, VICTIMS, num_kills=30, steps=60)
+        assert kills == plan_kills(seed, VICTIMS, num_kills=30, steps=60)
+        counts = [sum(kill.victim == victim for kill in kills) for victim in VICTIMS]
+        assert sum(counts) == 30
+        assert set(counts) <= {4, 5}
+        assert [kill.step for kill in kills] == sorted(kill.step for kill in kills)
+        assert 1 <= kills[0].step <= kills[-1].step <= 60 - LAST_STEPS
+        points = plan_points(seed, len(POINTS))
+        assert {point for point, _ in points} == set(POINTS)
+    assert plan_kills(0, VICTIMS, num_kills=30, steps=60) != plan_kills(1, VICTIMS, num_kills=30, steps=60)

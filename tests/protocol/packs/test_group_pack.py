@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 from dataclasses import replace
 
 import numpy as np
@@ -151,6 +152,15 @@ def test_a_damaged_pack_is_a_pack_error_or_still_readable(data: st.DataObject):
     for read in (group_pack.decode, lambda b: group_pack.decode_texts(b, [0])):
         with contextlib.suppress(PackError):
             read(bytes(stored[:cut]))
+
+
+def test_another_parquet_file_is_refused():
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"x": [1]}), sink)
+    with pytest.raises(PackError, match=r"expected schema group_pack\.v1, got none"):
+        group_pack.decode(sink.getvalue())
+    with pytest.raises(PackError, match=r"row group 7 of a pack that has 1"):
+        group_pack.decode(group_pack.encode([_group()]), [7])
 
 
 @pytest.mark.parametrize(

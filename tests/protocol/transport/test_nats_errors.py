@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from nats.js import api
 from nats.js.errors import APIError
+from tests import servers
 
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, PenstockError, StorageFull
-from penstock.protocol.streams import StreamSpec
+from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.nats_errors import refusal
+
+
+@pytest.fixture
+def small_nats(tmp_path: Path) -> Iterator[NatsServer]:
+    """A nats-server whose store takes 10 MB."""
+    server = servers.start_nats(tmp_path, max_store_gb=0.01)
+    yield server
+    server.stop()
 
 
 def test_a_full_bucket_is_an_error_with_its_size_and_loses_nothing(bus: Bus, run_id: str) -> None:
@@ -44,6 +57,27 @@ def test_a_full_bucket_is_an_error_with_its_size_and_loses_nothing(bus: Bus, run
     bus._connection.call(js.update_stream(wider.evolve(max_bytes=4000)), "widen").wait()
     bucket.put(keys[len(written)], b"x").wait()
     bus.delete_stream(f"KV_{name}").wait()
+
+
+def test_a_store_without_space_for_a_run_is_an_error(small_nats: NatsServer, run_id: str) -> None:
+    """Error 10047: streams and buckets that reserve more than the store has are refused with the limit to raise."""
+    with Bus.connect(small_nats.settings, name="test") as bus:
+        for create in (
+            lambda: bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 512 * 1024 * 1024)).wait(),
+            lambda: bus.ensure_bucket(BucketSpec(f"{run_id}-large")).wait(),
+        ):
+            with pytest.raises(StorageFull, match=rf"{run_id}.*10047.*penstock runs rm RUN.*max_file_store"):
+                create()
+
+
+def test_a_missing_stream_or_consumer_is_named(bus: Bus, run_id: str) -> None:
+    """Errors 10059 and 10014: the stream, or the consumer of an existing stream, with the command that creates it."""
+    with pytest.raises(MissingStream, match=rf"stream {run_id}.*penstock bootstrap"):
+        bus.stream_state(run_id).wait()
+    bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
+    with pytest.raises(MissingStream, match=rf"consumer reader of {run_id}.*penstock bootstrap"):
+        bus.consumer_state(ConsumerSpec(run_id, "reader", f"{run_id}.>", 1.0, 1, run_id, "tasks")).wait()
+    bus.delete_stream(run_id).wait()
 
 
 def test_streams_with_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tests.protocol.weights.published_weights import ADAPTER_LAYOUT, PublishedWeights, held_of, random_state
 
-from penstock.protocol.errors import ChainBroken
+from penstock.protocol.errors import ChainBroken, MalformedFact
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest
 from penstock.protocol.weights.export import check_fit, merge_into, read_factors
@@ -68,6 +69,25 @@ def test_a_base_is_the_one_that_the_adapter_was_trained_on():
             verify_base(adapter, base.model_copy(update=fields))
     with pytest.raises(ChainBroken, match="not an adapter"):
         verify_base(base, base)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"kind": "anchor"}, "an anchor is its own anchor"),
+        ({"kind": "patch"}, "every bucket of a patch is a change"),
+        ({"kind": "lora"}, "kind"),
+        ({"anchor": None}, "every other kind needs one"),
+        ({"model_files": []}, "adapter_config.json"),
+        ({"buckets": []}, "one bucket, got 0"),
+        ({"version": 0}, "cannot build on version 0"),
+    ],
+)
+def test_a_manifest_of_an_adapter_that_contradicts_itself_is_refused(fields: dict, match: str):
+    _, _, adapter = an_adapter()
+    assert VersionManifest.from_json(adapter.to_json()) == adapter
+    with pytest.raises(MalformedFact, match=match):
+        VersionManifest.from_json(json.dumps(json.loads(adapter.to_json()) | fields).encode())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

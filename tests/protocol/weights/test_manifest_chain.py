@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.protocol.weights.published_weights import LAYOUT, PublishedWeights, changed_state, held_of, random_state
 
-from penstock.protocol.errors import ChainBroken
+from penstock.protocol.errors import ChainBroken, MalformedFact
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import TensorSpec, build_layout
@@ -180,3 +182,43 @@ def test_a_manifest_contains_the_number_of_changes():
     assert [blob.key for blob in patch.references()] == ["layout", "p1"]
     assert patch.layout_id == LAYOUT.layout_id
     assert isinstance(run.plan(None), CatchUp)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"kind": "anchor"}, "every bucket of a patch is a change, and none of another kind"),
+        ({"parent": None}, "a parent is needed"),
+        ({"version": 0}, "cannot build on version 0"),
+        ({"objects": ()}, "object 0 of 0"),
+        ({"objects": ({"key": "p", "size_bytes": 3, "sha256": "0" * 64},)}, "of an object of 3"),
+        ({"surprise": 1}, "surprise"),
+        ({"version": -1}, "version"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(fields: dict, match: str):
+    """Kind, ancestors and ranges must agree; the text names the field."""
+    _, (_, patch) = a_run(1)
+    assert VersionManifest.from_json(patch.to_json()) == patch
+    with pytest.raises(MalformedFact, match=match):
+        VersionManifest.from_json(json.dumps(json.loads(patch.to_json()) | fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"codec": "none"}, "has no stored bytes"),
+        ({"stored": None}, "needs stored bytes"),
+        ({"num_changed": 10**9}, "words changed"),
+        ({"base_xxh3": None}, "a patch has a base"),
+        ({"codec": "none", "stored": None}, "must be equal"),
+        ({"codec": "lzma"}, "codec"),
+    ],
+)
+def test_a_bucket_that_contradicts_itself_is_refused(fields: dict, match: str):
+    """Codec, stored bytes, counts and hashes must agree."""
+    _, (_, patch) = a_run(1)
+    wire = json.loads(patch.to_json())
+    wire["buckets"][0] |= fields
+    with pytest.raises(MalformedFact, match=match):
+        VersionManifest.from_json(json.dumps(wire).encode())

@@ -173,6 +173,12 @@ def test_a_seed_gives_the_same_completion_with_any_other_requests(small_engine: 
     assert first["output_ids"] == alone != second["output_ids"]
 
 
+def test_samples_of_one_prompt_are_computed_once(small_engine: EngineUnderTest) -> None:
+    """All but the first sample of a prompt report its tokens as cached."""
+    replies = small_engine.generate([PROMPT, PROMPT[:3]], n=3, max_new_tokens=1)
+    assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [0, 6, 6, 0, 3, 3]
+
+
 def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> None:
     """A request that never fits into the cache is a 400 that names the limit."""
     error = small_engine.generate(PROMPT, max_new_tokens=7995, expect=400)

@@ -213,6 +213,18 @@ def test_corrupt_weights_are_refused_and_the_old_version_is_still_served(
     assert applied_by(trainer_side, "w0") == [0, 1, 2]
 
 
+def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A corrupt config is refused like a corrupt shard."""
+    trainer_side.publish(0, corrupt="config.json")
+    start_worker("w0", *attached(faulty_engine))
+    wait_for(lambda: trainer_side.refused, "the refusal")
+    trainer_side.source.answer()
+    trainer_side.wait_applied("w0", 0)
+    assert [version for version, _ in faulty_engine.loads] == ["0"]
+
+
 def test_an_update_that_is_refused_once_is_retried(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
@@ -285,6 +297,19 @@ def test_an_evaluation_is_sampled_by_exactly_its_version(
     wait_for(lambda: faulty_engine.version == "5", "the worker to serve the newest version again")
     trainer_side.issue("train-last", [make_task("e0.p99.a0")])
     assert versions_of(trainer_side.collect_groups(1)) == {5}
+
+
+def test_an_evaluation_waits_for_the_announcement_of_its_version(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A task that arrives before the weights it is pinned to is generated once they are published."""
+    trainer_side.publish(0)
+    worker = start_worker("w0", *attached(faulty_engine))
+    trainer_side.issue("eval-0", [make_task("eval.v1.p0.s0", split="eval", pinned_version=1)])
+    wait_for(lambda: (beat := trainer_side.heartbeat("w0")) and beat.figures["packs_held"] == 1, "the task to be taken")
+    trainer_side.publish(1)
+    assert versions_of(trainer_side.collect_groups(1)) == {1}
+    assert worker.alive
 
 
 def test_an_evaluation_whose_weights_were_deleted_is_dead_lettered(

@@ -27,6 +27,7 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 OpenMirror = Callable[..., Mirror]
 BUCKET_BYTES = 4096
@@ -124,6 +125,15 @@ def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirr
     assert folders == [folders[0], folders[1]] * 5
 
 
+def test_a_version_is_fetched_once(run: Run, open_mirror: OpenMirror) -> None:
+    """The second request is answered from disk."""
+    mirror = open_mirror()
+    run.publish(0)
+    first = run.fetch(mirror, 0)
+    again = run.fetch(mirror, 0)
+    assert (again.folder, again.num_bytes) == (first.folder, 0)
+
+
 def test_a_late_joiner_applies_snapshot_and_patches_in_one_pass(run: Run, open_mirror: OpenMirror) -> None:
     """40 versions behind, it reads one full snapshot and 40 patches, each once."""
     for version in range(41):
@@ -133,6 +143,17 @@ def test_a_late_joiner_applies_snapshot_and_patches_in_one_pass(run: Run, open_m
     manifests = [run.manifest(version) for version in range(41)]
     small = sum(file.blob.size_bytes for file in manifests[40].model_files)
     assert mirrored.num_bytes == sum(manifest.num_bytes for manifest in manifests) + small
+
+
+def test_a_new_worker_starts_at_the_newest_full_snapshot(bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
+    run = Run(bus, blobs, run_streams, model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=5))
+    for version in range(13):
+        run.publish(version)
+    anchor = run.manifest(12).anchor
+    assert anchor is not None
+    assert anchor.version == 10
+    mirrored = run.fetch(open_mirror(), 12)
+    run.assert_is(mirrored, 12)
 
 
 def test_an_older_version_is_written_to_a_third_folder(run: Run, open_mirror: OpenMirror) -> None:
@@ -166,6 +187,17 @@ def test_a_corrupt_object_is_refused_and_the_answer_is_accepted(run: Run, open_m
     following = run.fetch(mirror, 3, keep=(2,))
     run.assert_is(following, 3)
     assert following.num_bytes == run.facts[3].num_bytes  # the full snapshot is on the disk, in the other folder
+
+
+def test_a_corrupt_full_snapshot_is_refused(run: Run, open_mirror: OpenMirror) -> None:
+    """A worker without weights still has none, not wrong ones."""
+    run.publish(0, corrupt=("00002-of-00005.safetensors",))
+    mirror = open_mirror()
+    with pytest.raises(WeightsUnusable, match=r"version 0: .*sha256"):
+        run.fetch(mirror, 0)
+    assert mirror.held() == []
+    run.facts[0] = run.source.answer()
+    run.assert_is(run.fetch(mirror, 0), 0)
 
 
 def test_after_a_missing_object_the_newest_full_snapshot_is_fetched(run: Run, open_mirror: OpenMirror) -> None:

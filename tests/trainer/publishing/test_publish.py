@@ -29,6 +29,7 @@ from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
@@ -355,6 +356,21 @@ def test_a_version_overtaken_by_the_next_is_skipped(
     assert manifest.parent is not None
     assert manifest.parent.version == 3
     assert_head_is(connections, 5)
+
+
+def test_storage_that_stays_unreachable_is_an_error(
+    own_s3: Callable[[], S3Server], bus: Bus, run_streams: str, model_folder: Path
+) -> None:
+    """When the object store does not answer within the deadline, the next submission raises."""
+    storage = own_s3()
+    connections = Connections(run_streams, bus, Blobs(storage.settings, deadline_s=0.5))
+    publisher = Publisher(connections, model_folder=model_folder)
+    storage.kill()
+    publisher.submit(snapshot(0))
+    with pytest.raises(PublicationFailed, match="no valid answer"):
+        publisher.wait_until_published(PolicyVersion(0), 180.0)
+    with pytest.raises(PublicationFailed, match="could not be published"):
+        publisher.submit(snapshot(1))
 
 
 CRASHES = {
