@@ -163,6 +163,26 @@ def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None
         assert all(f"export {name}={value}\n" in written for name, value in environment.items())
 
 
+def test_errors_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
+    """A folder in use and a bad run id are reported in one line, without a traceback."""
+    with LocalStack(tmp_path / "data"):
+        for arguments, text in (
+            (["--data", str(tmp_path / "data")], "is in use by process"),
+            (["--data", str(tmp_path / "other"), "--run", "No Good"], "run id 'No Good' must be"),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "penstock.deploy.local", *arguments],
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+                timeout=60,
+            )
+            assert done.returncode == 1
+            assert text in done.stderr
+            assert "Traceback" not in done.stderr
+
+
 def test_a_command_runs_with_the_servers_of_a_stored_run(tmp_path: Path) -> None:
     """The servers of a finished run's store run for one command; its exit code is returned and the store is unlocked."""
     with LocalStack(tmp_path / "store") as stack:

@@ -149,6 +149,12 @@ def test_an_endpoint_that_fails_at_its_first_start_is_not_restarted() -> None:
     assert not fails_at_first_start("endpoint-a", 1, [crashed])
 
 
+def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> None:
+    """The error names the file, before anything starts."""
+    with pytest.raises(ConfigError, match=r"--serve .*none\.py: there is no such file"):
+        LocalRun([str(run_file)], reward_files=[tmp_path / "none.py"])
+
+
 def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     """The command exits with the trainer's exit code and shows the end of its log."""
     (tmp_path / "nowhere").mkdir()  # a folder that is missing is refused before anything starts

@@ -11,8 +11,10 @@ from tests.console.record import recorded_run as recorded
 from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_snapshot import Snapshot
+from penstock.console.live.run_view import RunView
 from penstock.console.report.diagnoses import RunMetrics, diagnose
-from penstock.console.terminal import curve
+from penstock.console.report.learning import HeldOut
+from penstock.console.terminal import clock, curve
 
 
 @pytest.fixture
@@ -53,6 +55,24 @@ def test_a_frame_shows_everything(snapshot: Snapshot):
         "0:18 rollout-1 is lost: no heartbeat for 4 s",
     ):
         assert expected in text
+
+
+def test_a_frame_of_a_run_without_events():
+    """Before the first message the panel names what it waits for."""
+    text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
+    assert "step 0/10" in text
+    assert "waiting for the services" in text
+
+
+def test_a_frame_shows_that_nats_is_unreachable(snapshot: Snapshot):
+    """A panel without a connection shows for how long."""
+    assert "NATS unreachable for 7 s" in drawn(replace(snapshot, disconnected_s=7.0))
+
+
+def test_a_worker_without_heartbeat_is_shown_as_lost(snapshot: Snapshot):
+    """A worker without a heartbeat keeps its line, with the time since its last heartbeat."""
+    services = tuple(replace(s, alive=s.service_id != "rollout-0", silent_s=65) for s in snapshot.services)
+    assert "lost, no heartbeat for 1:05" in drawn(replace(snapshot, services=services))
 
 
 def test_markup_in_a_service_name_is_text(snapshot: Snapshot):
@@ -134,6 +154,25 @@ def test_a_run_that_has_ended_shows_no_service_as_lost(snapshot: Snapshot):
     assert "stopped" in text
 
 
+def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
+    """A regular exit is not a loss."""
+    stopped = tuple(replace(line, alive=False, has_exited=line.role == "rollout") for line in snapshot.services[:1])
+    console = Console(width=100, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(render(replace(snapshot, services=stopped, incidents=())))
+    assert "stopped" in captured.get()
+    assert "\x1b[31m" not in captured.get()
+
+
+def test_the_panel_shows_what_is_measured(snapshot: Snapshot):
+    """A reward without a rule of success is shown as mean reward, not as accuracy, here and in plain lines."""
+    measured = HeldOut("reward", ((0, 3.5), (60, 5.25)))
+    assert "3.50 → 5.25 reward" in drawn(replace(snapshot, held_out=measured))
+    lines: list[str] = []
+    PlainLines(lines.append, every=10).show(replace(snapshot, held_out=measured))
+    assert any(line.endswith("held-out mean reward 5.250 after step 60") for line in lines)
+
+
 def test_plain_lines_name_each_problem_once(snapshot: Snapshot):
     lines: list[str] = []
     plain = PlainLines(lines.append, every=10)
@@ -172,6 +211,16 @@ def test_plain_lines_print_each_event_once(snapshot: Snapshot):
     assert sum("killed rollout-1 on purpose" in text for text in lines) == 1
 
 
+def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
+    """A run that ends between two lines prints its last step."""
+    lines: list[str] = []
+    plain = PlainLines(lines.append, every=50)
+    plain.show(replace(snapshot, step=1))
+    plain.show(replace(snapshot, step=60), last=False)
+    plain.show(replace(snapshot, step=63), last=True)
+    assert lines[-1].startswith("0:31 step 63/60")
+
+
 def test_a_curve_rises_from_the_lower_left_to_the_upper_right():
     """A straight line touches both corners, with one dot in every column."""
     lines = curve([0.0, 1.0], width=10, height=3, low=0.0, high=1.0)
@@ -179,3 +228,18 @@ def test_a_curve_rises_from_the_lower_left_to_the_upper_right():
     assert lines[-1][0] != "⠀"
     assert lines[0][-1] != "⠀"
     assert lines[0][0] == lines[-1][-1] == "⠀"
+
+
+@pytest.mark.parametrize("values", [[], [0.5], [0.1] * 1000, [float(i) for i in range(7)]])
+def test_a_curve_has_its_size_for_any_values(values: list[float]):
+    """None, one, equal, too many or values beyond the axis: the drawing keeps its size."""
+    lines = curve(values, width=5, height=2, low=0.0, high=1.0)
+    assert [len(line) for line in lines] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3661, "1:01:01"), (-1, "0:00")]
+)
+def test_durations_are_formatted(seconds: float, text: str):
+    """Minutes and seconds, and hours from one hour."""
+    assert clock(seconds) == text

@@ -145,6 +145,14 @@ def test_missing_metrics_are_missing_and_not_zero():
     assert snapshot.eta_s is None
 
 
+def test_nan_is_ignored():
+    """A NaN reward is left out of curve and means."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.step(1, recorded.START, reward_mean=float("nan")))
+    view.fold_event(recorded.step(2, recorded.START + 1, reward_mean=0.5))
+    assert view.summary().reward_last == 0.5
+
+
 def test_only_the_first_evaluated_split_is_before_and_after():
     view = RunView(recorded.RUN)
     view.fold_event(recorded.evaluation(0, 0.5, recorded.START, split="held-out"))
@@ -288,6 +296,14 @@ def test_a_failing_reward_is_one_incident_per_reason():
     for _ in range(1000):
         view.fold_event(recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout"))
     assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups are retried"]
+
+
+def test_the_eta_follows_the_recent_steps():
+    """Half a second per step and twenty remaining steps are ten seconds."""
+    view = RunView(recorded.RUN, total_steps=40)
+    for number in range(1, 21):
+        view.fold_event(recorded.step(number, recorded.START + 0.5 * number))
+    assert view.snapshot(recorded.START + 10).eta_s == 10.0
 
 
 @given(st.lists(st.integers(1, 12), max_size=40))

@@ -113,6 +113,23 @@ def test_a_session_is_not_blamed_for_the_steps_before_it(tmp_path: Path):
     assert [line for line in lines if "held-out" in line] == ["0:20 held-out accuracy 0.750 after step 20"]
 
 
+def test_a_third_session_adds_to_both_before(tmp_path: Path):
+    """The sums of every session before are kept, not only those of the last one."""
+    first = RunView(recorded.RUN)
+    first_session(first)
+    watched_totals.save(tmp_path, first.totals())
+    watched_totals.save(tmp_path, resumed(tmp_path).totals())
+    totals = watched_totals.load(tmp_path)
+    assert totals is not None
+    third = RunView(recorded.RUN)
+    third.restore(totals)
+    beat = recorded.beat("rollout", "w0", START + 3000, busy_s=0.0, idle_s=0.0, cpu_s=0.5, tokens_generated=500)
+    third.fold_heartbeats([beat], START + 3000)
+    summary = third.summary()
+    assert summary.tokens_generated == 11_000 + 11_000 + 500
+    assert summary.cpu_s == pytest.approx(2.1 + 2.0 + 0.5)
+
+
 def test_a_process_that_continues_is_not_counted_twice(tmp_path: Path):
     """A worker that kept running while the trainer was resumed continues its own totals."""
     first = RunView(recorded.RUN)
@@ -158,6 +175,13 @@ def test_steps_that_left_the_stream_are_read_from_the_metrics(tmp_path: Path):
     partly.add_recorded(rows)
     assert partly.summary().tokens_trained == 60_000
     assert [point.step for point in partly.points()] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"until": "x"}', '{"until": 1, "services": [1]}'])
+def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, text: str):
+    """A damaged file of totals ends nothing."""
+    (tmp_path / watched_totals.FILE).write_text(text)
+    assert watched_totals.load(tmp_path) is None
 
 
 def test_a_worker_that_was_stopped_is_not_lost():

@@ -44,6 +44,12 @@ def test_the_figures_of_pairs_are_shown() -> None:
     }
 
 
+def test_missing_and_nan_metrics_are_left_out() -> None:
+    """A metric of a disabled part, or one that is not finite, is not shown."""
+    assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
+    assert learning.panel_lines({}) == ("–", "–")
+
+
 def test_the_panel_shows_the_parts_of_the_reward() -> None:
     """The means of the parts are one line, without nested parts; empty when there are none."""
     figures = learning.read({"reward_parts": {"correct": 0.25, "correct.has_answer": 1.0, "form": 1.0}})

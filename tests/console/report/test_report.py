@@ -114,6 +114,14 @@ def test_loss_rates_entropy_lengths_and_signals_are_reported():
     } <= set(summary.learning)
 
 
+def test_a_loss_that_is_not_finite_is_counted():
+    """A NaN loss is no number of the table, and not silent."""
+    view = RunView(recorded.RUN)
+    for number in range(1, 5):
+        view.fold_event(recorded.step(number, recorded.START + number, loss=float("nan") if number == 3 else 0.5))
+    assert [one.key for one in view.summary().diagnoses] == ["loss_not_finite"]
+
+
 def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Path):
     """Headline, plot, curve and JSON show the held-out mean reward under its name, and no accuracy."""
     view = RunView(recorded.RUN)
@@ -136,6 +144,23 @@ def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Pa
     assert document["curves"]["accuracies"] == []
     line = describe(tmp_path)
     assert (line.accuracy, line.eval_reward) == (None, 5.25)
+
+
+def test_what_counts_as_correct_is_in_the_headline():
+    """An accuracy is reported with the rule behind it."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.evaluation(0, 0.5, recorded.START, success="mine ≥ 0.5"))
+    view.fold_event(recorded.evaluation(9, 0.75, recorded.START + 9, success="mine ≥ 0.5"))
+    text = report.markdown(view.summary(), curves.Curves(), next_steps=(), has_plot=False)
+    assert "**Accuracy 0.500 → 0.750**" in text
+    assert "A completion is correct from mine ≥ 0.5 on." in text
+
+
+def test_reward_is_the_same_number_everywhere(folder: Path):
+    """`penstock runs` and the panel show the mean of the last steps."""
+    shown = recorded.whole_run().snapshot(recorded.START + 31).reward_now
+    assert shown is not None
+    assert describe(folder).reward == pytest.approx(shown)
 
 
 def test_groups_generated_twice_and_dropped_groups_are_explained():
@@ -163,6 +188,13 @@ def test_a_run_without_steps_has_a_report(tmp_path: Path):
     path = report.write(tmp_path / "empty", RunSummary(run_id="empty"))
     assert "0 steps" in path.read_text()
     assert (tmp_path / "empty" / "curve.png").exists()
+
+
+def test_curves_skip_a_partial_line(tmp_path: Path):
+    recorded.write_metrics(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 61, "rew')
+    assert len(curves.read(tmp_path).rewards) == recorded.STEPS
 
 
 def test_curves_of_a_resumed_run_count_each_step_once(tmp_path: Path):

@@ -90,6 +90,13 @@ def test_a_broken_model_shows_the_log_of_the_engine(tmp_path: Path):
         pass
 
 
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    """No engine is started for a folder without config.json."""
+    answer = penstock("chat", "tiny", "--model", str(tmp_path), "--prompt", "x", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "has no config.json" in answer.stderr
+
+
 def test_a_run_that_has_not_ended_has_no_model(tmp_path: Path):
     (tmp_path / "young").mkdir()
     with pytest.raises(ConfigError, match=r"has no model yet.*--model DIR"):

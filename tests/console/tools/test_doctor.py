@@ -95,6 +95,11 @@ def test_a_missing_package_names_its_extra():
     assert found.fix == "pip install 'penstock[trainer]'"
 
 
+def test_a_missing_program_is_a_warning(tmp_path: Path):
+    """A machine without the local servers can still be a worker."""
+    assert checks.runnable("no-such-program", "nothing").level == "warn"
+
+
 def test_a_program_that_does_not_start_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = tmp_path / "broken-server"
     program.write_text("#!/bin/sh\nexit 3\n")
@@ -135,6 +140,10 @@ def test_a_port_in_use_is_reported_with_its_setting():
         found = checks.port_use(server.getsockname()[1], "reward_service.port")
     assert found.level == "warn"
     assert "reward_service.port" in found.fix
+
+
+def test_the_space_for_a_new_folder_is_that_of_its_parent(tmp_path: Path):
+    assert checks.disk(tmp_path / "a" / "b" / "runs").level in {"ok", "warn"}
 
 
 _SCRIPT = """#!/bin/sh

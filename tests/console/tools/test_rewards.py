@@ -54,11 +54,24 @@ def test_list_test_and_remove(service: Service, tmp_path: Path):
     assert "no endpoint 'mine' is registered" in again.stderr
 
 
+def test_an_unknown_reward_is_refused_by_name(service: Service, tmp_path: Path):
+    """A misspelt reward name gets the service's error."""
+    answer = penstock("reward", "test", "gsm9k", "--url", service.url, cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "gsm9k" in answer.stderr
+
+
 def test_without_a_service_the_error_explains_how_to_start_one(tmp_path: Path):
     answer = penstock("reward", "list", "--url", "http://127.0.0.1:1", cwd=tmp_path)
     assert answer.returncode == 1
     assert "no reward service answers at http://127.0.0.1:1" in answer.stderr
     assert "penstock reward service" in answer.stderr
+
+
+def test_a_token_file_that_is_missing_is_named(tmp_path: Path):
+    answer = penstock("reward", "list", "--token-file", "nowhere", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "--token-file nowhere: not readable" in answer.stderr
 
 
 def rows_file(folder: Path, *rows: dict[str, object]) -> str:
@@ -125,6 +138,13 @@ def test_extra_info_is_a_json_object(service: Service, tmp_path: Path, text: str
     assert f"--extra-info: {reply}" in refused.stderr
     taken = penstock("reward", "test", "gsm8k", "--extra-info", '{"a": 1}', "--url", service.url, cwd=tmp_path)
     assert taken.returncode == 0, taken.stderr
+
+
+def test_equal_scores_give_a_warning(service: Service, tmp_path: Path):
+    data = rows_file(tmp_path, *({"prompt": "say", "ground_truth": text} for text in ("a", "b", "c")))
+    tried = penstock("reward", "test", "format", "--data", data, "--url", service.url, cwd=tmp_path)
+    assert tried.returncode == 1
+    assert "all 21 scores are 0: equal scores give no training signal" in tried.stderr
 
 
 def test_rows_that_cannot_be_scored_are_named(service: Service, tmp_path: Path):

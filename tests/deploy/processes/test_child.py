@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 
-from penstock.deploy.processes.child import Child, describe_exit, end_orphans
+from penstock.deploy.processes.child import Child, DeployError, describe_exit, end_orphans
 
 SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 
@@ -148,6 +148,18 @@ def test_a_failure_shows_exit_and_log(tmp_path: Path) -> None:
     assert child.wait(60.0) == 3
     assert "talker gave up; it ended with exit code 3" in str(child.failure("gave up"))
     assert "    last words" in str(child.failure("gave up"))
+
+
+def test_a_child_cannot_be_started_twice(sleeper: Child) -> None:
+    """Starting a running child is refused with its process id."""
+    with pytest.raises(DeployError, match=f"sleeper is already running .pid {sleeper.pid}"):
+        sleeper.start()
+
+
+def test_a_wait_has_a_deadline(sleeper: Child) -> None:
+    """Waiting for a child that does not exit raises an error that names it."""
+    with pytest.raises(DeployError, match=r"sleeper .* did not exit within 0 s"):
+        sleeper.wait(0.05)
 
 
 def test_exit_codes_are_described_in_words() -> None:
