@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, Argument, CycloptsError, Group, Parameter
 
 from penstock.protocol.errors import PenstockError
 
@@ -27,6 +27,7 @@ __all__ = [
     "RunName",
     "UsageError",
     "application",
+    "arguments_of",
     "program",
     "run",
     "typed",
@@ -66,9 +67,16 @@ def application(name: str | None = None, **more: Any) -> App:
     return App(
         name=name,
         help_format="plaintext",
-        default_parameter=Parameter(negative=(), show_default=_shown),
+        default_parameter=_default_parameter(),
         **{"version_flags": [], **more},
     )
+
+
+def arguments_of(app: App) -> list[Argument]:
+    """Return the arguments and options of a command, with the names that it takes; none for a list of verbs."""
+    if app.default_command is None:
+        return []
+    return list(app.assemble_argument_collection(default_parameter=_default_parameter()))
 
 
 def program(name: str, function: Callable[..., int], *, error: int | None = 1) -> Callable[..., int]:
@@ -115,7 +123,7 @@ def _refuse_mistyped(app: App, tokens: Sequence[str]) -> None:
     if not any(one.startswith("--") for one in tokens) or {"--help", "--version"} & set(tokens):
         return
     _, apps, rest = app.parse_commands(tokens)
-    arguments = [] if apps[-1].default_command is None else list(apps[-1].assemble_argument_collection())
+    arguments = arguments_of(apps[-1])
     if not any(one.parameter.allow_leading_hyphen for one in arguments):
         return
     import difflib  # noqa: PLC0415  few commands need it
@@ -130,6 +138,10 @@ def typed() -> Sequence[str]:
     """Return the arguments of the command that is running, as they were typed."""
     words = _typed.get()
     return sys.argv[1:] if words is None else words
+
+
+def _default_parameter() -> Parameter:
+    return Parameter(negative=(), show_default=_shown)
 
 
 def _shown(default: object) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.console.cli import verb_help
 from penstock.console.tools import reference
-from penstock.protocol.command_line import App
+from penstock.protocol.command_line import App, arguments_of
 from penstock.protocol.config.setting_description import ANY_NAME
 from penstock.protocol.errors import ConfigError
 
@@ -43,7 +43,7 @@ def words_of(app: App) -> Words:
     take_a_run: list[str] = []
     for verb, one in verb_help.verbs_of(app):
         verbs[verb] = sorted(name for name in one if not name.startswith("-"))
-        arguments = [] if one.default_command is None else list(one.assemble_argument_collection())
+        arguments = arguments_of(one)
         names = {name for argument in arguments if argument.show for name in argument.names if name.startswith("--")}
         flags[verb] = sorted({"--help", *names})
         if arguments and arguments[0].field_info.name == "run" and arguments[0].index == 0:

@@ -17,6 +17,7 @@ from docs.self_contained import loads
 
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
+from penstock.protocol.command_line import arguments_of
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
 from penstock.protocol.config.run_file import SECTIONS
 from tests.docs.pages import PAGES, READMES, ROOT, Block, blocks, inline_code, penstock_commands
@@ -45,7 +46,7 @@ def test_every_command_has_its_verb_and_flags():
         if verb.default_command is None and not (verb is app and rest == ["--help"]):
             wrong.append(f"{where}: no such verb: {' '.join(given)}")
             continue
-        own = {name for argument in verb.assemble_argument_collection() for name in argument.names}
+        own = {name for argument in arguments_of(verb) for name in argument.names}
         known = own | {"--help"}
         flags = [word.partition("=")[0] for word in rest if word.startswith("-") and not word.startswith("- ")]
         wrong += [f"{where}: {flag}" for flag in flags if flag not in known and not _is_key(flag.removeprefix("--"))]

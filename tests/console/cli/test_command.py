@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.console import connections, launch
 from penstock.console.cli.main import app, run
 from penstock.console.cli.options import LocalOptions
-from penstock.deploy import train_local
+from penstock.deploy import train_attached, train_local
 from penstock.protocol.errors import ConfigError
 
 VERBS = (
@@ -308,6 +308,15 @@ def test_without_servers_the_answer_is_immediate(verb: list[str], monkeypatch: p
 def test_a_configured_server_may_still_be_starting():
     """Only the default addresses are checked before the service starts, which waits for its servers itself."""
     connections.require_servers(["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"], {})
+
+
+def test_train_reads_json_as_an_option_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """--json is not a setting of the run file."""
+    called: list[tuple[object, ...]] = []
+    monkeypatch.setattr(connections, "require_servers", lambda *_: None)
+    monkeypatch.setattr(train_attached, "train_attached", lambda *given, **named: called.append((*given, named)) or 0)
+    assert run(["train", "a.b=1", "--json"]) == 0
+    assert called == [(("a.b=1",), None, {"as_json": True, "again": ("a.b=1", "--json")})]
 
 
 @pytest.mark.parametrize(
