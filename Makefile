@@ -32,7 +32,7 @@ named = @test -n '$($(1).$(NAME))' || { echo "usage: make $(1) NAME=... [ARGS=\"
 test: $(STAMP)  ## all tests, on a real nats-server and a real S3 server
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; code=$$?; \
 	if [ $$code -ne 1 ]; then exit $$code; fi; \
-	echo "failed beside other tests: once more, alone. A test that passes only alone is too hasty: mend it."; \
+	echo "failed beside other tests: running them again, alone. A test that passes only alone must wait for a condition instead of a time."; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # kubectl, the schemas of Kubernetes and of compose, hadolint, promtool: whatever is not installed is skipped and named.
