@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from penstock.trainer import __main__ as trainer
 from penstock.trainer import prepare
 from penstock.trainer.commands.run_command import STOPPED, USAGE_ERROR
+
+# What it imports later, by name: a second or more of a start would be waited for.
+HEAVY = ("torch", "deepspeed", "transformers", "transformers.models.auto.modeling_auto", "penstock.trainer.assemble")
 
 
 @pytest.mark.parametrize(("given", "code"), [("", STOPPED), ("\n", USAGE_ERROR)])
@@ -21,3 +25,9 @@ def test_it_begins_when_it_reads_a_line(
     monkeypatch.setattr(sys, "stdin", io.StringIO(given))
     assert trainer.main(["--prepare", "train", "nowhere.toml"]) == code
     assert ("nowhere.toml" in capsys.readouterr().err) == bool(given)
+
+
+def test_what_takes_long_is_imported_ahead() -> None:
+    """The import of everything is an import of what a training needs."""
+    program = f"import sys; from penstock.trainer import prepare; prepare.import_everything(); sys.exit(bool(set({HEAVY}) - set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-P", "-c", program], timeout=300, check=False).returncode == 0
