@@ -32,6 +32,11 @@ def test_each_figure_is_an_array_over_the_steps() -> None:
     assert not found.keys() & {"note", "kind", "skipped", "groups"}
 
 
+def test_a_run_without_steps_has_an_empty_array() -> None:
+    """``metrics()["step"]`` can be read before the first step."""
+    assert metrics.from_rows([])["step"].tolist() == []
+
+
 def test_evaluations_of_one_step_are_told_apart_by_their_source() -> None:
     """Two held-out sources of a step are two elements, and their names an array of texts."""
     rows = [

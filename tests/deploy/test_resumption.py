@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from penstock.console import connections
 from penstock.console.cli.main import run
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import RunSummary
@@ -49,6 +48,13 @@ def test_changed_settings_are_listed_for_a_run_with_a_checkpoint(tmp_path: Path)
     ]
 
 
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are configured: the command waits for them, and does not ask first whether they answer."""
+    monkeypatch.setenv("PENSTOCK_NATS__URL", "nats://127.0.0.1:1")
+    monkeypatch.setenv("PENSTOCK_S3__ENDPOINT", "http://127.0.0.1:1")
+
+
 class Started(Exception):
     pass
 
@@ -68,6 +74,7 @@ class StoppedTrainer(contextlib.AbstractContextManager):
         pass
 
 
+@pytest.mark.usefixtures("addresses")
 @pytest.mark.parametrize(
     ("command", "local"), [(train_local, ["--local"]), (train_attached, [])], ids=["--local", "attached"]
 )
@@ -86,13 +93,13 @@ def test_a_stopped_run_says_how_to_resume_it(
     monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
     monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
     monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
-    monkeypatch.setattr(connections, "require_servers", lambda *_: None)
     monkeypatch.setattr(command, "_watch", lambda *_, **__: (None if command is train_local else 130, None))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     assert run(["train", *given, *local]) == 130
     assert f"resume it with: penstock train {' '.join([*given, *local])}\n" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("addresses")
 def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -113,7 +120,6 @@ def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
 
     monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
     monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
-    monkeypatch.setattr(connections, "require_servers", lambda *_: None)
     monkeypatch.setattr(train_attached, "_watch", watched)
     monkeypatch.setattr(train_attached, "write_report", lambda *given, **_: reports.append(given))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
@@ -122,6 +128,7 @@ def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
     assert "resume it with" not in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("addresses")
 @pytest.mark.parametrize("local", [["--local"], []], ids=["--local", "attached"])
 def test_they_are_listed_before_anything_starts(
     local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -137,7 +144,6 @@ def test_they_are_listed_before_anything_starts(
     monkeypatch.setattr(train_local.LocalRun, "check", lambda _: None)
     monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
     monkeypatch.setattr(train_attached, "create_what_is_missing", start)
-    monkeypatch.setattr(connections, "require_servers", lambda *_: None)
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     with pytest.raises(Started):
         run(["train", *local, *given, "trainer.lr=3e-4"])

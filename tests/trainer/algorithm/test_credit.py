@@ -6,10 +6,13 @@ import json
 import math
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import AlgorithmState, Credit, Scored, credit_rule
+from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.errors import CheckpointError
 
 PLAIN = {"name": "reinforce"}  # advantages are the shaped rewards themselves
@@ -86,6 +89,49 @@ rewards = st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0])
 groups = st.lists(
     st.lists(st.tuples(rewards, st.integers(0, 9), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5
 )
+OPTIONS = [
+    {},
+    {"reward_norm": "group", "asym_clip": True, "whiten_advantages": True, "advantage_clip": 2.0},
+    {"reward_scaling": "mean_std", "reward_norm": "running", "length_weight": True, "difficulty_weight": True},
+    {"reward_norm": "source", "overlong_buffer": 0.5, "mask_truncated": True, "drop_zero_advantage": True},
+    {"reward_kl_coefficient": 0.1, "skip_non_positive_advantage": True},
+]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@examples(12)
+@given(batch=groups, options=st.sampled_from(OPTIONS), order=st.randoms(use_true_random=False))
+def test_credit_is_finite_and_independent_of_order_for_any_preset(
+    name: str, batch: list[list[tuple[float, int, bool]]], options: dict[str, object], order: object
+) -> None:
+    """Groups of one, equal rewards, empty answers, absurd rewards: finite; permuting groups permutes the credit."""
+    if PRESETS[name]["advantage"] == "gae":  # every token has its own advantage, filters by one are refused
+        options = {key: value for key, value in options.items() if "advantage" not in key or "whiten" in key}
+    if PRESETS[name]["advantage"] in ("return_to_go", "gigpo"):  # a normalised total would not be that of its turns
+        options = {key: value for key, value in options.items() if key[:8] not in ("reward_n", "reward_s", "asym_cli")}
+    if PRESETS[name]["advantage"] == "zero":  # filters of advantages would leave out everything
+        options = {key: value for key, value in options.items() if "advantage" not in key or "whiten" in key}
+    section = AlgorithmSettings(name=name, **options)  # type: ignore[arg-type]
+    held = [
+        Scored(
+            *map(list, zip(*g, strict=True)), source="ab"[len(g) % 2], kl=[r % 1.0 for r, _, _ in g],  # type: ignore[arg-type]
+            baseline=(0.5, 4) if section.needs_baseline else None,
+        )
+        for g in batch
+    ]  # fmt: skip
+    found = credit_rule(section, longest=8)(held)
+    assert all(map(math.isfinite, [*found.advantages, *found.weights]))
+    assert sum(w > 0 for w in found.weights) + found.skipped.total() == sum(map(len, batch))
+    shuffled = list(range(len(held)))
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    again = credit_rule(section, longest=8)([held[place] for place in shuffled])
+    largest = max(1.0, *map(abs, found.advantages))
+    for values, others in ((found.advantages, again.advantages), (found.weights, again.weights)):
+        edges = [0]
+        for group in batch:
+            edges.append(edges[-1] + len(group))
+        expected = [v for place in shuffled for v in values[edges[place] : edges[place + 1]]]
+        assert others == pytest.approx(expected, rel=1e-5, abs=1e-7 * largest)
 
 
 def test_a_rounding_error_of_a_zero_advantage_is_zero_for_filters() -> None:

@@ -181,7 +181,11 @@ def test_every_key_of_the_guides_has_its_answer(guide: str) -> None:
             continue
         ours, _, value = answer.partition(" = ")
         service = TrackSettings if ours.startswith("track") else TrainerSettings
-        assert str(value_of(load(service, overrides=overrides).settings, ours)) == value, given
+        loaded = load(service, overrides=overrides)
+        assert str(value_of(loaded.settings, ours)) == value, given
+        written = given.partition("=")[0].lower()  # variables of a script are in capitals
+        origin = "override" if written == ours else f"override as {written}"
+        assert loaded.origins[ours.partition(".0.")[0]] == origin, given
 
 
 def value_of(settings: Any, key: str) -> Any:

@@ -290,6 +290,14 @@ def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, tokeniz
         turns(answered, tokenizer, max_tokens=10)
 
 
+def test_only_the_first_samples_are_read(tmp_path: Path, tokenizer: ChatTokenizer):
+    """data.max_samples counts rows over all files, in their order."""
+    first, second = write(tmp_path, [FLAT] * 3), write(tmp_path, [{**FLAT, "prompt": "b"}] * 3, "json")
+    loaded = prompts([first, second], tokenizer, max_samples=4)
+    assert len(loaded) == 4
+    assert "user\nb" in loaded[3].text
+
+
 def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenizer: ChatTokenizer):
     """A row that has become malformed since the start is refused, and other content has another fingerprint."""
     path = write(tmp_path, [FLAT, FLAT])

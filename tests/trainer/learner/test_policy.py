@@ -15,9 +15,13 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.deepspeed_config import deepspeed_config, lr_factor
+from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.model_folder import ModelFiles, write_small_files
 from penstock.trainer.publishing.weight_buckets import layout_of
+from penstock.trainer.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,21 @@ def test_bfloat16_without_sharding_is_refused() -> None:
     """bfloat16 with ZeRO stage 0 drifts, so the run file is refused."""
     with pytest.raises(ConfigError, match=r"zero_stage = 1"):
         deepspeed_config(zero_stage=0, dtype="bfloat16", max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("breakage", ["missing", "no weights", "not a model"])
+def test_an_unusable_model_folder_is_refused(tmp_path: Path, model_folder: Path, breakage: str) -> None:
+    folder = tmp_path / "broken"
+    if breakage != "missing":
+        folder.mkdir()
+        text = (model_folder / "config.json").read_text() if breakage == "no weights" else '{"model_type": "toaster"}'
+        (folder / "config.json").write_text(text)
+    how = Optimisation(
+        num_steps=1, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0, warmup_steps=0, schedule="constant",
+        min_lr_ratio=1.0, max_grad_norm=1.0, zero_stage=1, dtype="float32",
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModel, match=r"broken"):
+        load_policy(folder, how, ParallelDims(Ranks.__new__(Ranks)), temperature=1.0)
 
 
 def test_an_exported_folder_holds_the_model(tmp_path: Path, model_folder: Path, model: torch.nn.Module) -> None:

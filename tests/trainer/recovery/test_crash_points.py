@@ -23,10 +23,12 @@ from penstock.forensics.audit.audit import audit_run
 from penstock.forensics.audit.audit_checks import AuditResult, check_record
 from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import streams
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name
 from penstock.protocol.record.lineage import chapters
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -381,3 +383,8 @@ def test_the_audit_command_prints_a_table_or_json(scene: Scene, capfd: pytest.Ca
     assert document["closes"]
     assert document["step"] == STEPS
     assert [line["used"] for line in document["splits"]] == [STEPS * GROUPS_PER_STEP, EVALUATED]
+
+
+def test_a_point_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kill_at = 'nowhere': expected one of stepped, recorded"):
+        crash_points.arm("nowhere")
