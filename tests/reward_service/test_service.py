@@ -335,6 +335,24 @@ def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_se
     wait_for(lambda: registry.get(key).wait() is None, "the record to vanish")
 
 
+def test_a_port_that_is_taken_is_named(
+    wire: Wire,
+    start_service: Callable[..., Service],
+    tmp_path: Path,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+) -> None:
+    """The service refuses to start on a taken port with one line that names the setting to change."""
+    running = start_service()
+    folder = tmp_path / "second"
+    folder.mkdir()
+    port = running.url.rsplit(":", 1)[1]
+    second = Service(wire.run_id, nats_settings, s3_settings, folder, [f"reward_service.port={port}"])
+    assert second.wait(60) == 1
+    assert "reward_service.port" in second.output
+    assert "Traceback" not in second.output
+
+
 def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str, wire: Wire
 ) -> None:

@@ -108,6 +108,7 @@ def test_an_endpoint_is_in_service_while_its_lease_is_renewed(
     def state() -> str:
         return service.get(f"/v1/endpoints/{name}")["live"]["state"]
 
+    assert state() == "in service"
     wait_for(lambda: state() == "LeaseExpired", "the lease to end")
     wire.announce([make_group("g", size=1, reward_name=name)])
     wait_for(lambda: any(event.kind == "reward_error" for event in wire.events), "the group to wait")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,7 +18,13 @@ from penstock.deploy.processes.child import Child
 
 def folder_of(name: str) -> Path:
     """Return the folder that the command line names, else a new one; made, and free of nothing."""
-    base = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix=f"{name}-")).absolute()
+    parser = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="?", help="holds what the proof writes; a new one if left out"
+    )
+    base = Path(parser.parse_args().folder or tempfile.mkdtemp(prefix=f"{name}-")).absolute()
     base.mkdir(parents=True, exist_ok=True)
     return base
 

@@ -368,7 +368,7 @@ def test_storage_that_stays_unreachable_is_an_error(
     storage.kill()
     publisher.submit(snapshot(0))
     with pytest.raises(PublicationFailed, match="no valid answer"):
-        publisher.wait_until_published(PolicyVersion(0), 180.0)
+        publisher.wait_until_published(PolicyVersion(0), 20.0)
     with pytest.raises(PublicationFailed, match="could not be published"):
         publisher.submit(snapshot(1))
 

@@ -19,7 +19,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.head import read_head
-from penstock.trainer.publishing.weight_gc import Retention, WeightGc
+from penstock.trainer.publishing.weight_gc import Retention, WeightGc, holds_lease
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
 
 GRACE_S = 100.0
@@ -100,6 +100,14 @@ def test_a_finished_run_leaves_only_what_is_kept(connections: Connections) -> No
     assert_head_is(connections, 13)
 
 
+def test_what_a_worker_or_an_evaluation_needs_is_kept(connections: Connections) -> None:
+    """The floor is the full snapshot below the oldest version that a live worker still reads."""
+    beat(connections, needs=7)
+    assert collector(connections).sweep(0.0) == 6
+    assert collector(connections, pinned=(4,)).sweep(0.0) == 6  # deleted already: the floor only rises
+    assert versions(connections, "manifest.json") == set(range(6, 14))
+
+
 def test_a_pinned_version_is_kept(connections: Connections) -> None:
     """An evaluation's version can be read as long as it is pinned, from the full snapshot that it names."""
     head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
@@ -129,6 +137,17 @@ def test_orphans_are_deleted_when_they_are_old(connections: Connections) -> None
     assert not connections.blobs.exists(key)
     assert versions(connections) == before
     assert_head_is(connections, 13)
+
+
+def test_one_process_collects(connections: Connections) -> None:
+    """The right to collect is a lease: while one process holds it, no other takes it."""
+    first, second = (
+        collector(connections),
+        WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
+    )
+    assert holds_lease(first._leases, streams.GARBAGE_LEASE, first._holder)
+    assert not holds_lease(second._leases, streams.GARBAGE_LEASE, second._holder)
+    assert holds_lease(first._leases, streams.GARBAGE_LEASE, first._holder)
 
 
 def test_the_best_version_stays_readable_below_the_floor(connections: Connections) -> None:

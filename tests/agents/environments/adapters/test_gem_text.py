@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 
+from penstock.agents.environments.adapters.gem_text import GEM
 from penstock.agents.environments.over_http.http_environment import HTTP
+from penstock.protocol.errors import ConfigError
 
 PYTHON = os.environ.get("PENSTOCK_TEST_GEM_PYTHON", "")
 needs_gem = pytest.mark.skipif(not PYTHON, reason="make test-more NAME=environments sets PENSTOCK_TEST_GEM_PYTHON")
@@ -74,3 +76,8 @@ def test_a_number_is_guessed(model: Path, url: str) -> None:
     assert episode.environment_version.startswith("game:GuessTheNumber-v0-easy, gem-llm ")
     (episode,), _ = play(model, HTTP, ["one"], options=game)
     assert (episode.status, episode.reward) == ("done", -0.1)
+
+
+def test_the_library_is_named_where_it_is_missing(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"environment mine: gem is not installed .*pip install gem-llm"):
+        play(model, GEM, [], options={"id": "game:GuessTheNumber-v0-easy"})

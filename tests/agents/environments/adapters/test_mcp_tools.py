@@ -91,6 +91,38 @@ def test_tools_of_servers_are_among_the_others(tool_model: Path, web: ServedTool
     assert "judge" not in prompt
 
 
+def test_what_a_server_refuses_is_text_for_the_policy(tool_model: Path, web: ServedTools) -> None:
+    """A failing tool, wrong arguments, no answer in time, a long result: the words and counts of other tools."""
+    script = [
+        call("web__fail") + "\n" + call("web__add", a="one", b=2) + "\n" + call("web__wait", seconds=600),
+        call("web__long", count=1000),
+        "4",
+    ]
+    given = {"call_deadline_s": 8.0, "max_output_chars": 500}
+    episode, _ = tools(tool_model, script, {"web": {"url": web.url}}, **given)
+    failed, wrong, late, long = results(episode)
+    assert failed.lower().startswith("error")
+    assert "there is no such page" in failed
+    assert wrong.lower().startswith("error")
+    assert late == "error: web__wait gave no answer within 8 s"
+    assert long == "x" * 500 + "\n[503 characters left out]"
+    counts = {"calls": 4.0, "tool_errors": 2.0, "timed_out_calls": 1.0, "shortened_outputs": 1.0}
+    assert (episode.attempt, dict(episode.reward_parts)) == (0, {**counts, "success": 0.0})
+
+
+def test_a_server_that_crashes_begins_the_episode_again(tool_model: Path, tmp_path: Path) -> None:
+    """With the same seed; after all attempts the group has the server's last words as its reason, and no reward of 0."""
+    crash = call("notes__crash_once", marker=str(tmp_path / "marker"))
+    servers = {"notes": {"command": COMMAND}}
+    episode, _ = tools(tool_model, [crash, crash, "3"], servers)
+    assert (episode.attempt, results(episode), episode.reward) == (1, ["alive"], 1.0)
+    (tmp_path / "marker").unlink()
+    refused, _ = tools(tool_model, [crash], servers, attempts=1)
+    assert isinstance(refused, TaskRefused)
+    assert "MCP server notes does not answer a call of crash_once" in str(refused)
+    assert "the end of its standard error:\nout of memory" in str(refused)
+
+
 def test_servers_without_the_tools_that_are_wanted_are_named(
     tool_model: Path, web: ServedTools, tmp_path: Path
 ) -> None:
@@ -164,3 +196,10 @@ def test_limits_of_servers_are_the_same_options_in_both_environments() -> None:
     for options in (McpOptions, ToolsOptions):
         assert issubclass(options, ServerLimits)
         assert not set(ServerLimits.model_fields) & set(options.__annotations__)
+
+
+def test_a_token_that_cannot_be_read_ends_the_worker_at_its_start(tool_model: Path) -> None:
+    servers = {"a": {"url": "http://127.0.0.1:9/mcp", "token_file": "/no/token"}}
+    mine = TOOLS_ENVIRONMENT.defined("mine", EnvironmentDefinition(type="tools", options={"servers": servers}))
+    with pytest.raises(ConfigError, match="token_file /no/token: not readable"):
+        mine.use_model(tool_model, 8192)
