@@ -24,7 +24,6 @@ def make_row(
     logprob: float = -0.5,
     **more: Any,
 ) -> EpisodeRow:
-    """One row of ``(sampled?, token ids)`` pieces; each sampled piece is a turn, of ``versions[i]`` or version 0."""
     tokens, mask, runs, turns = [], [], [], []
     for sampled, ids in pieces:
         start = len(tokens)

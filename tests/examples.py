@@ -16,7 +16,6 @@ _BY_THE_CLOCK = [HealthCheck.too_slow]
 
 
 def take_effect() -> None:
-    """Make this hold for every property of the session."""
     settings.register_profile(
         "suite",
         max_examples=_UNLESS_SAID * FACTOR,

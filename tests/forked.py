@@ -144,7 +144,6 @@ class ForkedProcess:
 
     @staticmethod
     def can_have(environ: Mapping[str, str]) -> bool:
-        """Return whether this environment has the same effect on a forked process as on a started one."""
         return not any(environ.get(name) for name in _READ_AT_THE_START)
 
     def poll(self) -> int | None:

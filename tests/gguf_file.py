@@ -41,7 +41,6 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path: Path, *, quantisation: str = "Q8_0", block_count: int = LAYERS, embedding: int = HIDDEN) -> None:
-    """Write the file; the matrices are quantised, ``block_count`` and ``embedding`` are what its values declare."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(embedding)

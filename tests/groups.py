@@ -33,7 +33,6 @@ def make_trajectory(
     finish_reason: FinishReason = "stop",
     text: str = "abc",
 ) -> Trajectory:
-    """One sample: the prompt is masked out, every completion token has ``logprob`` and ``version``."""
     start, length = len(prompt_ids), len(prompt_ids) + len(completion_ids)
     mask = np.zeros(length, dtype=np.bool_)
     mask[start:] = True

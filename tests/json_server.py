@@ -58,7 +58,6 @@ class JsonServer:
         self._thread.join()
 
     def wait_until_closed(self) -> None:
-        """Serve until another thread closes the server, or the process is killed."""
         self._thread.join()
 
     def __enter__(self) -> Self:

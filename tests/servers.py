@@ -106,7 +106,6 @@ def _free_ports(num_ports: int) -> list[int]:
 
 
 def start_s3(folder: Path) -> S3Server:
-    """Start an S3 server on a free port of the loopback."""
     require("rclone")
     server = S3Server(folder / "s3", log=folder / "s3.log")
     server.start()

@@ -81,7 +81,6 @@ def adapter_base(tensors: Mapping[str, Tensor], config: AdapterConfig) -> Adapte
 
 
 def read_version(blobs: Blobs, run_id: str, version: int, manifest: BlobRef) -> dict[str, Tensor]:
-    """Read a version from the object store, as a worker without any version does."""
     reader = WeightReader(blobs, run_id)
     buckets = read_buckets(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
     return {

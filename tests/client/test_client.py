@@ -119,8 +119,6 @@ def test_an_existing_run_is_found_by_its_name(client: penstock.Client, tmp_path:
 
 
 class Scripted:
-    """A backend whose run does what the test says."""
-
     def __init__(self, *, over_after: int = 0, end: State = "finished") -> None:
         self.run_id = "scripted"
         self.folder: Path | None = None

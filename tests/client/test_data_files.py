@@ -15,8 +15,6 @@ from penstock.protocol.errors import ConfigError
 
 
 class Dataset:
-    """As a `datasets.Dataset`: its iterator yields dictionaries."""
-
     def __iter__(self):
         yield {"prompt": "a", "level": np.int64(3), "ids": np.array([1, 2])}
         yield {"prompt": "\u00e9\n", "level": None, "ids": [1.5]}

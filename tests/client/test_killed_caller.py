@@ -64,19 +64,16 @@ def test_a_run_whose_python_is_killed_writes_a_checkpoint_and_leaves_no_process(
 
 
 def num_letters(completions: list[str], **columns: object) -> list[float]:
-    """The reward of both processes."""
     return [float(len(text)) for text in completions]
 
 
 def steps_of(folder: Path) -> int:
-    """The last step in metrics.jsonl."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return max((row["step"] for row in map(json.loads, lines) if row["kind"] == "step"), default=0)
 
 
 def is_going_on(process: psutil.Process) -> bool:
-    """Whether a process exists and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

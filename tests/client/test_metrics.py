@@ -33,7 +33,6 @@ def test_each_figure_is_an_array_over_the_steps() -> None:
 
 
 def test_a_run_without_steps_has_an_empty_array() -> None:
-    """``metrics()["step"]`` can be read before the first step."""
     assert metrics.from_rows([])["step"].tolist() == []
 
 

@@ -29,7 +29,6 @@ SMALL = {
 
 
 def code_cells() -> Iterator[tuple[str, list[str]]]:
-    """Yield the source and the tags of every cell of code."""
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             yield "".join(cell["source"]), cell["metadata"].get("tags", [])

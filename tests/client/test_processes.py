@@ -55,7 +55,6 @@ def test_a_process_ends_with_the_python_that_started_it(tmp_path: Path, how: str
 
 
 def start(tmp_path: Path, code: str) -> LocalProcess:
-    """A process that runs a line of Python."""
     return LocalProcess("one", [sys.executable, "-c", code], tmp_path / "log")
 
 

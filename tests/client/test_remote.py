@@ -104,8 +104,6 @@ def model(tmp_path: Path) -> Path:
 
 
 class RewardService(JsonServer):
-    """The registrations that arrive at a reward service."""
-
     def __init__(self) -> None:
         self.arrived: list[dict[str, Any]] = []
         super().__init__()
@@ -186,8 +184,6 @@ def test_a_training_on_given_answers_is_created_and_followed(
 
 
 class Elsewhere(RunsApi):
-    """A console on another machine."""
-
     is_here = False
 
 

@@ -89,7 +89,6 @@ class Stream:
             chunk = _parse(data)
 
     def wait_for_version(self, version: str, *, more_tokens: int) -> None:
-        """Read chunks until one names ``version``, and so many more tokens have been generated."""
         chunk: dict[str, Any] = {"meta_info": {"weight_version": None}}
         while chunk["meta_info"]["weight_version"] != version:
             data = self._next()
@@ -131,7 +130,6 @@ def _parse(data: str) -> dict[str, Any]:
 
 
 def start_engine(model: Path, log: Path, *arguments: str) -> ForkedProcess:
-    """Start an embedded engine on a free port, forked from a process that has imported it."""
     return ForkedProcess(
         "penstock.rollout_service.embedded_engine.__main__",
         "penstock.rollout_service.embedded_engine.run_engine",

@@ -65,7 +65,6 @@ class ServerUnderTest:
 
     @property
     def speaks_sglang(self) -> bool:
-        """Whether its HTTP API is SGLang's."""
         return self.kind in ("embedded", "sglang", "simulated")
 
 

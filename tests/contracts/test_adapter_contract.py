@@ -117,7 +117,6 @@ def test_adapters_and_none_share_a_batch(serving: EngineUnderTest, merged: dict[
 
 
 def test_a_prompt_is_not_shared_across_adapters(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
-    """One prompt under every adapter, one after the other and together: none reads the keys and values of another."""
     prompt = [(7 * number) % 300 + 3 for number in range(40)]
     names = [None, "policy@1", "policy@2", "policy@3"]
     for name in (*names, *reversed(names)):

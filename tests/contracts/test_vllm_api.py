@@ -130,7 +130,6 @@ async def test_a_refused_server_ends_the_worker(fake: FakeVllm, monkeypatch: pyt
 
 
 def good_choice() -> dict[str, Any]:
-    """Two tokens of version 4."""
     content = [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -0.25}]
     spans = [{"version": "4", "start": 0, "end": 2}]
     return {

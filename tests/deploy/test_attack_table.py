@@ -55,7 +55,6 @@ def servers(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def _s3_attempt(client: Minio, settings: S3Settings, one: Attempt) -> str:
-    """Make one attempt; returns the code of the refusal, or "succeeded"."""
     key = one.target
     try:
         if one.action == "get":

@@ -74,7 +74,6 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
 
 
 def imported(file: Path, to: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    """Import a file; return the exit code and the report."""
     code = run(["config", "import", str(file), "--to", str(to), "--json", *flags])
     return code, json.loads(capsys.readouterr().out)
 
@@ -223,7 +222,6 @@ def test_the_text_of_the_report_leads_on(tmp_path: Path, capsys: pytest.CaptureF
 def test_variables_of_a_wrapper_are_keys_when_the_system_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file of assignments alone names no system."""
     assert run(["config", "import", str(FILES / "wrapper.sh"), "--to", str(tmp_path / "a.toml")]) == 2
     assert "name the system with --from" in capsys.readouterr().err
     assert not (tmp_path / "a.toml").exists()

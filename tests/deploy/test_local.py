@@ -184,7 +184,6 @@ def test_errors_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
 
 
 def test_a_command_runs_with_the_servers_of_a_stored_run(tmp_path: Path) -> None:
-    """The servers of a finished run's store run for one command; its exit code is returned and the store is unlocked."""
     with LocalStack(tmp_path / "store") as stack:
         kept = Blobs(stack.s3).put("runs/r/x", b"kept")
     code = (

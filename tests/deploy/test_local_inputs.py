@@ -13,7 +13,6 @@ from penstock.protocol.errors import ConfigError
 
 
 def make_input(run_folder: Path, name: str, *, complete: bool = True) -> Path:
-    """Write the objects of an input as the S3 server of a local run stores them."""
     objects = run_folder / "store" / "objects" / "penstock"
     keys = [f"{blob_keys.groups_prefix(name)}v1/pack.parquet"]
     if complete:

@@ -142,7 +142,6 @@ def may_ask_leader(roles: NatsRoles, role: str, stream: str) -> bool:
 
 
 def requests_to_streams(roles: NatsRoles, role: str) -> Iterator[tuple[str, bool]]:
-    """Every request of the API about every stream, and whether the role may make it."""
     for request in ACCOUNT_REQUESTS:
         yield f"$JS.API.{request}", request == "INFO" or (role == "viewer" and request in ACCOUNT_REQUESTS[1:3])
     for stream in STREAMS:

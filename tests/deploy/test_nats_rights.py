@@ -182,7 +182,6 @@ def test_a_refused_request_raises_the_reason_of_the_server(roles: NatsRoles, sec
 
 
 def test_secrets_of_endpoints_are_read_by_reward_services_alone(roles: NatsRoles, secured_run: str) -> None:
-    """The reward service writes and reads secrets; another role cannot even bind to their bucket."""
     name = streams.secrets_bucket().bucket
     key = f"endpoint.{secured_run}"
     secrets = roles.bus("reward").key_value(name).wait()

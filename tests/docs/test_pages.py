@@ -264,7 +264,6 @@ def _messages() -> tuple[str, ...]:
 
 
 def _contains(message: str, quoted: str) -> bool:
-    """Return True if the fixed pieces of the quoted text are in the message, in order."""
     at = 0
     for piece in (piece.strip() for piece in quoted.split("…")):
         at = message.find(piece, at)

@@ -32,8 +32,6 @@ WHOLE = ("sft", "dpo/sigmoid", "dpo/ipo", "rm")
 
 
 class StopAfter(threading.Event):
-    """A stop that is requested after some steps."""
-
     def __init__(self, steps: int) -> None:
         super().__init__()
         self._left = steps

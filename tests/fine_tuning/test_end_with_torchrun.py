@@ -39,7 +39,6 @@ def test_a_rank_is_killed_when_torchrun_is(by_torchrun: bool) -> None:
 
 
 def is_going_on(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:

@@ -26,7 +26,6 @@ LONGEST_DELAY_S = 0.5  # from the first file of a checkpoint: past its rename, i
 
 
 def newest(checkpoints: Path) -> int:
-    """Return the step of the newest committed checkpoint; 0 without one."""
     names = [path.name for path in checkpoints.glob("step*") if not path.name.endswith(PARTIAL)]
     return max((int(name.removeprefix("step")) for name in names), default=0)
 

@@ -35,7 +35,6 @@ def write_pairs(path: Path) -> None:
 
 
 def is_good(number: int) -> bool:
-    """Return whether a row of one answer has the chosen one."""
     return number % 3 != 1
 
 

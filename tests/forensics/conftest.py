@@ -49,7 +49,6 @@ class StoredRun:
         return json.loads(output)
 
     def console(self, verb: str, *options: str, run: str = RUN, expected: int = 0) -> str:
-        """Run a command of the console on it; return stdout, or stderr when it is expected to fail."""
         done = penstock(verb, run, str(self.run_file), *options, cwd=self.folder)
         assert done.returncode == expected, done.stderr
         return done.stdout if expected == 0 else done.stderr

@@ -50,7 +50,6 @@ class Result:
 
 
 def result_of(guard: Guard, digest: str, ran: Ran, baseline_s: float) -> Result:
-    """Return what the tests say about a guard that was removed."""
     verdict: Verdict = "broken"
     if ran.code is None:
         verdict = "no end"

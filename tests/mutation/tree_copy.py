@@ -177,7 +177,6 @@ class _Report:
             file.write(json.dumps({"test": test, "when": when, "error": error[:600]}) + "\n")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write one line of JSON for a failure."""
         self.num_passed += report.passed and report.when == "call"
         if report.failed:
             self.num_failed += 1

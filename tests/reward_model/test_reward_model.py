@@ -32,7 +32,6 @@ TEXTS = ["a", "hello world, what is 1 + 1?", "The answer is 2." * 5, "", "x" * 6
 
 
 def build(folder: Path, kind: str = "qwen3", *, num_labels: int = 1, pad: int | None = 0, **settings: Any) -> Any:
-    """Write a random classifier with a tokenizer and return it."""
     torch.manual_seed(7)
     shape = {
         "vocab_size": VOCAB,

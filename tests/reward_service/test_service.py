@@ -342,7 +342,6 @@ def test_a_port_that_is_taken_is_named(
     nats_settings: NatsSettings,
     s3_settings: S3Settings,
 ) -> None:
-    """The service refuses to start on a taken port with one line that names the setting to change."""
     running = start_service()
     folder = tmp_path / "second"
     folder.mkdir()

@@ -257,7 +257,6 @@ def rows(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def main() -> int:
-    """Run the parts; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=DEADLINES_S, default=list(DEADLINES_S), help="these parts")
     parser.add_argument("--toy", action="store_true", help="tiny shapes on the CPU")

@@ -29,7 +29,6 @@ VARIABLE = "PENSTOCK_SIMULATED_STEP"
 
 
 def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
-    """Replace the computation of `Learner`'s steps in this process."""
     compute = Learner._train
     lines = trace.open("a", buffering=1)
 

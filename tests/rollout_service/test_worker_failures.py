@@ -146,7 +146,6 @@ def test_a_pack_whose_task_list_is_missing_is_dead_lettered(
 def test_an_attached_server_that_lost_its_weights_is_given_them_again(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A server restarted with other weights gets the worker's weights; its samples in between are refused."""
     trainer_side.publish(2)
     start_worker("w0", *attached(faulty_engine))
     trainer_side.wait_applied("w0", 2)
@@ -221,7 +220,6 @@ def test_the_worker_survives_a_restart_of_s3(
 
 
 def log_of_failed(worker: Child) -> str:
-    """The log of a worker, which must exit with status 1."""
     assert worker.wait(60.0) == 1
     return worker.log_tail()
 

@@ -92,7 +92,6 @@ class TrainerSide:
         return self._source.publish(version, tensors, corrupt=ends, announce=announce)
 
     def base(self) -> AdapterBase:
-        """The base model of all adapters of `publish_adapter`: version 0."""
         return adapter_base(self.tensors(0), ADAPTER)
 
     def factors(self, version: int) -> dict[str, Tensor]:
@@ -154,7 +153,6 @@ class TrainerSide:
         return taken
 
     def collect_groups(self, count: int, deadline_s: float = 60.0) -> list[Group]:
-        """Take ``count`` packs and fetch their groups from S3."""
         packs = self.collect(count, deadline_s)
         return [group for pack in packs for group in group_pack.decode(self.blobs.get(pack.fact.pack))]
 

@@ -21,7 +21,6 @@ _RUN = "sglang"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip by name if no server was requested."""
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and not real_sglang.ASKED:

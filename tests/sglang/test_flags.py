@@ -30,7 +30,6 @@ def known() -> set[str]:
 
 
 def flags_in(words: list[str]) -> set[str]:
-    """The flags among a command's arguments."""
     return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 

@@ -73,7 +73,6 @@ def test_every_fact_can_be_drawn_from_its_model() -> None:
 
 
 def test_changed_values_are_a_pack_of_the_right_schema() -> None:
-    """A pack of hostile values has the schema of a pack: it is refused for its values, or is decoded."""
     groups = make_groups(2, size=2)
     refused = 0
     valid = mutate_packs.read(group_pack.encode(groups))

@@ -115,7 +115,6 @@ def test_the_model_folder_loads_with_transformers(quickstart: dict):
 
 
 def holds_best(rows: list[dict]) -> bool:
-    """Whether the last version is there, and the one with the best evaluation."""
     return rows[-1]["version"] == STEPS and any(row["kept"]["best"] for row in rows)
 
 

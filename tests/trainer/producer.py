@@ -34,7 +34,6 @@ Author = Callable[[Task, PolicyVersion], Answer]
 
 
 def group_of(task: Task, completions: list[tuple[np.ndarray, np.ndarray]], version: PolicyVersion) -> Group:
-    """Return the group of a task from the sampled tokens and log-probabilities of its completions."""
     start = len(task.prompt_ids)
     trajectories = []
     for number, (tokens, logprobs) in enumerate(completions):
@@ -65,7 +64,6 @@ class Sampler:
     """Samples one token for each completion from the published weights; even token ids are rewarded."""
 
     def __init__(self, producer: ScriptedProducer, model_folder: Path) -> None:
-        """Build a model whose weights are read from the run."""
         self._producer = producer
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder)).eval()
         self._loaded: PolicyVersion | None = None

@@ -28,6 +28,5 @@ def test_it_begins_when_it_reads_a_line(
 
 
 def test_what_takes_long_is_imported_ahead() -> None:
-    """The import of everything is an import of what a training needs."""
     program = f"import sys; from penstock.trainer import prepare; prepare.import_everything(); sys.exit(bool(set({HEAVY}) - set(sys.modules)))"
     assert subprocess.run([sys.executable, "-P", "-c", program], timeout=300, check=False).returncode == 0

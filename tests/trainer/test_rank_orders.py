@@ -31,8 +31,6 @@ class Piece:
 
 
 class Ranks:
-    """What a rank of two sees of the others: rank 0 writes orders, the other one reads them."""
-
     num_ranks = 2
 
     def __init__(self, sent: list[Any], *, is_leader: bool) -> None:

@@ -37,7 +37,6 @@ def new(environment: TurnEnvironment, seed: int = 0, **options: Any) -> Any:
 
 
 def answer(play: Play, text: str) -> Reply:
-    """Return the reply to an answer without calls."""
     reply = play.step(Message("assistant", text))
     assert isinstance(reply, Reply)
     return reply

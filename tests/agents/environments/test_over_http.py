@@ -48,7 +48,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(
     environment: TurnEnvironment, *, capacity: int = 64, secrets: tuple[str, ...] = (), idle_s: float = 60.0
 ) -> AsyncIterator[tuple[str, Episodes]]:
-    """Serve an environment as `penstock env serve` does; yields its URL, and the episodes."""
     episodes = Episodes(environment, environment.version, capacity=capacity, reply_deadline_s=20.0, idle_s=idle_s)
     try:
         async with serving_app(app.build(episodes, secrets=secrets), "127.0.0.1", 0, key="--port") as url:
@@ -85,7 +84,6 @@ class LosesAnswers:
 
 
 def over_http(model: Path, url: str | list[str], **settings: Any) -> Http:
-    """Return an environment behind a URL that has a model."""
     options = {"url": url, **settings.pop("options", {})}
     definition = EnvironmentDefinition.model_validate({"type": "http", "options": options, **settings})
     own = load_environments((), {"mine": definition})["mine"]
@@ -249,7 +247,6 @@ async def test_a_gateway_without_a_server_costs_no_attempt(model: Path) -> None:
 
 
 async def test_a_row_that_the_server_refuses_is_not_tried_again(model: Path) -> None:
-    """Nor are options that the environment does not have."""
     async with served(LOOKUP) as (url, _):
         found = await play(model, over_http(model, url), [], task_of("get", size=1))
         assert isinstance(found, TaskRefused)
@@ -394,7 +391,6 @@ def test_a_definition_that_cannot_be_is_refused(options: dict[str, Any], said: s
 
 
 async def test_http_needs_a_definition_and_its_secret_a_key(model: Path, tmp_path: Path) -> None:
-    """Each says what to write."""
     plain = Http()
     plain.use_model(model, 8192)
     found = await play(model, plain, [])
@@ -406,7 +402,6 @@ async def test_http_needs_a_definition_and_its_secret_a_key(model: Path, tmp_pat
 
 
 async def test_a_server_that_is_asked_for_another_key_refuses(model: Path, tmp_path: Path) -> None:
-    """No signature, and one with another key."""
     (tmp_path / "key").write_text("whsec_" + base64.b64encode(bytes(32)).decode())
     async with served(LOOKUP, secrets=(SECRET,)) as (url, episodes):
         for options in ({}, {"secret_file": str(tmp_path / "key")}):

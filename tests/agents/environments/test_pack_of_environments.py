@@ -46,8 +46,6 @@ class Does(Environment):
 
 
 class Pack:
-    """A pack with one task for each name, and what became of it."""
-
     def __init__(self, *environments: Environment, tasks: Sequence[str], routers: Routers | None = None) -> None:
         self.health_checks = 0
         self.refused: dict[str, str] = {}

@@ -60,8 +60,6 @@ def task_of(reward: str = "environment") -> Task:
 
 
 class Failing(Engine):
-    """An engine that is gone."""
-
     async def generate(self, prompts: Any, sampling: Any, n: int) -> Any:
         raise EngineError("the engine is gone")
 
@@ -302,7 +300,6 @@ def test_nothing_outlives_a_sandbox(model: Path) -> None:
 
 
 def sleeping(name: str) -> list[str]:
-    """The processes that sleep for ``name`` seconds."""
     wanted = f"sleep\0{name}\0".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -339,7 +336,6 @@ def read_pid(file: Path) -> int:
 
 
 def wait_until_ended(pid: int) -> None:
-    """Wait until a process has ended; one that nobody has waited for yet has."""
     deadline = time.monotonic() + 20
     while True:
         try:

@@ -161,8 +161,6 @@ class Down(Tool):
 
 
 class Faulty(Tool):
-    """Does what its argument says."""
-
     name = "faulty"
     description = "Do as told."
 

@@ -47,7 +47,6 @@ def task_of(text: str = "get 37", *, size: int = 2, max_new: int = 16, **more: A
 
 
 def playing(model: Path, environment: TurnEnvironment, **settings: Any) -> TurnEnvironment:
-    """Return an environment of its own, with limits, that has a model."""
     own = environment.defined("mine", EnvironmentDefinition(type=environment.name, **settings))
     own.use_model(model, 8192)
     return own

@@ -37,7 +37,6 @@ START = {"id": ID, "seed": "7", "deadline_s": 60, "row": ROW}
 
 
 def step(number: int, text: str = "x") -> dict[str, Any]:
-    """The body of a step."""
     return {"step": number, "message": {"role": "assistant", "content": text}}
 
 
@@ -289,7 +288,6 @@ class Unseeded(TurnEnvironment):
 def test_a_trial_finds_failures_and_worlds_that_do_not_follow_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1, with the reasons."""
     (tmp_path / "dice.py").write_text(UNSEEDED)
     monkeypatch.chdir(tmp_path)
     assert run(commands.app, ["test", "dice.py:Unseeded", "--episodes", "30"]) == 1
@@ -324,7 +322,6 @@ class Scored(TurnEnvironment):
 def test_a_trial_that_runs_out_of_turns_has_its_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As an episode of a run has."""
     (tmp_path / "scored.py").write_text(SCORED)
     monkeypatch.chdir(tmp_path)
     assert run(commands.app, ["test", "scored.py:Scored", "--episodes", "1", "--max-turns", "2", "--json"]) == 0
@@ -385,7 +382,6 @@ def test_what_cannot_be_served_is_refused(guess: Path, arguments: list[str], sai
 
 
 def test_a_version_is_known_without_being_written(guess: Path) -> None:
-    """That of the class, or the digest of its file."""
     (guess / "plain.py").write_text((guess / "guess.py").read_text().replace('version = "1"', ""))
     assert serve.version_of(serve.served_environment("guess.py:Guess")) == "1"
     assert re.fullmatch(r"[0-9a-f]{8}", serve.version_of(serve.served_environment("plain.py:Guess")))

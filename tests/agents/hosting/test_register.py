@@ -190,7 +190,6 @@ async def test_servers_are_listed_drained_and_resumed_from_the_command_line(
 
 
 def test_arguments_that_cannot_be_are_refused(name: str) -> None:
-    """Before anything is opened."""
     for arguments, said in (
         (["http://127.0.0.1:9", "--name", "a.b"], "expected 1 to 64 letters"),
         (["ftp://127.0.0.1:9"], "only http:// and https://"),

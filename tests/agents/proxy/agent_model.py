@@ -206,7 +206,6 @@ class Engine:
 
 
 def chosen_by(shape: RouterShape, request: int, num_tokens: int) -> ExpertChoices:
-    """Return experts that tell requests and positions apart: as if every request were computed with other weights."""
     order = np.random.default_rng(request).random((4096, shape.num_layers, shape.num_experts)).argsort(-1)
     return ExpertChoices(shape, np.sort(order[:num_tokens, :, : shape.top_k], axis=-1).astype(dtype_of(shape)))
 

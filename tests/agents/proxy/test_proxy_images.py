@@ -208,7 +208,6 @@ async def test_what_cannot_be_shown_is_refused_and_samples_nothing(
 async def test_images_of_other_roles_and_of_text_models_are_refused(
     folder: Path, blobs: Blobs, run_id: str, tmp_path: Path
 ) -> None:
-    """A system message or an answer shows none; a model of text says that it reads none."""
     for role in ("system", "assistant"):
         body = {"messages": [{"role": role, "content": shown(CAT)}, user("x")]}
         with pytest.raises(RequestRefused, match="another role than user or tool"):

@@ -63,7 +63,6 @@ def penstock(*arguments: str, cwd: Path | None = None, **environment: str) -> su
 
 
 def test_help_lists_every_verb_and_the_first_command():
-    """Without arguments the help is printed."""
     for answer in (penstock(), penstock("--help")):
         assert answer.returncode == 0
         assert "New here? Type: penstock quickstart" in answer.stdout
@@ -173,7 +172,6 @@ def test_version_names_what_a_bug_report_needs():
 
 
 def test_the_version_flag_prints_the_version():
-    """``--version`` is one line, without a traceback."""
     answer = penstock("--version")
     assert (answer.returncode, answer.stdout.strip()) == (0, __version__)
 
@@ -202,7 +200,6 @@ def test_a_verb_is_replaced_by_its_service(tmp_path: Path):
 
 
 def test_train_runs_one_process_by_default(tmp_path: Path):
-    """One rank needs no launcher."""
     assert launch.trainer_command(["trainer.lr=1"], {}) == [
         sys.executable,
         "-P",
@@ -263,7 +260,6 @@ def test_an_impossible_number_of_ranks_is_refused(ranks: str):
 
 
 def test_a_missing_run_file_is_one_line_on_stderr(tmp_path: Path):
-    """A missing file is reported without a traceback."""
     answer = penstock("train", "nowhere.toml", cwd=tmp_path)
     assert answer.returncode == 1
     assert answer.stderr.strip() == "penstock: nowhere.toml: not readable (No such file or directory)"
@@ -286,7 +282,6 @@ def test_watch_without_nats_prints_how_to_start_it(tmp_path: Path):
 
 
 def test_an_unknown_key_gets_a_suggestion(tmp_path: Path):
-    """The console refuses unknown keys as a service does."""
     answer = penstock("watch", "nobody", "nats.ulr=nats://x", cwd=tmp_path)
     assert answer.returncode == 1
     assert "did you mean nats.url?" in answer.stderr

@@ -67,6 +67,5 @@ def test_every_verb_flag_and_setting_is_in_the_script(shell: str):
 
 
 def test_another_shell_is_refused():
-    """With the shells that there are."""
     with pytest.raises(ConfigError, match="no completion for tcsh; choose one of bash, zsh, fish"):
         script("tcsh", app)

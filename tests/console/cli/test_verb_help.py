@@ -71,7 +71,6 @@ def _choices(hint: object) -> Iterator[str]:
 
 
 def test_every_help_lists_the_flags_and_settings_of_its_verb(walk: dict):
-    """Each flag with its value, each setting with type and default; a verb without either is a list of verbs."""
     known = reference.load().settings
     for verb, answer in walk["answers"].items():
         if verb == "":
@@ -114,7 +113,6 @@ def test_help_imports_nothing_slow(walk: dict):
 
 
 def test_settings_in_help_exist():
-    """Verbs and settings of the table are real ones."""
     assert verb_help.SETTINGS.keys() <= words_of(main.app).verbs.keys()
     keys = {key for keys in verb_help.SETTINGS.values() for key in keys}
     assert keys <= reference.load().settings.keys()

@@ -77,7 +77,6 @@ def test_samples_of_a_prompt_narrow_no_interval() -> None:
 
 
 def test_pass_at_k_is_reported_for_powers_of_two_and_all_samples() -> None:
-    """1, 2, 4, 8 and the number of samples, once."""
     assert powers_of_two(1) == [1]
     assert powers_of_two(8) == [1, 2, 4, 8]
     assert powers_of_two(6) == [1, 2, 4, 6]

@@ -155,7 +155,6 @@ def test_a_run_that_has_ended_shows_no_service_as_lost(snapshot: Snapshot):
 
 
 def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
-    """A regular exit is not a loss."""
     stopped = tuple(replace(line, alive=False, has_exited=line.role == "rollout") for line in snapshot.services[:1])
     console = Console(width=100, force_terminal=True, color_system="standard")
     with console.capture() as captured:

@@ -102,7 +102,6 @@ def test_idle_shares_do_not_change_after_the_last_step():
 
 
 def test_overlap_is_at_least_busy_plus_busy_minus_wall():
-    """Workers busy 90 % and the trainer 80 % of each second overlap for at least 70 % of it."""
     overlap = recorded.whole_run().summary().overlap
     assert overlap.trained_stale_share is not None
     assert overlap.trained_stale_share > 0.5

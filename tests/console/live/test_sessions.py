@@ -96,7 +96,6 @@ def test_the_clock_of_what_happened_leaves_pauses_out(tmp_path: Path):
 
 
 def test_a_session_is_not_blamed_for_the_steps_before_it(tmp_path: Path):
-    """Alarms and evaluations of the earlier session are not printed again, and new ones are of new steps."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.evaluation(0, 0.5, START))
     for number in range(1, 11):
@@ -185,7 +184,6 @@ def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, text: str):
 
 
 def test_a_worker_that_was_stopped_is_not_lost():
-    """A last heartbeat that says so makes a worker stopped, not lost; its totals are in it, and a restart is named."""
     view = RunView(recorded.RUN)
     view.fold_heartbeats([worker(START, 2100)], START)
     view.fold_event(recorded.step(1, START + 1))

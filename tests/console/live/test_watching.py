@@ -171,7 +171,6 @@ def test_a_resumed_run_is_summed_over_its_sessions(bus: Bus, run_streams: str, s
 
 
 def test_a_quiet_panel_writes_nothing(bus: Bus, run_streams: str, services: Services):
-    """Quiet mode counts and prints nothing."""
     out = io.StringIO()
     with LivePanel(run_streams, bus, mode="quiet", stream=out) as panel:
         services.say(recorded.step(1, recorded.START))
@@ -180,7 +179,6 @@ def test_a_quiet_panel_writes_nothing(bus: Bus, run_streams: str, services: Serv
 
 
 def test_waiting_ends_at_its_deadline(bus: Bus, run_streams: str, services: Services):
-    """A condition that never holds ends the wait at the deadline with False."""
     with LivePanel(run_streams, bus, mode="quiet") as panel:
         assert not panel.wait(lambda s: s.step == 1, deadline_s=0.1)
 

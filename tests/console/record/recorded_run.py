@@ -161,7 +161,6 @@ def whole_run() -> RunView:
 
 
 def write_metrics(folder: Path) -> None:
-    """Write the metrics file of that run's trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     events = [evaluation(0, 0.55, START + 1), *(step(n, START + n / 2) for n in range(1, STEPS + 1))]
     events += [evaluation(30, 0.81, START + 15), evaluation(STEPS, 0.95, START + 31)]

@@ -224,7 +224,6 @@ def test_a_model_that_is_not_there_is_not_pushed(
 def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that was kept under a tag stays the tag's."""
     versions.put(tmp_path, "kept", Tag(version=3))
     (tmp_path / versions.MODELS / "kept").mkdir(parents=True)
     known = Registry("r", tmp_path, [row(3), row(4)], {}, versions.read(tmp_path))

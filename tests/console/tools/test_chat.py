@@ -111,7 +111,6 @@ def test_dtype_and_system_prompt_are_those_of_the_run(tmp_path: Path):
 
 
 def test_an_answer_is_at_most_half_the_context(runs: Path, tmp_path: Path):
-    """A model with a context of 128 tokens answers in 64 at most, a large one in 512."""
     assert chat.answer_length(runs / "runs" / "tiny" / "model") == 64
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 40960}')
     assert chat.answer_length(tmp_path) == 512

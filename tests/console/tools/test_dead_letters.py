@@ -145,7 +145,6 @@ def test_list_show_and_resend(bus: Bus, blobs: Blobs, run_streams: str, typed: l
 
 
 def commit(bus: Bus, blobs: Blobs, run: str, *, version: int, steps: int) -> None:
-    """Commit ``steps`` of 10 steps, in a run with max_staleness 2."""
     config = json.dumps({"settings": {"trainer": {"steps": 10}, "rollout": {"max_staleness": 2}}}).encode()
     ref = blobs.put(blob_keys.lineage_config(run, "c"), config)
     life = RecordedSession(

@@ -55,7 +55,6 @@ def fill(bus: Bus, blobs: Blobs, run: str, folder: Path) -> None:
 def test_rm_removes_one_run_and_confirms_its_folder_separately(
     bus: Bus, blobs: Blobs, run_streams: str, neighbour: str, typed: list[str], tmp_path: Path
 ):
-    """Without confirmation nothing is removed; with --yes objects, streams and buckets; the folder only with --folder."""
     run = run_streams
     fill(bus, blobs, run, tmp_path)
     unasked = penstock("runs", "rm", run, *typed, cwd=tmp_path)
@@ -124,7 +123,6 @@ def test_an_interrupted_removal_is_repeated(
 
 
 def test_a_run_without_a_known_store_is_refused(tmp_path: Path):
-    """Without NATS and S3, and without a store in its folder, the error names the settings to give."""
     answer = penstock("runs", "rm", "nobody", "--yes", cwd=tmp_path)
     assert answer.returncode == 1
     assert "run nobody has no local store and no server is configured" in answer.stderr

@@ -55,7 +55,6 @@ def test_list_test_and_remove(service: Service, tmp_path: Path):
 
 
 def test_an_unknown_reward_is_refused_by_name(service: Service, tmp_path: Path):
-    """A misspelt reward name gets the service's error."""
     answer = penstock("reward", "test", "gsm9k", "--url", service.url, cwd=tmp_path)
     assert answer.returncode == 1
     assert "gsm9k" in answer.stderr

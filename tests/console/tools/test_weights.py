@@ -218,7 +218,6 @@ def test_only_what_a_trusted_key_has_signed_is_exported(
 def test_a_manifest_of_another_run_is_left_out(
     run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was copied below this run's prefix; it is named, and what it says is not listed."""
     prefix = f"runs/{run_streams}/weights/v00000003/"
     [own] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith("/manifest.json")]
     document = json.loads(blobs.get_unverified(own)) | {"run_id": "other", "step": 99}

@@ -75,7 +75,6 @@ def test_a_run_with_an_unknown_or_missing_tracker_does_not_start(monkeypatch: py
 
 
 def test_a_run_is_tracked_later_as_it_was_started(tmp_path: Path) -> None:
-    """`penstock track RUN` needs no run file: the trackers are in the run's folder."""
     arguments = [f"run.dir={tmp_path}", "run.id=r", "nats.url=nats://127.0.0.1:1"]
     written = load(TrackSettings, overrides=[*arguments, 'tracker=["tensorboard"]', "tracking.project=p"]).settings
     trackers.store(written)

@@ -183,7 +183,6 @@ class ShownRun:
         self.commit(parent, steps)
 
     def commit(self, end: BlobRef | None, steps: int) -> None:
-        """Write the key that names the last chapter."""
         self.end = end
         pointer = CheckpointCommitted(epoch=1, step=steps, version=steps, chapter=1, record=end)
         bucket = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait()
@@ -298,7 +297,6 @@ def store_logprobs(blobs: Blobs, run_id: str, step: int, groups: list[Group], pa
 
 
 def environ_of(nats_settings: NatsSettings, s3_settings: S3Settings) -> dict[str, str]:
-    """The variables that name the session's servers."""
     environ = {
         "PENSTOCK_NATS__URL": nats_settings.url,
         "PENSTOCK_NATS__USER": nats_settings.user,

@@ -371,7 +371,6 @@ def test_a_run_that_nobody_looks_at_is_not_watched_any_more(shown: Shown) -> Non
 
 
 def test_the_cache_of_chapters_is_bounded(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one, each is read again."""
     monkeypatch.setattr(stored_groups, "_CHAPTER_CACHE_BYTES", 1)
     reader = stored_groups.ChapterReader(shown.plain.run_id, shown.plain.blobs.get)
     assert shown.plain.end is not None

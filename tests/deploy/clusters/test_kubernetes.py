@@ -66,13 +66,11 @@ def of_kind(objects: list[Object], *kinds: str) -> dict[str, Object]:
 
 
 def pods(objects: list[Object]) -> dict[str, Object]:
-    """The pod of each workload, by the workload's name."""
     found = {name: one["spec"] for name, one in of_kind(objects, "Deployment", "StatefulSet", "Job").items()}
     return {name: spec["template"] for name, spec in (found | jobs_of_sets(objects)).items()}
 
 
 def jobs_of_sets(objects: list[Object]) -> dict[str, Object]:
-    """The Job that each JobSet makes, by the set's name."""
     sets = of_kind(objects, "JobSet")
     return {name: job["template"]["spec"] for name, one in sets.items() for job in one["spec"]["replicatedJobs"]}
 

@@ -104,7 +104,6 @@ def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int,
 
 
 def test_a_run_that_does_not_fit_ends_with_1(run_file: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report names the phase and the settings."""
     assert run(["plan", run_file, model, "--gpu", "--rank-memory", "9GB"]) == 1
     said = capsys.readouterr().out
     assert "it does not fit into 9.00 GB: the largest phase is `log-probabilities and loss`" in said

@@ -64,7 +64,6 @@ class MadeRun:
         return list(chapters(self.state.record, self.blobs.get))[::-1]
 
     def audit(self, *, folder: Path | None = None) -> AuditResult:
-        """Audit it; ``folder`` is another place for the run's folder, as on a machine that has none."""
         checkpoints = (folder or self.folder) / "checkpoints"
         return check_record(gather(self.run_id, self.bus, self.blobs, checkpoints, reads_packs=True))
 

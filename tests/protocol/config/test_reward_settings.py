@@ -33,8 +33,6 @@ parameters.tags = ["think", "answer"]
 
 
 class Settings(Section):
-    """What a service that reads rewards reads."""
-
     reward: RewardSettings = RewardSettings()
 
 

@@ -69,7 +69,6 @@ def refused(files: list[Path] | None = None, *overrides: str, environ: dict[str,
 
 
 def test_a_file_gives_values_and_their_lines(tmp_path: Path):
-    """A value of a file carries the file's name and its own line as origin; the others say default."""
     file = write(tmp_path, "# mine\n[run]\nid = 'abc'\n\n[trainer]\nsteps = 3\nbetas = [\n 0.9,\n 0.99,\n]\nlr = 1\n")
     loaded = load(Everything, files=[file])
     assert loaded.settings.run.id == "abc"

@@ -33,7 +33,6 @@ def decoded(data: bytes = DATA, run_id: str = "run", step: int = 3) -> StepLogpr
 
 
 def rewritten(change: Callable[[dict[str, Any]], None], more: bytes = b"", *, body: bytes | None = None) -> bytes:
-    """The object with another header, or another body."""
     (size,) = struct.unpack_from("<Q", DATA)
     header = json.loads(DATA[8 : 8 + size])
     change(header)

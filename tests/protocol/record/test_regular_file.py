@@ -49,7 +49,6 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(folder: Path) -> None:
-    """Every reader of a run's folder reports a file that cannot be read, at once."""
     for name in FILES:
         with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"), ends_within(20):
             read_regular(folder / name)

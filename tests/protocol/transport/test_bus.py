@@ -429,7 +429,6 @@ def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: 
 
 
 def test_a_stream_that_stays_full_is_an_error_at_the_deadline(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Back-pressure beyond its deadline is an error that names the full subject and its slow reader."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
     issue(bus, run_id, 1)
     fact = make_task_issued(run_id, "p2")

@@ -57,7 +57,6 @@ async def _awaited(thread: CallThread, number: int) -> int:
 
 
 def test_an_error_is_raised_where_the_result_is_awaited(thread: CallThread) -> None:
-    """The call's exception reaches a thread and a coroutine."""
     with pytest.raises(ValueError, match="no"):
         thread.call(_fail(), "fail", 30.0).wait()
 

@@ -195,7 +195,6 @@ class PublishedWeights:
         return result
 
     def stored_bytes(self, manifest: VersionManifest, stored: StoredRange) -> bytes:
-        """Read a range of an object and verify it, as a mirror does; raises WrongBytes."""
         whole = self.objects.get(manifest.stored_blob(stored).key, b"")
         data = whole[stored.offset : stored.offset + stored.size_bytes]
         if hashlib.sha256(data).hexdigest() != stored.sha256:

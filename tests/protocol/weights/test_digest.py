@@ -24,7 +24,6 @@ def digests() -> list[TensorDigest]:
 
 
 def test_a_file_and_its_tensors_have_the_same_digest():
-    """Reading safetensors bytes gives what hashing the tensors themselves gives."""
     direct = [
         tensor_digest(name, str(t.dtype).removeprefix("torch."), t.shape, t.view(torch.uint8).numpy().tobytes())
         for name, t in {**TENSORS, "scale": TENSORS["scale"].reshape(1)}.items()

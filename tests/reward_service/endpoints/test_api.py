@@ -25,7 +25,6 @@ from penstock.protocol.transport.bus import Bus
 def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """An endpoint is registered, shown, tested and unregistered over HTTP."""
     service = start_service()
     endpoint = start_endpoint(good(0.5))
     name = f"mine-{wire.run_id}"
@@ -76,7 +75,6 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
 def test_the_test_of_a_failing_endpoint_shows_the_reason(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Testing a broken endpoint shows the same reason as a dead letter."""
     service = start_service()
     name = f"broken-{wire.run_id}"
     service.register(name, start_endpoint(raw("nonsense")).url)
@@ -162,7 +160,6 @@ def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> Non
 
 
 def test_rewards_are_listed_with_their_data_sets(shared_service: Service) -> None:
-    """GET /v1/rewards names every available reward and the reward of each data set."""
     answer = shared_service.get("/v1/rewards")
     assert {"auto", "exact_match", "format", "gsm8k", "math"} <= {row["name"] for row in answer["rewards"]}
     assert answer["by_source"]["openai/gsm8k"] == "gsm8k"
@@ -179,7 +176,6 @@ def test_the_contract_is_published(shared_service: Service) -> None:
 def test_a_token_guards_every_call_but_health(
     wire: Wire, start_service: Callable[..., Service], tmp_path: Path
 ) -> None:
-    """With a token file, calls without the token are refused."""
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     service = start_service(f"reward_service.token_file={token}")
@@ -202,7 +198,6 @@ def test_listening_beyond_loopback_needs_a_token(
 
 
 def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """Concurrent registrations at two replicas are all kept."""
     services = [start_service(replica="r0"), start_service(replica="r1")]
     names = [f"many{i}-{wire.run_id}" for i in range(12)]
 

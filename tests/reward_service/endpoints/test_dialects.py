@@ -50,7 +50,6 @@ def test_an_answer_for_other_groups_is_refused(wrong: bytes) -> None:
 
 
 def test_unknown_options_of_a_dialect_are_refused() -> None:
-    """A registration with an unknown option is refused."""
     with pytest.raises(ValueError, match="options of dialect penstock: temperature"):
         Endpoint(name="x", url="http://127.0.0.1:1/", options={"temperature": 1})
 

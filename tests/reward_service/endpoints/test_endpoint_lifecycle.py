@@ -37,7 +37,6 @@ def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]
 def test_a_hung_endpoint_slows_no_other_pack(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """With one slot and a dozen packs stuck at a hung endpoint, other packs are scored, by endpoints and built-ins."""
     service = start_service("reward_service.concurrency=1")
     behave, asked, release = blocking(0.5)
     stuck, fine = f"stuck-{wire.run_id}", f"fine-{wire.run_id}"

@@ -122,7 +122,6 @@ async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
 
 
 async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
-    """A group that does not fit into the queue is refused at once, which is no failure of the endpoint."""
     release = threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -187,7 +186,6 @@ async def test_a_failing_endpoint_is_paused_and_tried_again(
 async def test_health_checks_open_and_close_the_breaker(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """An endpoint whose health check fails gets no calls until a check passes."""
     one = line(serve(good(0.5)))
     one.unhealthy("HTTP 503")
     (refused,) = await one.score_groups(groups(1), attempt=1)
@@ -246,7 +244,6 @@ async def test_answers_are_checked_against_the_registration(
 async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_calls(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """Replaced while scoring: the call in progress is scored by the old version, the queue by the new; each group once."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -276,7 +273,6 @@ async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_ca
 async def test_queued_groups_of_an_unregistered_endpoint_are_retried(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """The call in progress finishes; queued groups are retried."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:

@@ -15,8 +15,6 @@ from tests.servers import wait_for
 
 
 def _results(scores: list[Any], **more: Any) -> Behaviour:
-    """Answer every group with the same scores."""
-
     def behave(request: dict[str, Any]) -> Answer:
         results = [{"group_id": group["group_id"], "scores": scores, **more} for group in request["groups"]]
         return 200, {}, json.dumps({"results": results}).encode()
@@ -108,7 +106,6 @@ def test_no_failure_of_an_endpoint_becomes_a_reward(
 def test_a_group_waits_for_its_endpoint_and_is_scored_once(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """While the endpoint fails the group is retried; once it works the group is scored exactly once."""
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(raw("starting", 400))
     name = f"flaky-{wire.run_id}"
@@ -188,7 +185,6 @@ def test_one_bad_group_of_a_batch_finally_fails_alone(
 def test_an_unregistered_endpoint_may_come_back(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Groups with an unregistered endpoint wait for it, as for one that is unreachable."""
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(good(0.5))
     name = f"gone-{wire.run_id}"
@@ -232,7 +228,6 @@ def service_delete(service: Service, name: str) -> int:
 def test_an_endpoint_is_resolved_by_name_and_gets_its_host_header(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """A host name is resolved, its checked address is called, and the Host header still has the name."""
     service = start_service('reward_service.allowed_targets=["localhost"]')
     endpoint = start_endpoint(good(0.5))
     name = f"named-{wire.run_id}"

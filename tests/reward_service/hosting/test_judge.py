@@ -257,7 +257,6 @@ async def test_columns_are_taken_from_the_row_and_long_answers_are_not_judged(
 
 
 def test_keys_come_from_outside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key is read from the environment or a file; a missing one is an error that names where it was expected."""
     base = {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
     monkeypatch.setenv("MY_JUDGE_KEY", " sk-1 ")
     assert JudgeSettings(**base, api_key_env="MY_JUDGE_KEY").api_key() == "sk-1"

@@ -39,7 +39,6 @@ def url_of(process: Process) -> str:
 def test_a_file_with_compute_score_scores_a_run(
     wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
 ) -> None:
-    """One command serves the example file, registers it, and a task that names it is scored by it."""
     service = start_service("reward_service.endpoint_attempts=50")
     name = f"mine-{wire.run_id}"
     served = serve("examples/my_reward.py", "--name", name, "--register", service.url)

@@ -53,7 +53,6 @@ weight = 0.5
 
 
 def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group:
-    """A generated group whose row names a reward."""
     group = make_group(group_id, size=len(texts), texts=list(texts))
     return replace(group, reward=RewardRequest(name=reward, data_source="math_reasoning", ground_truth=truth))
 

@@ -129,7 +129,6 @@ def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
 
 
 def test_the_roles_come_from_their_file(tmp_path: Path) -> None:
-    """A file of tokens gives roles; a wrong line is an error that names the file and the line."""
     file = tmp_path / "tokens"
     settings = load(RewardSettings, overrides=[f"reward_service.tokens_file={file}"]).settings.reward_service
     file.write_text("lab register 0123456789abcdef\n")

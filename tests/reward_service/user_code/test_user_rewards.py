@@ -110,7 +110,6 @@ def code(tmp_path: Path) -> Path:
 
 
 def asking(group_id: str, reward: str, *texts: str, truth: str | None = '"4"') -> Group:
-    """A generated group whose row names a reward."""
     group = make_group(group_id, size=len(texts), texts=list(texts))
     return replace(group, reward=RewardRequest(name=reward, ground_truth=truth))
 

@@ -135,7 +135,6 @@ class ChaosRun:
         without_guards: bool = False,
         overrides: Sequence[str] = (),
     ) -> None:
-        """Write model, data and run file in ``folder``."""
         self.overrides = list(overrides)
         self.folder, self.seed, self.steps, self.without_ids = folder, seed, steps, without_ids
         self.run_id = f"chaos-{seed}"

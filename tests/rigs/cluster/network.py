@@ -141,7 +141,6 @@ class Network:
         return ["ip", "netns", "exec", self._namespaces[host]] if host != OPERATOR else []
 
     def set(self, links: Links) -> None:
-        """Set the condition of every link, by direction; links that are not named are whole."""
         assert self._wire is not None
         assert self._wire.stdin is not None
         rules = [[source, target, asdict(rule)] for (source, target), rule in links.items()]

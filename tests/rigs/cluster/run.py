@@ -192,7 +192,6 @@ def go(
 
 
 def _stop_trainer(stack: Stack) -> None:
-    """Stop the trainer, which writes a checkpoint, and leave it stopped."""
     trainer = stack.supervisor.child(TRAINER)
     stack.supervisor.close()
     trainer.ask_to_stop()

@@ -42,7 +42,6 @@ class Rule:
 
 class Wire:
     def __init__(self, hosts: list[str]) -> None:
-        """Make the devices of ``NAME=ADDRESS[@NAMESPACE]``."""
         self._devices: dict[bytes, int] = {}  # by address
         self._addresses: dict[str, bytes] = {}
         self._rules: dict[tuple[bytes, bytes], Rule] = {}

@@ -45,7 +45,6 @@ class Network:
         subprocess.run(["ip", "link", "delete", self.bridge], check=False, capture_output=True)
 
     def add(self, number: int) -> str:
-        """Make the namespace of a container, with the address ``number`` of the subnet; returns its name."""
         name, near, far = f"psn{os.getpid()}x{number}", f"psh{os.getpid()}x{number}"[-15:], f"psc{number}"
         _run("ip", "netns", "add", name)
         self._namespaces.append(name)
@@ -61,7 +60,6 @@ class Container:
     def __init__(
         self, service: Service, image: Image, *, number: int, namespace: str, volumes: Path, files: Path, work: Path
     ) -> None:
-        """``volumes`` has a folder for each volume, ``files`` is the folder of compose.yaml, ``work`` is the container's own."""
         self.service, self.image, self.number = service, image, number
         self.name = f"{service.name}-{number}"
         self.hostname = secrets.token_hex(6)  # as docker's
@@ -74,7 +72,6 @@ class Container:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its processes get, and nothing of this machine's."""
         home = "/root" if self.image.user == "0" else "/home/penstock"
         given = {"PATH": _PATH, "HOME": home, "HOSTNAME": self.hostname, **self.image.environment}
         given |= self.service.environment
@@ -92,7 +89,6 @@ class Container:
         return None if self._process is None else self._process.poll()
 
     def start(self, hosts: Mapping[str, Sequence[str]]) -> None:
-        """Start its process 1; ``hosts`` has the addresses of every service."""
         self._work.mkdir(parents=True, exist_ok=True)
         script = self._work / "start.sh"
         script.write_text(self._script(hosts))
@@ -148,7 +144,6 @@ class Container:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:]) if self.log.exists() else ""
 
     def _pid(self) -> int | None:
-        """Return process 1 of the container, as this machine numbers it."""
         if self._process is None or self._process.poll() is not None:
             return None
         deadline = time.monotonic() + 10

@@ -136,7 +136,6 @@ class Service:
 def interpret(
     text: str, environ: Mapping[str, str], profiles: Iterable[str], scale: Mapping[str, int]
 ) -> dict[str, Service]:
-    """Return the services that `docker compose --profile … up --scale …` starts, by name. Raises NotInterpreted."""
     document = _filled_in(yaml.safe_load(text), environ)
     if unknown := {key for key in document if not key.startswith("x-")} - _TOP_LEVEL:
         raise NotInterpreted(f"top-level keys {sorted(unknown)}")

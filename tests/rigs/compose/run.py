@@ -50,7 +50,6 @@ trainer = {{ steps = {steps}, lr = 1e-4, checkpoint_every = 3 }}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the profile; returns 0 when it did what it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.rigs.compose.run", allow_abbrev=False)
     parser.add_argument("--scale", type=int, default=2, help="workers (default: 2)")
     parser.add_argument("--steps", type=int, default=12, help="steps of the trainer (default: 12)")

@@ -52,7 +52,6 @@ class Corpus:
             return known[len(known) - 1 - rng.randrange(newest)]
 
     def fetch(self, ref: dict[str, Any], blobs: Blobs) -> bytes | None:
-        """Return an object that a message names; None if it cannot be read now."""
         with self._lock:
             if (known := self._objects.get(ref["key"])) is not None:
                 return known

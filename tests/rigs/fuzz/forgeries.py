@@ -64,7 +64,6 @@ def adapters(attacker: Attacker, rng: random.Random) -> Attack | None:
 
 
 def _adapted(shapes: dict[str, list[int]]) -> list[Document]:
-    """Return the weights that an adapter changes, by the shapes of its factors."""
     found = list[Document]()
     for name, shape in shapes.items():
         if name.endswith(".lora_B.weight"):

@@ -313,7 +313,6 @@ def _identity(group: Group) -> tuple[str, bytes]:
 
 
 def announcements(run_id: str, bus: Bus) -> list[WeightsPublished]:
-    """Return all announcements of weights that decode, forged ones too."""
     found = []
     for message in bus.read_stream(f"{run_id}-weights").wait():
         with contextlib.suppress(WireError):

@@ -228,7 +228,6 @@ _GROUP_CHANGES = (
 
 
 def values_of(rng: random.Random, groups: list[list[Row]], spare: list[list[Row]]) -> tuple[str, list[list[Row]]]:
-    """Return the name of a change of values, and the rows; ``spare`` are the rows of another real pack."""
     name = rng.choice([*_ROW_CHANGES, *_GROUP_CHANGES])
     at = rng.randrange(len(groups))
     rows = groups[at]
@@ -295,7 +294,6 @@ def never_issued_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, l
 
 
 def bombs(rng: random.Random, groups: list[list[Row]]) -> tuple[str, bytes]:
-    """Return the name of an object that is small and decodes to much, and its bytes."""
     name = rng.choice(("tokens", "text", "rows", "row-groups", "columns", "dictionary"))
     rows = groups[0]
     if name == "tokens":
@@ -319,7 +317,6 @@ def bombs(rng: random.Random, groups: list[list[Row]]) -> tuple[str, bytes]:
 
 
 def bytes_of(rng: random.Random, data: bytes, other: bytes) -> tuple[str, bytes]:
-    """Return the name of an operation on the object's bytes, and its result."""
     raw, name = (
         bytearray(data),
         rng.choice(("flip", "flip-footer", "flip-footer", "cut", "splice", "footer-size", "random", "empty")),

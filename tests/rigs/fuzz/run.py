@@ -107,7 +107,6 @@ keep_versions = 100000
 
 class FuzzRun:
     def __init__(self, folder: Path, *, seed: int, kinds: set[str], options: argparse.Namespace) -> None:
-        """Make model, data and run file in ``folder``."""
         self.folder, self.seed, self.kinds, self.options = folder, seed, kinds, options
         self.run_id = f"fuzz-{seed}"
         self.outcome = Outcome(seed, sorted(kinds))

@@ -150,7 +150,6 @@ class Sender:
         rate: float,
         most_waiting: int,
     ) -> None:
-        """Send at most ``rate`` attacks a second, and none to a queue in which ``most_waiting`` messages wait."""
         self._attacker, self._corpus, self._nats, self._blobs = attacker, corpus, nats_server, blobs
         self._rate, self._most_waiting = rate, most_waiting
         self.counts: Counter[tuple[str, str, str]] = Counter()  # class, name, outcome

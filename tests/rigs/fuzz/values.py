@@ -33,7 +33,6 @@ _GROUP_ID = re.compile(r"e(\d+)\.p(\d+)\.a(\d+)")
 
 
 def integer(rng: random.Random) -> int:
-    """Return a boundary value or a random number of a random size."""
     return rng.choice(INTEGERS) if rng.random() < 0.7 else rng.getrandbits(rng.randint(1, 63))
 
 

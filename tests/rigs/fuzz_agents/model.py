@@ -202,7 +202,6 @@ class EmbeddedEngine:
     """The embedded engine with random weights, in this process; the judge is transformers' forward over the row."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        """Build the model below ``folder`` and start the engine."""
         weights = folder / "weights"
         self._judge: PreTrainedModel = build_model(weights, "qwen3", seed=seed, vocab_size=VOCAB, eos_token_id=None)
         config = read_model_config(weights)

@@ -74,7 +74,6 @@ _COMMANDS: tuple[tuple[str, int, str], ...] = (
 
 
 def main() -> int:
-    """Return 1 when a command failed."""
     folder = folder_of("after-run")
     if not (folder / "run.toml").exists():
         write_inputs(folder, _RUN_FILE, num_train=200)
@@ -90,7 +89,6 @@ def main() -> int:
 
 
 def _run(folder: Path, command: str, code: int, text: str) -> int:
-    """Run a command; return 1 when its exit code or its output is another one."""
     started = time.monotonic()
     ended = Proof(folder, plain_environ()).ask(*command.split())
     output = ended.stdout + ended.stderr

@@ -102,7 +102,6 @@ class Nodes(Proof):
         self.names = names
 
     def node(self, number: int, attempt: str, *overrides: str) -> Child:
-        """Start the trainer's command on one of the nodes."""
         place = ("--nodes", "2", "--node-rank", str(number), "--rdzv", f"{_ADDRESSES[0]}:29500")
         # both namespaces have this machine's name, which stands for the loopback: gloo is told the interface
         where = ["ip", "netns", "exec", self.names[number], "env", "GLOO_SOCKET_IFNAME=eth0"]

@@ -213,7 +213,6 @@ def _fill(file: Path) -> None:
 def _until_it_fires(
     proof: Observed, what: str, expected: set[str], begin: Callable[[], object], end: Callable[[], object]
 ) -> None:
-    """Make a cause until its alerts fire; take it away, and they end."""
     begin()
     try:
         proof.wait(f"{what}: {sorted(expected)} fire", lambda: expected <= proof.alerts(), _FAULT_S)

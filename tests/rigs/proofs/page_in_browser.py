@@ -114,7 +114,6 @@ def wait(condition: Callable[[], bool], what: str, *, deadline_s: float = DEADLI
 
 
 def compare_panels(window: Window) -> int:
-    """Compare each panel with the API after the last step; returns the number of compared values."""
     compared = 0
 
     def same(shown: object, expected: object, what: str) -> None:

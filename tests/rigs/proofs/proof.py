@@ -30,7 +30,6 @@ def folder_of(name: str) -> Path:
 
 
 def write_inputs(base: Path, run_file: str, *, num_train: int = 1000) -> None:
-    """Write the quickstart's model, data and a run file."""
     quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=num_train, num_eval=8)
     quickstart_task.write_model(base / "model", seed=0)
     (base / "run.toml").write_text(run_file)
@@ -84,7 +83,6 @@ class Proof:
             child.stop()
 
     def steps(self, run_id: str) -> list[int]:
-        """Return the steps in a run's metrics, in the order of the file."""
         file = self.runs / run_id / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("}")]

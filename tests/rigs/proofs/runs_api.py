@@ -60,7 +60,6 @@ class Console:
         return answer.json() if answer.content else None
 
     def until(self, run: str, *states: str) -> dict[str, Any]:
-        """Wait for a state; fails with the run's log."""
         status: dict[str, Any] = {}
 
         def is_there() -> bool:
@@ -82,7 +81,6 @@ class Console:
         return found
 
     def steps(self, run: str) -> list[int]:
-        """The steps in metrics.jsonl."""
         path = self.base / "runs" / run / "metrics.jsonl"
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
         return [row["step"] for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"]
@@ -104,7 +102,6 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 
 def main() -> int:
-    """Run the proof."""
     base = folder_of("runs-api")
     quickstart_task.write_model(base / "model", seed=0)
     pq.write_table(pa.Table.from_pylist([_row(n) for n in range(40)]), base / "train.parquet")
@@ -121,7 +118,6 @@ def main() -> int:
 
 
 def _row(number: int) -> dict[str, Any]:
-    """A row as verl writes it."""
     return {
         "data_source": "sums",
         "prompt": [{"role": "user", "content": f"what is {number} + {number}?"}],

@@ -272,7 +272,6 @@ def test_logits_that_are_not_finite_are_an_error(small_engine: EngineUnderTest, 
 
 
 def test_images_are_refused_for_a_model_of_text(small_engine: EngineUnderTest) -> None:
-    """The answer says that the model reads none; nothing is left out."""
     refused = small_engine.post("/generate", {"input_ids": PROMPT, "image_data": "aGVsbG8="}, expect=400)
     assert "the served model reads no images" in str(refused)
     refused = small_engine.post("/generate", {"input_ids": PROMPT, "image_positions": [0]}, expect=400)

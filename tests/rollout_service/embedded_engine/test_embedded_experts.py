@@ -41,7 +41,6 @@ def chosen_by_transformers(folder: Path, tokens: list[int]) -> np.ndarray:
 
 
 def returned(reply: dict[str, Any], num_layers: int, top_k: int) -> np.ndarray:
-    """Read ``routed_experts`` of a reply, [tokens - 1, layers, k]."""
     return np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4").reshape(-1, num_layers, top_k)
 
 

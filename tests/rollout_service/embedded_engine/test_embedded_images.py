@@ -294,7 +294,6 @@ def shown_prompt(reference: Reference, *parts: int | bytes, shown: bytes | None 
 
 
 async def client_of(engine: EngineUnderTest, folder: Path, kind: type[SglangClient] = EmbeddedClient) -> SglangClient:
-    """Return a client whose engine serves a folder as version 0."""
     client = kind(engine.url)
     client.limits = ModelLimits.of(folder)
     await client.load_weights(folder, PolicyVersion(0))

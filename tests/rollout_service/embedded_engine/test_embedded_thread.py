@@ -31,7 +31,6 @@ class BrokenRunner:
 
 
 def test_a_failed_engine_thread_fails_its_jobs() -> None:
-    """A failing step ends the thread, calls ``on_failure``, fails the jobs and refuses new ones."""
     failed, answered = threading.Event(), threading.Event()
     errors: list[Exception | None] = []
 

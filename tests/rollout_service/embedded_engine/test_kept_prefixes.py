@@ -42,7 +42,6 @@ def values_of(tokens: Tokens, start: int, end: int) -> Computed:
 
 
 def keep(kept: PrefixCache, tokens: Tokens, key: str | None = None) -> None:
-    """Keep the stand-ins of these tokens."""
     kept.keep(prefix(tokens, key), lambda start, end: values_of(tokens, start, end))
 
 
@@ -307,7 +306,6 @@ def test_little_memory_evicts_and_stays_exact(model: Model) -> None:
 
 
 def test_an_adapter_reuses_only_its_own(model: Model) -> None:
-    """A prompt that another adapter, or none, computed is computed again; each is continued from its own."""
     generator = torch.Generator().manual_seed(4)
     shapes = {"self_attn.q_proj": (64, 64), "mlp.down_proj": (128, 64)}
     factors = {

@@ -12,7 +12,6 @@ STARTED_AT = 100.0
 
 
 def closed_group(redundancy: Redundancy, ends: Sequence[float]) -> tuple[list[int], float]:
-    """End completions, given by their seconds, until the group is closed; return the kept ones, and when it closed."""
     group = RedundantGroup(redundancy, STARTED_AT)
     for seconds, number in sorted((seconds, number) for number, seconds in enumerate(ends)):
         now = STARTED_AT + seconds

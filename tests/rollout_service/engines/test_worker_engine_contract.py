@@ -63,7 +63,6 @@ async def test_completions_are_in_the_order_of_their_prompts(engine_url: str):
 
 
 async def test_a_loaded_version_is_confirmed_and_stamped(engine_url: str, model: Path):
-    """After a swap model_info and every new token name the new version."""
     client = SglangClient(engine_url)
     await client.load_weights(model, V1)
     assert await client.served_version() == V1

@@ -53,7 +53,6 @@ def preparable_command(folder: Path, version: PolicyVersion, port_file: Path) ->
 def build(
     command: LaunchCommand, tmp_path: Path, start_deadline_s: float = 30.0, prepare: Sequence[str] = ()
 ) -> ManagedEngine:
-    """An engine whose log is in the test's folder."""
     return ManagedEngine(
         command,
         functools.partial(SglangClient, request_deadline_s=10.0),
@@ -86,7 +85,6 @@ def model(tmp_path: Path) -> Path:
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until a condition is true, for at most 20 s."""
     try:
         async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110  (the condition is the operating system's)

@@ -180,7 +180,6 @@ async def test_a_restarted_server_is_given_its_adapters_again(model: Path, adapt
 
 
 async def test_all_engines_of_a_pool_get_an_adapter(model: Path, adapters: dict[PolicyVersion, Adapter]):
-    """Each engine of a pool has each version; groups are not split and name it; the pool's version is the oldest."""
     with FaultyEngine() as one, FaultyEngine() as other:
         pool = EnginePool([attached(server) for server in (one, other)])
         await pool.load(model, V0)

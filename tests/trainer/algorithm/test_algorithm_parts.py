@@ -201,7 +201,6 @@ def test_a_batch_whose_every_trajectory_is_filtered_is_kept_whole() -> None:
 
 
 def test_rows_carry_token_ages_and_plans_are_unchanged_by_encoding() -> None:
-    """A row's tokens carry the versions between sampling and training; a plan that was encoded and decoded is the same plan."""
     group = ready(1, (1.0, 0.0), version=3)
     plan = plan_of([group], AlgorithmSettings(sft_coefficient=0.5), version=7, sft_coefficient=0.5)
     _, received = read_order(Learner, pack_order(Learner.step, plan))

@@ -83,7 +83,6 @@ def test_a_shared_prompt_counts_once(
 
 
 def test_a_group_with_a_long_prompt_computes_a_sixth_of_the_tokens() -> None:
-    """A prompt of 2,000 tokens with eight answers of 2,661: 23,286 tokens where its rows have 37,286."""
     rows = [_row([7] * 2000 + [n] * 2661, list(range(2000, 4661))) for n in range(8)]
     lengths = [len(row.token_ids) for row in rows]
     prefixes = prefixes_of([row.token_ids for row in rows], [row.loss_mask for row in rows])

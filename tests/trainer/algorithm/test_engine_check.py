@@ -16,7 +16,6 @@ def seen(mean_abs: float, num_tokens: int = 1000) -> Mismatch:
 
 
 def check_after_start(limit: float | None = 0.1, max_violations: int = 3) -> EngineCheck:
-    """A check whose first comparison was within the limit."""
     check = EngineCheck(limit=limit, max_violations=max_violations)
     check.check(seen(0.01), 0)
     return check

@@ -47,7 +47,6 @@ def _credit(*groups: Scored, longest: int = 10, **settings: object):
 
 
 def _ready(aggregation: str = "seq-mean-token-mean", **settings: object) -> tuple[ReadyGroup, StepPlan]:
-    """Rewards 1, 1, 0, 0 in 3, 1, 1, 1 rows, planned."""
     group = group_of(forked(0), one_turn(1), one_turn(2), one_turn(3))
     scored = ScoredGroup(generated=group.summary(0), rewards=(1.0, 1.0, 0.0, 0.0), scorer="environment")
     ready = ReadyGroup(scored, BlobRef(key="k", size_bytes=1, sha256="0" * 64), group)

@@ -82,7 +82,6 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, c
 
 
 def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The message has the command."""
     assert main(["data-check", "x.jsonl", "run.toml"]) == 2
     assert (
         "run.toml is a run file, no data; type: penstock data check x.jsonl --run run.toml" in capsys.readouterr().err

@@ -195,7 +195,6 @@ def test_texts_are_read_with_or_without_the_template(tmp_path: Path, model: Path
 
 
 def test_a_json_text_of_a_chat_is_offered_as_a_chat(tmp_path: Path, model: Path):
-    """A prompt that is the JSON text of a chat stays a text, as before, and the notes say which setting reads the chat."""
     path = write(tmp_path, {"prompt": json.dumps([USER])})
     loaded = opened(path, model)
     assert "role" in loaded[0].text
@@ -279,7 +278,6 @@ def test_the_evaluation_set_is_not_cut(tmp_path: Path, model: Path):
 
 
 def test_data_check_reads_a_run_file(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]):
-    """`--run` checks the run's files with the run's model, settings and completion length; settings can be tried out."""
     small = with_context(tmp_path / "small", model, 60)
     path = write(tmp_path, {"prompt": "q" * 4}, {"prompt": [USER] * 6})
     run_file = tmp_path / "run.toml"

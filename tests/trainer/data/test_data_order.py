@@ -32,7 +32,6 @@ def test_order_depends_on_seed_and_epoch():
 
 
 def test_order_never_changes():
-    """The order is part of every checkpoint: every later build returns these values."""
     assert [DataOrder(10, 0).at(i).prompt for i in range(10)] == [0, 4, 2, 9, 5, 7, 1, 8, 6, 3]
 
 

@@ -399,7 +399,6 @@ def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatT
 
 
 def test_detection_prefers_the_more_specific_format():
-    """A row with columns of several formats is read in the more specific one."""
     assert detect({"messages": [], "prompt": "x"}).name == "messages"
     assert detect({"prompt": "x", "reward_model": {}}).name == "verl"
     assert detect({"prompt": "x", "completion": "y", "ground_truth": "z"}).name == "trl"

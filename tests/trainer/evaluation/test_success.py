@@ -36,7 +36,6 @@ def test_a_grader_of_zeros_and_ones_counts_its_ones():
 
 
 def test_a_reward_of_its_own_scale_has_its_threshold():
-    """A reward of 0.9 for right and 0.1 for wrong reads as right from 0.5 on."""
     found = result({"mine": 0.5}, RewardRequest(name="mine"), scored(0.9, 0.1, 0.9, 0.9))
     assert (found.accuracy, found.success) == (0.75, "mine ≥ 0.5")
     assert found.pass_at[4] == 1.0

@@ -48,7 +48,6 @@ class DispatchState:
         return cls(order_id, cursor)
 
     def changed(self, order: DataOrder | None = None, before: IssuedBefore = NOTHING_BEFORE) -> PromptCursor:
-        """Return a copy of the cursor and of its groups."""
         cursor = copy.deepcopy(self.cursor)
         cursor.before = before
         if order is not None:

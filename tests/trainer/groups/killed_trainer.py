@@ -28,13 +28,10 @@ from penstock.trainer.groups.reading_mark import ReadingMark
 
 @dataclass(frozen=True)
 class Run:
-    """Where the processes find each other."""
-
     folder: Path
 
     @classmethod
     def write(cls, folder: Path, run_id: str, nats: NatsSettings, s3: S3Settings) -> Run:
-        """Write prompts and connections."""
         write_prompts(folder)
         made = cls(folder)
         connections = {
@@ -47,12 +44,10 @@ class Run:
 
     @property
     def file(self) -> Path:
-        """How to reach the servers."""
         return self.folder / "connections.json"
 
     @property
     def marks(self) -> Path:
-        """The folder of the mark, which the sessions of one run share."""
         return self.folder / "marks"
 
     @property

@@ -56,7 +56,6 @@ def taught(group: Group, top_k: int, *, model: str = "teacher@7") -> Group:
 
 
 def store_scored(blobs: Blobs, run_id: str, pack_id: str, groups: list[Group], *, seed: int = 0) -> GroupScored:
-    """Store a pack and return the message with its rewards."""
     random = np.random.default_rng(seed)
     version = PolicyVersion(min(t.oldest_version for group in groups for t in group.trajectories))
     key = blob_keys.group_pack(run_id, version, pack_id, "0")

@@ -66,7 +66,6 @@ class Box:
         return self.batcher._refusal(group_id) is DropReason.DUPLICATE
 
     def offer(self, group: ReadyGroup) -> Drop | None:
-        """Issue a group, if it is new, and hand it over; return its drop, if it is dropped."""
         if self.groups.state(group.group_id) is None:
             self.groups.issue([group.group_id])
         num_drops, wanted = len(self._drops), self.batcher.receive(next(self._messages), [group.scored])
@@ -74,12 +73,10 @@ class Box:
         return self._drops[-1] if len(self._drops) > num_drops else None
 
     def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
-        """Return a batch, and what was dropped for it."""
         num_drops, batch = len(self._drops), self.batcher.take(version)
         return batch, self._drops[num_drops:]
 
     def train(self, version: int) -> list[str]:
-        """Take a batch and train it; return its ids."""
         batch, _ = self.take(PolicyVersion(version))
         self.groups.train(PolicyVersion(version), batch, {})
         return [group.group_id for group in batch]
@@ -175,7 +172,6 @@ def test_a_trained_group_is_known_within_the_window_and_forgotten_after_it() -> 
 
 
 def test_letters_stop_the_issue_and_empty_queues_end_the_run() -> None:
-    """More dead groups than arrived ones stop the issue; with queues that are empty it is known whether all were true."""
     box = batcher(max_dead=4)
     kill(box, range(4), "500")
     assert not box.batcher.stops_issue

@@ -63,13 +63,11 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptSet:
 
 
 def write_prompts(folder: Path) -> None:
-    """Write what `read_prompts` reads."""
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=40, num_eval=1)
 
 
 def read_prompts(folder: Path) -> PromptSet:
-    """Forty prompts of the quickstart's task."""
     return PromptSet.open(
         [folder / "train.jsonl"],
         data=DataSettings(),
@@ -139,7 +137,6 @@ class ManualAnswers:
         self._producer = producer
 
     def tasks(self, num_packs: int) -> list[TaskIssued]:
-        """Receive ``num_packs`` task messages."""
         taken: list[TaskIssued] = []
 
         def are_taken() -> bool:
@@ -152,11 +149,9 @@ class ManualAnswers:
         return taken
 
     def scored(self, message: TaskIssued, version: PolicyVersion = V0) -> GroupScored:
-        """Store the answer of one message, unannounced."""
         return self._producer.store(message, [recite(task, version) for task in message.tasks], version)
 
     def answer(self, message: TaskIssued, version: PolicyVersion = V0) -> None:
-        """Store and announce the answer of one message."""
         self._producer.announce(self.scored(message, version))
 
 
@@ -200,7 +195,6 @@ def test_near_the_end_no_more_is_issued_than_the_run_needs(
 def test_a_drop_near_the_end_issues_one_group_again_and_no_other(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
-    """Dropped between a step and the announcement of its version, a group is issued again, and no other group is."""
     with Session(connections, prompts) as session:
         session.issuer.advance(V0, 8)  # two steps to go
         for message in manual.tasks(4):
@@ -583,7 +577,6 @@ def test_dead_letters_that_were_true_stop_the_issue_until_the_queues_are_empty(
 
 
 def stop_after(seconds: float) -> Callable[[], bool]:
-    """Return a condition that is true after a time."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
@@ -635,7 +628,6 @@ def test_groups_that_a_killed_session_issued_are_used_and_others_are_foreign(
 
 
 def dead_letters(connections: Connections) -> list[DeadLetter]:
-    """Return a list to which every dead letter of the run is appended from now on."""
     letters: list[DeadLetter] = []
     stream = f"{connections.run_id}-dead"
     connections.bus.tail(stream, subjects.dead(connections.run_id), DeadLetter, letters.append).wait()

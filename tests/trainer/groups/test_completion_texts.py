@@ -19,7 +19,6 @@ _WORDS = {_END: "<end>", 1: " forty", 2: "-two", 3: " cats", 4: "\ufffd", 5: "é
 
 
 def decode(rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-    """Decode with a vocabulary of seven tokens, of which the first is special."""
     return ["".join(_WORDS[i] for i in row if i != _END or not skip_special_tokens) for row in rows]
 
 

@@ -45,7 +45,6 @@ class GroupStatesMachine(RuleBasedStateMachine):
         self.ended = False
 
     def _try(self, is_allowed, event, *given):
-        """Make an event; return True if it was allowed."""
         before = self._snapshot()
         if is_allowed:
             event(*given)

@@ -89,7 +89,6 @@ def test_entries_hold_the_packs_of_dropped_and_evaluated_groups():
 
 
 def test_an_event_that_a_state_does_not_allow_is_an_error_at_once():
-    """The error names group, state and event, and nothing is changed."""
     groups = GroupStates()
     groups.issue(["a"])
     with pytest.raises(ValueError, match="internal error, please report: group a is issued, and issue is not allowed"):

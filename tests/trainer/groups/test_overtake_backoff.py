@@ -9,7 +9,6 @@ from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 
 
 def test_waits_halve_while_groups_are_overtaken_and_are_restored_after() -> None:
-    """The wait halves after each batch that overtook groups, and is full after one that overtook none."""
     backoff = OvertakeBackoff()
     waits = []
     for overtook in (True, True, False, True):

@@ -325,7 +325,6 @@ def without_experts(model: Path, dims: ParallelDims) -> list[Any]:
 
 
 def weights_after(model: Path, checkpoint: Path, dims: ParallelDims) -> dict[str, float]:
-    """Return the norms of the weights one step after a checkpoint of another layout."""
     policy = load_policy(model, HOW, dims, temperature=1.0)
     policy.load(checkpoint)
     policy.train_step(micro_batches(dims), build_objective(AlgorithmSettings(entropy_coefficient=0.01)))

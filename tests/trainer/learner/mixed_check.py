@@ -112,7 +112,6 @@ def line(learner: Learner, planner: Planner, batch: list[ReadyGroup]) -> dict[st
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return True if all tensors are equal bit for bit."""
     return all(torch.equal(one[name], other[name]) for name in one)
 
 

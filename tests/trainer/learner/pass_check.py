@@ -101,7 +101,6 @@ def logprobs(policy: torch.nn.Module, group: ReadyGroup) -> list[Tensor]:
 
 
 def sketch(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Return a few numbers of each tensor, which differ as its values do."""
     found = {}
     for name, tensor in sorted(tensors.items()):
         values = tensor.detach().double().flatten()
@@ -111,7 +110,6 @@ def sketch(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
 
 
 def digest(learner: Learner) -> str:
-    """Return a hash of the policy's weights."""
     found = hashlib.sha256()
     for name, tensor in sorted(learner.snapshot().items()):
         found.update(name.encode() + tensor.numpy().tobytes())

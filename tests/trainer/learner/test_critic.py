@@ -141,7 +141,6 @@ def test_ranks_change_nothing() -> None:
 
 
 def test_a_critic_of_zeros_credits_every_token_with_the_reward() -> None:
-    """With values of 0 and gamma and lambda of 1 every token gets its trajectory's reward, as in REINFORCE."""
     some = build([_row(3, 4, 1.0), _row(3, 1, -0.5)])
     found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(5)])
     assert found.micro_batches[0].advantages.tolist() == [1.0, 1.0, 1.0, 1.0, -0.5]

@@ -156,7 +156,6 @@ class Issued:
         """Every group is wanted."""
 
     def is_late(self, version: PolicyVersion) -> bool:
-        """None is."""
         return False
 
     def pause(self, is_paused: bool) -> None:

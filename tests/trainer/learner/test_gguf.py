@@ -165,7 +165,6 @@ def read_header_of(path: Path, data: bytes) -> str | None:
 
 
 def test_a_folder_and_another_file_are_not_gguf(tmp_path: Path) -> None:
-    """Magic bytes or the name's ending make a GGUF file."""
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "renamed").write_bytes(b"GGUF")
     assert [is_gguf(tmp_path / name) for name in ("notes.txt", "renamed", "none.gguf", ".")] == [

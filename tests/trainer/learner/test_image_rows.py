@@ -81,7 +81,6 @@ def loaded(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def make_row(processor: ImageProcessor, parts: list[Any], completion: list[int], weight: float = 0.5) -> Row:
-    """A row of text tokens and images, then a completion; a second turn may follow as a list in ``parts``."""
     ids: list[int] = []
     shown: list[AdmittedImage] = []
     for part in parts:

@@ -167,5 +167,4 @@ def test_rows_of_a_tree_share_tokens_whose_experts_agree(depth: int) -> None:
 
 
 def choices(random: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """Return random experts [num_tokens, 2, 2] of 8, rising."""
     return np.sort(random.random((num_tokens, 2, 8)).argsort(-1)[..., :2], -1).astype(np.uint8)

@@ -50,7 +50,6 @@ def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
 
 
 def tensors(version: int) -> dict[str, Tensor]:
-    """Weights of which a version changes eight values of 2058."""
     table = torch.arange(2048.0).reshape(32, 64)
     table[version % 32, :8] = -float(version)
     return {"a": table, "b": torch.arange(10.0)}
@@ -81,7 +80,6 @@ def publish(publisher: Publisher, version: int) -> None:
 
 
 def assert_head_is(connections: Connections, version: int) -> None:
-    """Assert that the head names a readable version with exactly the published weights."""
     head = head_of(connections)
     assert head.version == version
     found = read_version(connections.blobs, connections.run_id, version, head.manifest)
@@ -89,7 +87,6 @@ def assert_head_is(connections: Connections, version: int) -> None:
 
 
 def test_a_version_is_complete_before_it_is_announced(connections: Connections, model_folder: Path) -> None:
-    """When a version is announced, the head names its manifest, and every object in it exists and verifies."""
     seen: list[WeightsPublished] = []
     subject = subjects.weights_published(connections.run_id)
     connections.bus.tail(f"{connections.run_id}-weights", subject, WeightsPublished, seen.append).wait()

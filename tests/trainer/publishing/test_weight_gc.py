@@ -109,7 +109,6 @@ def test_what_a_worker_or_an_evaluation_needs_is_kept(connections: Connections) 
 
 
 def test_a_pinned_version_is_kept(connections: Connections) -> None:
-    """An evaluation's version can be read as long as it is pinned, from the full snapshot that it names."""
     head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
     assert head is not None
     plan_to = WeightReader(connections.blobs, connections.run_id)

@@ -104,7 +104,6 @@ class Commits:
         shutil.rmtree(self.folder)
 
     def newest(self) -> CheckpointState | None:
-        """Read the checkpoint that the next session resumes."""
         found = checkpoint.newest(self.folder / CHECKPOINTS, RUN)
         return None if found is None else found[1]
 
@@ -131,7 +130,6 @@ class Commits:
     def train(
         self, batch: Sequence[ReadyGroup], version: PolicyVersion, made: PolicyVersion, uses: Mapping[str, int]
     ) -> None:
-        """Record a step."""
         assert self._record_writer is not None
         self.step += 1
         ids = [group.group_id for group in batch]

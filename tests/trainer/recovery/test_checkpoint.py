@@ -34,7 +34,6 @@ def write(folder: Path) -> None:
 
 
 def stored(committed: CheckpointState) -> CheckpointState:
-    """The state as it is stored: with the hash of the file that `write` writes."""
     return committed.model_copy(update={"files": {"engine/weights.bin": hashlib.sha256(b"weights").hexdigest()}})
 
 

@@ -32,7 +32,6 @@ def newest(folder: Path) -> int:
 
 
 def kill_in_a_checkpoint(trainer: Command, folder: Path, rng: random.Random) -> tuple[int, str]:
-    """Kill a rank at a random moment after it began to write a checkpoint; return the rank and where it was."""
     rank = rng.randrange(len(trainer.processes))
     after = newest(folder) + rng.randint(0, 1)
 

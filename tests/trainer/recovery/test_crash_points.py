@@ -374,7 +374,6 @@ def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(scene: Scene, 
 
 
 def test_the_audit_command_prints_a_table_or_json(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
-    """`penstock audit` exits with 0 and prints a table, or one JSON object, for a finished run."""
     arguments = [str(scene.folder / "undisturbed.toml")]
     assert audit_run("undisturbed", arguments, {}, fast=False, as_json=False) == 0
     assert "the accounting balances" in capfd.readouterr().out

@@ -48,8 +48,6 @@ PICK = st.integers(0, 10_000)  # which of the items available
 
 
 class CachedPrompts(PromptSet):
-    """Prompts that are read once for hundreds of sessions."""
-
     @functools.cache  # noqa: B019  there is one set per process
     def __getitem__(self, index: int) -> Prompt:
         return super().__getitem__(index)
@@ -57,7 +55,6 @@ class CachedPrompts(PromptSet):
 
 @functools.cache
 def prompts() -> PromptSet:
-    """Six prompts of the quickstart's task."""
     folder = Path(tempfile.mkdtemp(prefix="trainer-machine-"))  # they are read from it as long as the machine runs
     atexit.register(shutil.rmtree, folder)
     write_model(folder / "model", seed=0)
@@ -160,7 +157,6 @@ class TrainerMachine(RuleBasedStateMachine):
         self.checkpoint()
 
     def start(self, state):
-        """Start a session of the trainer, from a checkpoint if there is one."""
         groups = RunGroups.of(state, max_staleness=self.rollout.max_staleness, max_trained_count=self.uses)
         dispatch = Dispatch(
             prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,), groups=groups.train

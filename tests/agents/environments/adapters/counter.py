@@ -2,8 +2,6 @@
 
 
 class Counter:
-    """Counts up to a goal."""
-
     def __init__(self) -> None:
         self.count, self.goal = 0, 0
 

@@ -39,8 +39,6 @@ class Params(BaseModel):
 
 
 class GymResponse(OpenAiResponse):
-    """As `NeMoGymResponse`."""
-
     output: list[  # pyright: ignore[reportIncompatibleVariableOverride]
         ResponseOutputMessage | ResponseFunctionToolCall | FunctionCallOutput | ResponseReasoningItem
     ]
@@ -98,7 +96,6 @@ class GymServer:
         self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """End it."""
         self._server.force_exit = self._server.should_exit = True
         self._thread.join(60.0)
 

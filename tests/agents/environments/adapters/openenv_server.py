@@ -16,14 +16,10 @@ from openenv.core.env_server.types import Action, Observation, State
 
 
 class Say(Action):
-    """Say a word."""
-
     message: str
 
 
 class Heard(Observation):
-    """What is heard."""
-
     prompt: str = ""
 
 
@@ -55,14 +51,11 @@ class Echo(Environment):
 
 
 def tools() -> Any:
-    """Return the app of an environment with tools."""
     from fastmcp import FastMCP
     from openenv.core.env_server.mcp_environment import MCPEnvironment
     from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 
     class Adder(MCPEnvironment):
-        """Adds."""
-
         SUPPORTS_CONCURRENT_SESSIONS = True
 
         def __init__(self) -> None:

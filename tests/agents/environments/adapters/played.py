@@ -19,7 +19,6 @@ from penstock.rollout_service.environments.environment import Environment
 
 
 def task_of(text: str = "go", *, size: int = 1, reward: str = "environment", group: str = "r:0:1", **more: Any) -> Task:
-    """Return a task whose row is one message."""
     return Task(
         group_id=group, prompt_ids=(1,), prompt_text=text, group_size=size, sampling=Sampling(max_new_tokens=256),
         reward=RewardRequest(name=reward, **more), split="train", environment="mine", issued_version=3,
@@ -30,7 +29,6 @@ def task_of(text: str = "go", *, size: int = 1, reward: str = "environment", gro
 def play(
     model: Path, environment: Environment, script: Sequence[str], task: Task | None = None, **settings: Any
 ) -> tuple[Any, Engine]:
-    """Return what became of one task, and the engine that answered it with ``script``."""
     engine = Engine(ChatTokenizer.read(model), script=[f"{text}<|im_end|>" for text in script])
 
     async def run() -> Any:
@@ -46,7 +44,6 @@ def play(
 
 
 def said(episode: Episode) -> list[tuple[str, str]]:
-    """Return role and content of each message of an episode."""
     return [(one["role"], one.get("content") or "") for one in json.loads(episode.messages)]
 
 

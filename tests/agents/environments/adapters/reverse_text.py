@@ -11,14 +11,10 @@ WORDS = ("sun", "moon")
 
 
 class ReverseData(vf.TaskData):
-    """One word."""
-
     answer: str
 
 
 class ReverseTask(vf.Task[ReverseData]):
-    """Is done by saying it backwards."""
-
     @vf.reward(weight=1.0)
     async def is_reversed(self, trace: Any) -> float:
         if trace.last_reply == "break":
@@ -27,8 +23,6 @@ class ReverseTask(vf.Task[ReverseData]):
 
 
 class ReverseTaskset(vf.Taskset[ReverseTask, vf.TasksetConfig]):
-    """Two words."""
-
     def load(self) -> Iterable[ReverseTask]:
         for word in WORDS:
             yield ReverseTask(ReverseData(prompt=f"Reverse {word}.", answer=word[::-1]), self.config.task)

@@ -61,8 +61,6 @@ def test_an_error_of_verifiers_is_no_reward(tool_model: Path) -> None:
 
 
 class Tasks(list[str]):
-    """A taskset."""
-
     bounded = True
 
 

@@ -15,8 +15,6 @@ from trl.chat_template_utils import qwen2_5_chat_template
 
 
 class Noted(Counter):
-    """Notes what it was reset with."""
-
     resets: list[int] = []  # noqa: RUF012 - printed at the end
     rewards: list[float] = []  # noqa: RUF012 - printed at the end
 

@@ -85,7 +85,6 @@ class FakeLauncher(Launcher):
         self.running.clear()
 
     def end(self, folder: Path, code: int) -> None:
-        """End a run's process with an exit code."""
         os.close(self.running.pop(folder.name))
         launch = job_file.read_launch(folder)
         assert launch is not None

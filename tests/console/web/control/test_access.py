@@ -151,7 +151,6 @@ def all_dependencies(dependant: Dependant) -> list[Dependant]:
 
 
 def routes(api: Api) -> list[tuple[str, str, Role | None]]:
-    """Method, path and required role of every route; None for one that requires none."""
     found = []
     for route in all_routes(api.app.routes):
         dependencies = all_dependencies(route.dependant) if isinstance(route, APIRoute) else []
