@@ -94,7 +94,6 @@ class Mode:
     wait: float = 0.0  # `rollout.redundant_wait`
 
     def with_redundancy(self, redundant: int, wait: float) -> Mode:
-        """Return the mode with completions that are started besides, named in its name."""
         if not redundant:
             return self
         name = f"{self.name}, {GROUP_SIZE} + {redundant}" + (f", wait {wait:g}" if wait else "")
@@ -136,7 +135,6 @@ class Job:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that all engines generate in a second with all slots in use."""
         return self.num_workers * self.engine.pace.tokens_per_s
 
     @property
@@ -155,7 +153,6 @@ class Job:
         return min(self.tokens_per_s, per_step / (self.step_s + per_step * self.token_s))
 
     def for_mode(self, mode: Mode) -> Job:
-        """Return the job with as many steps before and after those that are measured as the mode needs."""
         first, last = steps_around(mode)
         if mode.max_staleness == 0:  # each worker takes its share at once, no more: otherwise one would take another's
             return replace(self, packs_in_flight=self.groups_per_worker, first=first, last=last)
@@ -168,7 +165,6 @@ def steps_around(mode: Mode) -> tuple[int, int]:
 
 
 def write_inputs(folder: Path, mode: Mode, *, steps: int, groups_per_step: int, num_eval: int) -> None:
-    """Write model and data of a run with so many steps."""
     num_prompts = (steps + mode.max_staleness + 2) * groups_per_step
     quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=num_eval)
     quickstart_task.write_model(folder / "model", seed=0)
@@ -177,7 +173,6 @@ def write_inputs(folder: Path, mode: Mode, *, steps: int, groups_per_step: int, 
 
 
 def write_run(folder: Path, job: Job, mode: Mode) -> Path:
-    """Write model, data and run file; return the run file."""
     write_inputs(folder, mode, steps=job.steps, groups_per_step=job.groups_per_step, num_eval=job.eval_prompts)
     traced = job.engine.model_copy(update={"trace": str(folder / "trace")})
     run_file = folder / "run.toml"
@@ -236,7 +231,6 @@ def _groups(metrics: Path) -> dict[str, Any]:
 
 
 def group_counts(metrics: Path) -> tuple[int, int]:
-    """Return the groups dropped and trained in the run so far."""
     groups = _groups(metrics)
     return sum(groups["dropped"].values()), groups["trained"]
 

@@ -74,7 +74,6 @@ def run_engine(
     dtype: torch.dtype,
     adapters: tuple[Adapter | None, ...] = (None,),
 ) -> Callable[[], int]:
-    """Return a function that serves all requests once, assigns ``adapters`` in turn, and returns the number of new tokens."""
     config = read_model_config(folder)
     device = torch.device("cpu")
     limits = Limits(max_running, max_total_tokens=max_running * 512, max_prefill_tokens=8192)
@@ -123,7 +122,6 @@ def random_adapter(folder: Path, rank: int, seed: int) -> Adapter:
 
 
 def adapters_table(folder: Path, batch: int, rank: int, repeats: int) -> list[str]:
-    """Return rows of the table of adapters: tokens per CPU second, and their ratio to the weights alone."""
     four = tuple(random_adapter(folder, rank, seed) for seed in range(1, 5))
     mixes: list[tuple[Adapter | None, ...]] = [(None,), four[:1], (None, four[0]), four[:2], four]
     names = ["the weights alone", "1 adapter", "1 adapter and none", "2 adapters", "4 adapters"]
@@ -192,7 +190,6 @@ def run_sessions(
 
 
 def sessions_table(folder: Path, repeats: int) -> Iterator[str]:
-    """Yield rows of the table of sessions: tokens per CPU second without and with kept prefixes, alternating."""
     for turns, prompt, new, said in ((2, 24, 4, 4), (4, 200, 16, 40), (10, 200, 16, 40), (4, 1000, 32, 100)):
         shape = {"groups": 2, "turns": turns, "prompt": prompt, "new": new, "said": said}
         both = [run_sessions(folder, **shape, max_kept_tokens=kept) for kept in (0, 2**20)]

@@ -82,7 +82,6 @@ class Case:
         return f"{num} x {length}, {self.groups_per_pack} a message, {way}"
 
     def num_groups(self, seconds: float) -> int:
-        """Return whole steps and whole packs of groups, for about ``seconds`` seconds."""
         per_second = 150 if self.size == "long" else 1000
         return GROUPS_PER_STEP * max(2, round(seconds * per_second / GROUPS_PER_STEP))
 
@@ -91,7 +90,6 @@ CASES = (Case("long", 1), Case("long", 4), Case("long", 1, hop=False), Case("lon
 
 
 def make_template(size: str, seed: int) -> Group:
-    """Return one group: token ids with a distribution like that of language, log-probabilities as an engine reports them."""
     num, length, prompt, characters = SIZES[size]
     random = np.random.default_rng(seed)
     mask = np.arange(length) >= prompt
@@ -183,7 +181,6 @@ async def _announce_all(announcer: PackAnnouncer, case: Case, num_packs: int, te
 
 
 def worker(given: Mapping[str, Any]) -> None:
-    """Print "ready", wait for a line on stdin, announce all packs, print the measurements."""
     case, num_packs = Case(**given["case"]), given["count"]
     templates = [make_template(case.size, seed) for seed in range(NUM_TEMPLATES)]
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-worker") as bus:
@@ -210,7 +207,6 @@ class _EveryGroup:
         self._groups = groups.train
 
     def promise(self, group_id: str) -> TaskPromise:
-        """Return what the worker's templates are; as the real issuer it has it at hand."""
         return self._promises[GroupKey.parse(group_id).prompt % len(self._promises)]
 
     def is_late(self, version: PolicyVersion) -> bool:
@@ -273,7 +269,6 @@ def consume(bus: Bus, s3: S3Settings, folder: Path, *, size: str, num_groups: in
 
 
 def commit(path: Path, ids: Sequence[str]) -> None:
-    """Write a step's ids, and sync them to disk before the file is renamed."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
         json.dump(ids, file)
@@ -283,7 +278,6 @@ def commit(path: Path, ids: Sequence[str]) -> None:
 
 
 def trainer(given: Mapping[str, Any]) -> None:
-    """Print "ready", take all groups, print the measurements."""
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-trainer") as bus:
         answer = consume(
             bus, S3Settings(**given["s3"]), Path(given["folder"]), size=given["case"]["size"], num_groups=given["count"]
@@ -312,7 +306,6 @@ class Role:
         self._process.wait()
 
     def answer(self) -> dict[str, float]:
-        """Start its work, if it waits for that, and return its measurements."""
         output, _ = self._process.communicate("\n", timeout=_ROLE_S)
         if self._process.returncode:
             raise SystemExit(f"a process of the benchmark exited with code {self._process.returncode}")
@@ -320,7 +313,6 @@ class Role:
 
 
 def measure(case: Case, seconds: float, *, tls: bool = False) -> dict[str, Any]:
-    """Run one case and return groups per second and CPU milliseconds per group, by process."""
     num_groups = case.num_groups(seconds)
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
@@ -356,7 +348,6 @@ def measure(case: Case, seconds: float, *, tls: bool = False) -> dict[str, Any]:
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print one result as a line of the table, and its CPU time by process."""
     print(
         f"{result['system'] + ': ' + result['case']:44} {result['groups_per_s']:6.0f} groups/s  "
         f"CPU {result['cpu_ms']:5.2f} ms per group, codec {result['codec_ms']:.2f}, "

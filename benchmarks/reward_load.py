@@ -44,7 +44,6 @@ _HUGE = b" " * (8 * 1024 * 1024)
 
 
 def score_of(completion: str) -> float:
-    """Return the one correct score of a text, from 0 to 1."""
     return (zlib.crc32(completion.encode()) % 1000) / 1000
 
 
@@ -94,13 +93,11 @@ class Endpoint:
         return await self._good(request)
 
     async def _flaky(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        """Return errors, or close the connection without an answer."""
         if self._random.random() < FAULTY_SHARE:
             return self._random.choice([(500, b"out of order"), (503, b"busy"), (0, b"")])
         return await self._good(request)
 
     async def _lying(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        """Return too few scores, NaN, other groups, eight megabytes or no JSON, all with status 200."""
         if self._random.random() >= FAULTY_SHARE:
             return await self._good(request)
         answer = answer_to(request)
@@ -120,7 +117,6 @@ class Endpoint:
 
 
 async def serve_endpoint(behaviour: str, port: int) -> None:
-    """Serve on a port, 0 for a free one; print it."""
     endpoint = Endpoint(behaviour)
     server = await asyncio.start_server(endpoint.serve, "127.0.0.1", port, limit=2**24)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -137,8 +133,6 @@ SETTLE_S = 240.0
 
 @dataclass
 class Ledger:
-    """What was sent and its results; written by the bus's thread and by readers."""
-
     sent_at: dict[str, float] = field(default_factory=dict)
     reward_of: dict[str, str] = field(default_factory=dict)
     texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -209,8 +203,6 @@ class Endpoints:
 
 
 class Bench:
-    """One run on real servers, with one replica of the reward service."""
-
     def __init__(self, stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> None:
         self.bus, self.run_id = bus, run_id
         self.blobs = Blobs(stack.s3)
@@ -236,7 +228,6 @@ class Bench:
                 delivery.ack().wait()
 
     def pack(self, reward: str, number: int) -> GroupGenerated:
-        """Store a pack whose groups all use one reward; return its announcement."""
         texts = [[f"{reward} {number} {i} {n} " + "because " * 40 for n in range(SIZE)] for i in range(GROUPS)]
         groups = [
             make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=own)
@@ -291,7 +282,6 @@ def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
 
 
 def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
-    """Measure the maximum throughput: all packs are announced at the start."""
     register(one, endpoints, GOOD)
     packs = [one.pack(GOOD[number % len(GOOD)], number) for number in range(num_packs)]
     before, at = process_cpu_seconds(one.service.pid), time.perf_counter()
@@ -314,7 +304,6 @@ def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
 
 
 def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: bool) -> None:
-    """Send a steady stream to the healthy endpoints, with or without one to the faulty ones."""
     register(one, endpoints, (*GOOD, *BAD) if bad else GOOD)
     schedule = [(number / rate, GOOD[number % len(GOOD)], number) for number in range(int(seconds * rate))]
     if bad:

@@ -56,7 +56,6 @@ def markdown(runs: Runs) -> str:
 
 
 def plot(runs: Runs, path: Path) -> None:
-    """Draw the accuracy at the end over the lag, and the curves at lag 16."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -88,7 +87,6 @@ def plot(runs: Runs, path: Path) -> None:
 
 
 def write(results: Path) -> str:
-    """Write ``staleness.md`` (between its marks) and ``staleness.png``; return the tables."""
     runs = read(results)
     tables = markdown(runs)
     page = HERE / "staleness.md"

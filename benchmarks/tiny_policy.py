@@ -164,7 +164,6 @@ def generate(
 
 
 def main() -> None:
-    """Compare this model with transformers on random tokens."""
     import tempfile
 
     from transformers import AutoModelForCausalLM

@@ -64,8 +64,6 @@ CPU_S = "CPU seconds of the step"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A model, how it is trained, and on which rows."""
-
     family: str = "qwen3"
     layers: int = 8
     hidden: int = 512
@@ -238,7 +236,6 @@ class Trained:
         self._dims = dims
 
     def micro_batches(self, chosen: Configuration) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a step, with random tokens."""
         rng = np.random.default_rng(0)
         rows = []
         for _ in range(chosen.groups):
@@ -306,7 +303,6 @@ def _run_rank(name: str, environment: dict[str, str], result: Connection) -> Non
 
 
 def measure(name: str) -> dict[str, float]:
-    """Return what `measure_here` does: the largest of the ranks, each a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -333,7 +329,6 @@ def measure(name: str) -> dict[str, float]:
 
 
 def estimated(name: str) -> dict[str, int]:
-    """Return the estimated peak of each phase in bytes, while no checkpoint is written."""
     plan = MemoryPlan(inputs_of(CONFIGURATIONS[name]))
     phases = {phase.name: phase.total - plan.held.host[CHECKPOINT] for phase in plan.phases}
     others = {"optimizer step": phases.pop("optimizer step"), COPY: phases.pop(COPY, 0)}
@@ -341,7 +336,6 @@ def estimated(name: str) -> dict[str, int]:
 
 
 def lines(name: str, *, by_phase: bool, records: dict[str, Any]) -> Iterator[str]:
-    """Yield the rows of the table of one configuration, and add what was measured to the records."""
     peaks, expected = measure(name), estimated(name)
     cpu_s = peaks.pop(CPU_S)
     largest = max(peaks, key=lambda phase: peaks[phase])

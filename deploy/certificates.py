@@ -220,7 +220,6 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def hosts_of(path: Path) -> list[str]:
-    """Return the host names and IP addresses that a certificate is for."""
     names = _read(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in names]
 

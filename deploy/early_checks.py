@@ -52,7 +52,6 @@ def check_inputs(trainer: TrainerSettings) -> None:
 
 
 def _check_context(trainer: TrainerSettings) -> None:
-    """Check that a completion leaves room for a prompt in the model's context; raises ConfigError."""
     folder, longest = trainer.model.path, trainer.rollout.max_new_tokens
     context = model_context_tokens(folder) if (folder / "config.json").is_file() else None
     if context is not None and longest >= context:
@@ -63,7 +62,6 @@ def _check_context(trainer: TrainerSettings) -> None:
 
 
 def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:
-    """Check that the workers' engine serves the model; raises UnsupportedModel, and ConfigError for what it cannot sample."""
     if trainer.rollout.redundant_completions and not rollout.worker.kind.may_abandon:
         raise ConfigError(
             f"rollout.redundant_completions = {trainer.rollout.redundant_completions} with worker.engine = "
@@ -85,14 +83,12 @@ def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:
 
 
 def check_engine_is_installed(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Check that the Python of the workers' engine has it, where workers start one; raises ConfigError."""
     for finding in checks.engine(arguments, environ):
         if finding.level == "fail":
             raise ConfigError(f"{finding.detail}; {finding.fix}")
 
 
 def check_metrics_ports(rollout: RolloutSettings, num_workers: int) -> None:
-    """Check that the services of one machine do not share a port for their metrics; raises ConfigError."""
     metrics = rollout.metrics
     if metrics.rollout_port and num_workers > 1:
         raise ConfigError(
@@ -120,7 +116,6 @@ def missing_rewards(trainer: TrainerSettings, served: Sequence[Path]) -> list[st
 
 
 def check_reward_files(files: Sequence[Path]) -> None:
-    """Check that the files of ``--serve`` exist and are Python; raises ConfigError with file and line."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise ConfigError(f"--serve {', '.join(missing)}: there is no such file")
     for file in files:

@@ -35,7 +35,6 @@ def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
 def check(
     role: Literal["rollout", "reward", "trainer"], *, id: Annotated[str, Help("Start of the service's id.")] = ""
 ) -> int:
-    """Exit with 0 while the service sends heartbeats, else with 1 and the reason on stderr."""
     settings = load(HealthSettings, environ=os.environ).settings
     with Bus.connect(settings.nats, name="health", deadline_s=5.0) as bus:
         if has_heartbeat(bus, settings.run.id, role, id):

@@ -155,7 +155,6 @@ class LocalRun:
         self.start_trainer()
 
     def start_services(self) -> None:
-        """Start all processes but the trainer: the workers load the model and wait for version 0."""
         self._lock.enter_context(run_lock.hold(self.folder))
         adopt_orphans()
         self._started_at = time.monotonic()
@@ -238,7 +237,6 @@ class LocalRun:
             raise failure
 
     def stop(self) -> None:
-        """Stop all processes, services first, and reap their orphans; idempotent."""
         if self._supervisor is not None:
             self._supervisor.close()
             if self._prepared_trainer is not None:
@@ -311,7 +309,6 @@ class LocalRun:
         return self.folder / "logs" / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
-        """Return the last lines of a process's log, indented, and whether its disk is full; raises DeployError for an unknown name."""
         child = self._require_supervisor().child(name)
         return "\n".join(part for part in (child.log_tail(), full_disk(child.log.parent)) if part)
 
@@ -333,7 +330,6 @@ class LocalRun:
         return 0
 
     def _endpoints(self) -> list[Child]:
-        """Return a process for each reward file, once the reward service listens; raises DeployError."""
         if not self._local.reward_files:
             return []
         if not wait_until(lambda: self.reward_url, _REWARD_DEADLINE_S):
@@ -372,12 +368,10 @@ class LocalRun:
 
 
 def fails_at_first_start(name: str, code: int, events: Sequence[ProcessEvent]) -> bool:
-    """Return True for a process that exits by itself at its first start: a user's file that cannot be used stays so."""
     return code > 0 and not any(event.name == name and event.kind == "crashed" for event in events)
 
 
 def worker_name(index: int) -> str:
-    """Return the name of a worker, in messages, of its log file and of its process."""
     return f"worker-{index}"
 
 

@@ -18,8 +18,6 @@ from penstock.trainer.settings import TrainerSettings
 
 @dataclass(frozen=True, slots=True)
 class LocalSettings:
-    """The settings of all services of a run, and what follows from them."""
-
     arguments: tuple[str, ...]  # with absolute paths of run files
     trainer: TrainerSettings
     rollout: RolloutSettings
@@ -93,7 +91,6 @@ def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> lis
 
 
 def _names_keys(trainer: TrainerSettings, rollout: RolloutSettings) -> bool:
-    """Return True if the run file names the keys of signed weights; raises ConfigError if only workers have any."""
     signing_key, trusted_keys = trainer.trainer.signing_key_file, rollout.worker.trusted_keys_file
     if trusted_keys is not None and signing_key is None:
         raise ConfigError(

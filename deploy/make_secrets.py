@@ -99,7 +99,6 @@ def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
 
 
 def _make_certificates(folder: Path, nats_servers: Sequence[str]) -> list[Path]:
-    """Create the missing files of TLS and of signatures, and renew what ends soon; returns those that were written."""
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
     hosts = {METRICS: METRICS_HOSTS, "nats": [server.partition(":")[0] for server in nats_servers]}
     for service in SERVERS:

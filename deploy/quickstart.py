@@ -141,7 +141,6 @@ def quickstart(given: QuickstartOptions) -> int:
 
 
 def _again(options: Options) -> str:
-    """Return how to go on after a stop: the run is resumed from its file once the warm-up has made its model."""
     if (options.folder / "sft" / "config.json").is_file():
         return resumption.stopped("train", [os.path.relpath(options.folder / "run.toml"), "--local"])
     return "stopped on request before the training; start it again with: penstock quickstart"
@@ -192,7 +191,6 @@ def _make(options: Options, show: _Progress) -> Path:
 
 
 def run_file_text(options: Options, file: Path) -> str:
-    """Return the run file without its sections about the engine."""
     task = options.task
     return _RUN_FILE.format(
         file=file,
@@ -219,7 +217,6 @@ def run_file_text(options: Options, file: Path) -> str:
 
 
 def _engine_sections(engine: str) -> str:
-    """Return the run file's sections about the engine; raises ConfigError when SGLang is not installed."""
     if engine == "embedded":
         return ""
     return f'\n[worker]\nengine = "{engine}"\n{_UPDATE_MODE}\n{sglang_cpu.section_toml()}'
@@ -251,7 +248,6 @@ def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: 
 
 
 def _exit_code(child: Child, deadline: float, stop_requested: threading.Event) -> int | None:
-    """Start a child and return its exit code; stop it and return None when a stop was requested first."""
     child.start()
     while child.alive and not stop_requested.wait(0.1):
         if time.monotonic() > deadline:
@@ -266,7 +262,6 @@ def _exit_code(child: Child, deadline: float, stop_requested: threading.Event) -
 def _watch(
     options: Options, run: LocalRun, page: PageProcess, bus: Bus, panel: LivePanel, stop_requested: threading.Event
 ) -> int | None:
-    """Wait until the trainer exits, killing a worker half way; None when a stop was requested."""
     to_kill = options.kill
     while (code := run.wait(_POLL_S)) is None and not stop_requested.is_set():
         if problem := run.new_disk_problem() or page.new_problem():
@@ -319,8 +314,6 @@ def _next_steps(options: Options) -> list[str]:
 
 
 class _Progress:
-    """Print lines with the time since the start; print nothing when ``quiet``."""
-
     def __init__(self, *, quiet: bool, started: float) -> None:
         self._quiet = quiet
         self._started = started

@@ -53,8 +53,6 @@ def _example(rng: np.random.Generator) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class QuickstartTask:
-    """One task; ``rollout``, ``reward`` and ``eval`` are lines of the run file's sections of these names."""
-
     name: str
     does: str  # what the model learns, for people
     question: str  # a prompt to try afterwards

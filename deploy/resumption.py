@@ -14,7 +14,6 @@ _EVALUATION = ("num_prompts", "at_start", "at_end", "temperature", "samples", "m
 
 
 def notes(loaded: Loaded[TrainerSettings]) -> list[str]:
-    """Return a line for each setting that was given and does nothing here."""
     settings, origins = loaded.settings, loaded.origins
     return [
         f"{key} has no effect {why} [{origins[key]}]"
@@ -24,7 +23,6 @@ def notes(loaded: Loaded[TrainerSettings]) -> list[str]:
 
 
 def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
-    """Yield keys that do nothing beside the others, and why."""
     if settings.trainer.schedule == "constant" and settings.sft.schedule == "constant":
         yield "trainer.min_lr_ratio", "with trainer.schedule = constant"
     if settings.trainer.max_mismatch is None:
@@ -40,12 +38,10 @@ def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
 
 
 def stopped(verb: str, arguments: Sequence[str]) -> str:
-    """Return the line that a stopped command ends with: how to resume it."""
     return f"stopped on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
 
 
 def paused(verb: str, arguments: Sequence[str]) -> str:
-    """Return the line that a paused run ends with: how to resume it."""
     return f"paused on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
 
 

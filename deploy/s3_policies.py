@@ -58,7 +58,6 @@ def print_policy(
     run: Annotated[tuple[str, ...], Help("Id of a run that it is for; repeatable.")] = (),
     bucket: Annotated[str, Help("The bucket.")] = "penstock",
 ) -> int:
-    """Print the policy of a role's S3 user as JSON."""
     print(json.dumps(policies(bucket, run)[role], indent=2))
     return 0
 

@@ -40,7 +40,6 @@ _ELSEWHERE = ("nats.", "s3.", "run.")  # settings of the run's own servers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code, 1 when the service does not start."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--")
 
@@ -91,7 +90,6 @@ def _start(
 
 
 def _wait(is_ready: Any, children: Sequence[Child], what: str) -> None:
-    """Wait until the last child is ready; raises DeployError with the log of the one that exited."""
     wait_until(lambda: is_ready() or not all(child.alive for child in children), _READY_S)
     for child in children:
         if not child.alive:
@@ -123,7 +121,6 @@ def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -
 
 
 def _recorded_rewards(path: Path) -> dict[str, Any]:
-    """Return the section [reward] of recorded settings; raises ConfigError when it cannot be read."""
     if not path.exists():
         return {}
     try:

@@ -99,7 +99,6 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
 
 
 def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Sequence[str], *, is_done: bool) -> str:
-    """Return the last line of a session that did not end its run: how to resume it, or why it failed."""
     if trainer.stop_requested and not is_done:
         return resumption.stopped("train", again)
     if code == 0 and pause_request.is_requested(settings.run.folder):
@@ -110,7 +109,6 @@ def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Seque
 
 
 def create_what_is_missing(settings: TrainerSettings) -> None:
-    """Create the run's bucket, streams and consumers if one of them is missing; raises PenstockError with the command."""
     run_id, blobs = settings.run.id, Blobs(settings.s3)
     with Bus.connect(settings.nats, name="train", deadline_s=_CONNECT_S) as bus:
         try:
@@ -129,7 +127,6 @@ class Trainer:
     """The trainer as a child process that is started again after a signal killed it. Use it as a context manager."""
 
     def __init__(self, command: Sequence[str], run: RunSettings) -> None:
-        """Prepare the child; on a terminal its output goes to the log of the run's folder."""
         self.is_logged = sys.stderr.isatty()
         self.stop_requested = False
         self.log = run.folder.absolute() / "logs" / f"{TRAINER}.log"

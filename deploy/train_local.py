@@ -55,7 +55,6 @@ def _train(
     as_json: bool,
     again: Sequence[str],
 ) -> int:
-    """Run until the trainer exits, write the report, and wait a little for the trackers; returns the exit code."""
     try:
         with contextlib.ExitStack() as stack:
             run = stack.enter_context(
@@ -97,12 +96,10 @@ def _train(
 
 
 def say(text: str) -> None:
-    """Print a line of `penstock train`, which is not the trainer's."""
     print(f"penstock train: {text}", file=sys.stderr)
 
 
 def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
-    """Write the report, print its path and what to type next, and with ``as_json`` the summary on stdout."""
     following = next_steps(folder)
     path = report.write(folder, summary, next_steps=following)
     print(f"report: {path}", *(f"next: {line}" for line in following), sep="\n", file=sys.stderr)
@@ -111,7 +108,6 @@ def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
 
 
 def say_finished(folder: Path, notice: str, *, as_json: bool) -> int:
-    """Print that the run has nothing to do, and with ``as_json`` the summary in its report; returns 0."""
     say(notice)
     if as_json and (summary := report.stored_summary(folder)):
         print(summary.to_line())

@@ -107,7 +107,6 @@ def _first_line(model: type[BaseModel]) -> str:
 
 
 def main() -> int:
-    """Write both files; returns 0."""
     for file, document in ((reference.FILE, reference_document()), (reference.SCHEMA, run_file_schema())):
         file.write_text(as_text(document), encoding="utf-8")
         print(file)

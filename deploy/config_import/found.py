@@ -72,7 +72,6 @@ _MAX_ROUNDS = 20  # references to references
 
 
 def read_json(name: str, text: str) -> Found:
-    """Read a JSON object; raises ConfigError."""
     try:
         return _flat(name, json.loads(text))
     except (ValueError, RecursionError) as err:

@@ -122,7 +122,6 @@ def _options(words: list[str], found: Found) -> None:
 
 
 def _is_value(word: str) -> bool:
-    """Return True for a word that belongs to the flag before it: neither a flag, nor an override, nor the shell's."""
     return not (word.startswith(("--", ">", "2>", "1>")) or word in _ENDS or _OVERRIDE.match(word))
 
 
@@ -173,8 +172,6 @@ def _substituted(word: str, variables: dict[str, str]) -> str:
 
 
 def _computed(text: str, variables: dict[str, str]) -> str:
-    """Return the value of an integer expression; a mark when a name in it has none."""
-
     def of(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value

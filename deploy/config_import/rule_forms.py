@@ -26,7 +26,6 @@ def first(values: Values, *keys: str, default: Any = None) -> Any:
 
 
 def is_on(value: Any) -> bool:
-    """Return True for the ways in which switches are turned on."""
     return value is True or str(value).lower() in ("true", "1", "yes", "on")
 
 
@@ -39,12 +38,10 @@ def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
 
 
 def unless_on(setting: str, value: Any) -> Rule:
-    """Return a rule for a switch that sets one value when it is off."""
     return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
 
 
 def as_rule(setting: str, text: str = "") -> Rule:
-    """Return a rule for a key with the same values under another name."""
     return lambda given, values: Outcome("translated", {setting: given}, text)
 
 
@@ -58,7 +55,6 @@ def with_rule(*keys: str) -> Rule:
 
 
 def engine(theirs: str) -> str:
-    """Return the engine that a name of another system means."""
     named = str(theirs).lower()
     return "sglang" if "sglang" in named else "vllm" if "vllm" in named else "embedded"
 
@@ -95,8 +91,6 @@ def positive(setting: str, off: str = OFF) -> Rule:
 
 
 def share_of_steps(setting: str) -> Rule:
-    """Return a rule for a share of all steps, such as a warm-up ratio."""
-
     def rule(given: Any, values: Values) -> Outcome:
         steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
         if not given:
@@ -128,7 +122,6 @@ def batch_rule(prompts: str, rows: str) -> Rule:
 
 
 def nonzero(setting: str) -> Rule:
-    """Return a rule for a number that is off at 0."""
     return lambda given, values: Outcome("translated", {setting: given}) if given else ignored(OFF)
 
 
@@ -140,7 +133,6 @@ def unless_given(other: str, setting: str) -> Rule:
 
 
 def ignore(text: str) -> Rule:
-    """Return a rule for a key that needs no setting, whatever its value."""
     return lambda given, values: ignored(text)
 
 

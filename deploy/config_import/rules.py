@@ -95,7 +95,6 @@ def resume_from(given: Any, values: Values) -> Outcome:
 
 
 def generation_batch(given: Any, values: Values) -> Outcome:
-    """Set the prompts of a step from TRL's completions that are generated together."""
     if "per_device_train_batch_size" in values:
         return ignored(f"{READ} per_device_train_batch_size")
     return set_to(rollout__groups_per_step=max(1, given // first(values, "num_generations", default=8)))
@@ -108,7 +107,6 @@ def batch_size(given: Any, values: Values) -> Outcome:
 
 
 def context_length(given: Any, values: Values) -> Outcome:
-    """Ask for the limits of prompts and completions, unless the file has them."""
     if first(values, "max_prompt_length", "max_response_length", "max_new_tokens"):
         return ignored("prompts and completions have limits of their own")
     return decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together")
@@ -133,7 +131,6 @@ def run_folder(value: Any, values: Values) -> Outcome:
 
 
 def estimator(given: Any, values: Values) -> Outcome:
-    """Set the algorithm that an estimator, with the loss beside it, is called here."""
     theirs = str(given).lower()
     name = ESTIMATOR.value(theirs)
     mode = str(first(values, f"{ACTOR}.policy_loss.loss_mode", "importance_sampling_level", default=""))
@@ -243,7 +240,6 @@ def reward_file(given: Any, values: Values) -> Outcome:
 
 
 def reward_code(given: Any, values: Values) -> Outcome:
-    """Name a reward function by file, in a definition where it is called with arguments."""
     if not given:
         return ignored(OFF)
     function = str(values.get("custom_reward_function.name") or "compute_score")
@@ -275,7 +271,6 @@ def gpus(given: Any, values: Values) -> Outcome:
 
 
 def overlong(given: Any, values: Values) -> Outcome:
-    """Set the length of the soft punishment as a share of the longest completion."""
     longest = first(values, "data.max_response_length", "rollout.response_length", "generate_max_len", default=0)
     if not isinstance(longest, (int, float)) or longest <= 0:
         return decide("set algorithm.overlong_buffer: this length as a fraction of rollout.max_new_tokens")

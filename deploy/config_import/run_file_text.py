@@ -25,7 +25,6 @@ def known_keys() -> set[str]:
 
 
 def run_file_text(settings: Mapping[str, Any], offered: Mapping[str, tuple[Any, str]] = MappingProxyType({})) -> str:
-    """Return the settings as TOML, section by section in the order of the documentation; those ``offered`` as comments."""
     lists = [f"{key} = {toml_text(value)}" for key, value in settings.items() if "." not in key]
     blocks = ["\n".join(lists)] if lists else []  # before the first table, or they would belong to it
     for section in SECTIONS:
@@ -37,7 +36,6 @@ def run_file_text(settings: Mapping[str, Any], offered: Mapping[str, tuple[Any, 
 
 
 def decisions(done: Translation) -> str:
-    """Return what a person has to decide, as comments at the head of the run file; empty for nothing."""
     open_lines = [line for line in done.lines if line.kind in ("decide", "unknown")]
     if not open_lines:
         return ""
@@ -95,7 +93,6 @@ def leave_out_refused(done: Translation) -> None:
 
 
 def _refused(settings: Mapping[str, Any]) -> str:
-    """Return the first error about some settings; empty when all services accept them."""
     with _written(settings) as file:
         try:
             load_all([file], [], {})

@@ -31,7 +31,6 @@ _GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because ther
 
 
 def detect(found: Found) -> str:
-    """Return the system whose words or keys a file has; empty when none fits."""
     text = " ".join(found.commands)
     for system, words in _WORDS.items():
         if any(word in text for word in words):
@@ -151,7 +150,6 @@ def _rule_for(system: str, key: str) -> Rule | None:
 def _answered(
     key: str, value: Any, taken: Mapping[str, Alias], renamed: Mapping[str, str], why: str | None
 ) -> Outcome | None:
-    """Return what one set of tables says of a key; None for nothing."""
     if key in taken:
         return Outcome("taken", dict.fromkeys(taken[key].keys, taken[key].value(value)))
     if key in renamed:
@@ -167,7 +165,6 @@ def _said(settings: Mapping[str, Any], text: str) -> str:
 
 
 def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSection | None) -> Outcome | None:
-    """Return what passes over the data set, for commands that have a setting for them; None for other keys and commands."""
     if command is None or key.rpartition(".")[2] not in _EPOCHS:
         return None
     given = rules.epochs(value, values)
@@ -175,7 +172,6 @@ def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSect
 
 
 def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | None:
-    """Return what a key of training on pairs sets; None for other keys, and for other commands."""
     name = _OF_PAIRS.get(key.rpartition(".")[2])
     if command is not DPO or name is None:
         return None
@@ -185,7 +181,6 @@ def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | Non
 
 
 def _in_own_section(text: str, command: OwnSection) -> str:
-    """Return a line of the report with the settings of the own section where others have those of training by rewards."""
     return re.sub("|".join(map(re.escape, command.keys)), lambda one: command.keys[one[0]], text)
 
 
@@ -197,7 +192,6 @@ def _masked(key: str, value: Any) -> Any:
 
 
 def _make_room(done: Translation) -> None:
-    """Raise the limits that follow from what was taken."""
     settings = done.settings
     longest = settings.get("data.max_prompt_tokens", 1024), settings.get("rollout.max_new_tokens", 256)
     if all(isinstance(one, int) for one in longest) and sum(longest) > settings.get(

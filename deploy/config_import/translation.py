@@ -12,8 +12,6 @@ Kind = Literal["taken", "translated", "ignored", "decide", "unknown", "silent"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One key of the file, and what became of it."""
-
     kind: Kind
     key: str
     value: Any
@@ -22,8 +20,6 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rule makes of a key: the settings, or why there are none."""
-
     kind: Kind
     settings: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
@@ -31,8 +27,6 @@ class Outcome:
 
 @dataclass(slots=True)
 class Translation:
-    """The settings of the run file by dotted key, and the report."""
-
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -41,22 +35,18 @@ class Translation:
 
     @property
     def needs_decision(self) -> bool:
-        """Whether a person has to look at a key before the run is what the file describes."""
         return any(line.kind in ("decide", "unknown") for line in self.lines)
 
 
 def set_to(text: str = "", /, **settings: Any) -> Outcome:
-    """Return an outcome that sets ``section__key`` to values."""
     return Outcome("translated", {key.replace("__", "."): value for key, value in settings.items()}, text)
 
 
 def ignored(text: str) -> Outcome:
-    """Return the outcome of a key that needs no setting here."""
     return Outcome("ignored", text=text)
 
 
 def decide(text: str) -> Outcome:
-    """Return the outcome of a key whose setting cannot be derived from the file."""
     return Outcome("decide", text=text)
 
 
@@ -71,7 +61,6 @@ _TITLES: dict[Kind, str] = {
 
 
 def as_text(done: Translation) -> str:
-    """Return one line for each key, by what became of it."""
     blocks = []
     for kind, title in _TITLES.items():
         lines = [line for line in done.lines if line.kind == kind]
@@ -82,7 +71,6 @@ def as_text(done: Translation) -> str:
 
 
 def as_document(done: Translation) -> dict[str, Any]:
-    """Return the settings and the report as plain JSON values."""
     return {
         "system": done.system,
         "settings": done.settings,

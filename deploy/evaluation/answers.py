@@ -74,7 +74,6 @@ def answers(place: str | None, reward_of: Callable[[Outcome], str], rewards: set
 
 
 def check_place(place: str | None) -> None:
-    """Raise ConfigError for a place of answers that is not known."""
     if place is not None and place not in PLACES:
         raise ConfigError(f"--answer {place}: expected one of {', '.join(PLACES)}")
 

@@ -69,7 +69,6 @@ def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int
 
 
 def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Event) -> tuple[EvaluationResult, str]:
-    """Sample what is missing and store the result; returns it, and why prompts are missing."""
     folder = evaluation.folder
     done = {number: one for number, one in results.read_outcomes(folder).items() if one.failed is None}
     results.rewrite_outcomes(folder, done.values())
@@ -93,7 +92,6 @@ def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Even
 def _sample(
     evaluation: Evaluation, missing: Sequence[PlannedPrompt], options: EvalOptions, stop: threading.Event
 ) -> tuple[SuccessRules, str, str]:
-    """Start the services, sample the missing prompts, and stop them; returns rules, state root, and why prompts are missing."""
     folder = evaluation.folder
     shutil.rmtree(folder / WORK / "store", ignore_errors=True)  # of a session that was killed
     with LocalRun(
@@ -203,7 +201,6 @@ def _lacking(rule: SuccessRule, one: Outcome) -> str:
 
 
 def _rewarded_by(one: Outcome, rules: SuccessRules) -> str:
-    """Return the reward that scored a prompt: of the name ``auto`` the one of its data source."""
     rule = rules.rule(RewardRequest(name=one.reward, data_source=one.data_source))
     return rule.reward if rule is not None else one.reward
 

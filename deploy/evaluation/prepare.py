@@ -58,7 +58,6 @@ class Evaluation:
 
 
 def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: contextlib.ExitStack) -> Evaluation:
-    """Find model and data and check everything that can be checked before a process starts; raises PenstockError."""
     answers.check_place(options.answer)
     if options.samples < 1:
         raise ConfigError(f"-k {options.samples}: expected 1 sample of each prompt or more")
@@ -198,7 +197,6 @@ def _evaluation_id(
 
 
 def own_environ() -> Mapping[str, str]:
-    """Return the environment without the servers of the run."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_SERVERS)}
 
 
@@ -212,7 +210,6 @@ def connection_arguments(rest: Sequence[str]) -> list[str]:
 
 
 def without_servers(rest: Sequence[str]) -> list[str]:
-    """Return the arguments for the evaluation's own services, which must not connect to the servers of the run."""
     files, overrides = _split(rest)
     own = [override for override in overrides if not override.lstrip("-").startswith(("nats.", "s3.", "run."))]
     return [*(str(file.absolute()) for file in files), *own]

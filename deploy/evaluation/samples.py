@@ -38,8 +38,6 @@ _FETCH_WAIT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """A prompt to evaluate: its number over all files, and its source."""
-
     number: int
     source: str
     prompt: Prompt
@@ -47,8 +45,6 @@ class PlannedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class HowToSample:
-    """What is sampled of every prompt, and how long is waited."""
-
     num_samples: int
     sampling: Sampling
     environment: str
@@ -78,8 +74,6 @@ class _DeadLetters:
 
 
 class Sampler:
-    """Issues the tasks of one evaluation and collects their groups."""
-
     def __init__(
         self,
         connections: Connections,
@@ -88,7 +82,6 @@ class Sampler:
         reader: PackReader,
         on_outcomes: Callable[[Sequence[Outcome]], None],
     ) -> None:
-        """Bind to the consumer of evaluations; raises MissingStream. ``on_outcomes`` stores what it is given."""
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._how = how
         self._reader = reader

@@ -194,7 +194,6 @@ def _identity(folder: Path) -> str:
 
 
 def _penstock(*arguments: str) -> str:
-    """Return the output of another command of penstock; raises ConfigError with its message."""
     done = subprocess.run(launch.module("penstock", *arguments), capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("penstock: ") or f"penstock {' '.join(arguments)} failed")
@@ -238,7 +237,6 @@ def publish_folder(connections: Connections, folder: Path, signing_key: SigningK
 
 
 def _dtype(folder: Path, layout: WeightLayout) -> str:
-    """Return the dtype of a model: that of its config.json, else the one of most of its values."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         named = config.get("dtype") or config.get("torch_dtype")

@@ -77,7 +77,6 @@ def _queries(metric: Metric) -> Iterator[Query]:
 
 
 def _unit(metric: Metric) -> str:
-    """Return Grafana's name of a unit."""
     if metric.kind == "counter":
         return "percentunit" if metric.unit == "s" else f"suffix: {metric.unit}/s"
     known = {"s": "s", "0 to 1": "percentunit", "bytes": "bytes", "": "short", "0 or 1": "bool"}

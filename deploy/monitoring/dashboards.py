@@ -23,7 +23,6 @@ _SCHEMA = 39  # of the dashboard's JSON: Grafana 10 and later
 
 
 def files() -> dict[str, str]:
-    """Return the content of each generated file by its path below this folder."""
     boards = {
         f"grafana/dashboards/{board.uid}.json": json.dumps(dashboard(board), indent=1) + "\n" for board in DASHBOARDS
     }
@@ -98,7 +97,6 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def outdated(folder: Path, wanted: Mapping[str, str]) -> list[str]:
-    """Return the generated files below a folder that are missing, or have other content than they should."""
     stored = {str(path.relative_to(folder)) for path in (folder / "grafana" / "dashboards").glob("*")} | set(wanted)
     return sorted(
         name for name in stored if not (folder / name).exists() or (folder / name).read_text() != wanted.get(name)
@@ -106,7 +104,6 @@ def outdated(folder: Path, wanted: Mapping[str, str]) -> list[str]:
 
 
 def write(*, check: Annotated[bool, Help("Write nothing; exit code 1 when a file is not up to date.")] = False) -> int:
-    """Write the files of the tables; returns the exit code."""
     old = outdated(FOLDER, wanted := files())
     if check:
         for name in old:

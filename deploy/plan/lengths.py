@@ -36,12 +36,10 @@ class LengthMix:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the logarithm over all completions, before the cut."""
         return math.hypot(self.spread_of_prompts, self.spread_of_samples)
 
     @cached_property
     def mean_tokens(self) -> float:
-        """Mean length after the cut, over a thousand quantiles."""
         quantiles = NormalDist(sigma=self.spread or 1e-9)
         return fmean(self._tokens(quantiles.inv_cdf((i + 0.5) / 1000)) for i in range(1000))
 
@@ -81,13 +79,11 @@ class EnginePace:
             raise ValueError(f"needs slots >= 1 and 0 < step_s_alone <= step_s_full, got {self}")
 
     def step_s(self, running: int) -> float:
-        """Return the seconds of a decode step for so many sequences."""
         share = (min(running, self.slots) - 1) / max(1, self.slots - 1)
         return self.step_s_alone + (self.step_s_full - self.step_s_alone) * max(0.0, share)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second with all slots in use."""
         return self.slots / self.step_s_full
 
 

@@ -82,13 +82,11 @@ def _memory(given: PlanOptions, trainer: TrainerSettings) -> RankMemory | str:
 
 
 def _with_packs(rollout: RolloutSettings) -> RolloutSettings:
-    """Return the settings with the groups of a message that the trainer would choose for prompts of usual size."""
     chosen = choose_groups_per_message(rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES)
     return rollout.model_copy(update={"groups_per_message": chosen})
 
 
 def _fleet(given: PlanOptions, worker: WorkerSettings) -> Fleet:
-    """Return the workers; raises ConfigError."""
     for name in ("workers", "slots", "engine_rate", "trainer_rate"):
         if getattr(given, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
@@ -103,7 +101,6 @@ def _fleet(given: PlanOptions, worker: WorkerSettings) -> Fleet:
 
 
 def _simulate(given: PlanOptions, trainer: TrainerSettings, rollout: RolloutSettings, fleet: Fleet) -> list[Waits]:
-    """Return the figures of the run file's bound and of some others; raises ValueError."""
     mix = LengthMix(given.median or max(1.0, rollout.max_new_tokens / 20), rollout.max_new_tokens)
     durations = Durations(
         token_s=1.0 / given.trainer_rate, score_s=given.score, publish_s=given.publish, load_s=given.load

@@ -34,7 +34,6 @@ class SimulatedSequence(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens until it ends by itself."""
         return self.pack.lengths[self.place][self.number]
 
     @property
@@ -43,8 +42,6 @@ class SimulatedSequence(NamedTuple):
 
 
 class SimulatedEngine:
-    """Slots in which sequences decode, all at the pace of how many there are."""
-
     __slots__ = (
         "_at",
         "_steps",
@@ -116,7 +113,6 @@ class SimulatedEngine:
         self.prompts_s += self.pace.prompt_s * num_new
 
     def next_end_s(self) -> float | None:
-        """Return the seconds until a sequence ends; None if none runs."""
         if not self.ends or self.paused:
             return None
         return self.prompts_s + max(0.0, self.ends[0][0] - self._steps) * self.pace.step_s(len(self.ends))

@@ -10,8 +10,6 @@ from penstock.trainer.data.dataset import Prompt
 
 
 class SimulatedPrompts:
-    """Prompts without a text, as many as a run may need."""
-
     fingerprint = "simulated"
 
     def __init__(self, num: int) -> None:

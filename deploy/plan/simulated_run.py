@@ -38,8 +38,6 @@ _PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
 
 class SimulatedRun:
-    """A run of so many steps; `run` returns its outcome."""
-
     def __init__(
         self,
         rollout: RolloutSettings,
@@ -87,7 +85,6 @@ class SimulatedRun:
         self._wakes_at = 0.0  # when `_collect` is called again, if that is later than now
 
     def run(self) -> Outcome:
-        """Train all steps; return what happened."""
         self._issue()
         if not self._fleet.packs_in_flight:
             self._after(SAMPLE_S, self._sample)
@@ -187,7 +184,6 @@ class SimulatedRun:
             self._requests.append(worker)
 
     def _sample(self) -> None:
-        """Have the limit of every worker follow its engine."""
         sequences = self._rollout.started_completions * max(1, self._rollout.groups_per_message)
         for worker, (engine, limit) in enumerate(zip(self._engines, self._limits, strict=True)):
             assert isinstance(limit, PackLimit)
@@ -228,7 +224,6 @@ class SimulatedRun:
         self._turn(pack.worker)
 
     def _turn(self, worker: int) -> None:
-        """Bring an engine up to now: start what fits, end what has ended, and plan its next end."""
         engine = self._engines[worker]
         engine.advance(self._now)
         for sequence in engine.take_ended():
@@ -243,7 +238,6 @@ class SimulatedRun:
             self._after(delay_s, lambda: self._turn(worker) if engine.stamp == stamp else None)
 
     def _end(self, sequence: SimulatedSequence, engine: SimulatedEngine) -> None:
-        """End a sequence; close its group if it was the last one that this waits for."""
         pack, place, number = sequence
         if sequence.is_abandoned:  # it ended together with the last one that was needed
             self._abandon("surplus", 1, sequence.length)
@@ -256,14 +250,12 @@ class SimulatedRun:
             self._after(closes_at - self._now, lambda: self._close_late(pack, place, engine))
 
     def _close_late(self, pack: Pack, place: int, engine: SimulatedEngine) -> None:
-        """Close a group whose rest had some more time, unless all of it has ended."""
         if place not in pack.kept:
             engine.advance(self._now)
             self._close(pack, place, engine)
             self._turn(pack.worker)
 
     def _close(self, pack: Pack, place: int, engine: SimulatedEngine) -> None:
-        """Keep what the group keeps, and abort the rest."""
         group, lengths = pack.running[place], pack.lengths[place]
         pack.kept[place] = [lengths[number] for number in group.kept]
         if len(group.ended) < len(lengths):
@@ -322,7 +314,6 @@ class SimulatedRun:
         self._after(self._durations.load_s, read)
 
     def _swapped(self, worker: int) -> None:
-        """Serve the version of the swap under way; the next swap begins at once if there is a newer version."""
         engine = self._engines[worker]
         assert engine.target is not None
         engine.version, engine.target, engine.loading = engine.target, None, False

@@ -31,7 +31,6 @@ class Waits:
 
 
 def measure(outcome: Outcome, fleet: Fleet, durations: Durations, *, max_staleness: int, first: int, num: int) -> Waits:
-    """Return the figures of ``num`` steps after the first ``first`` ones, which fill the queues."""
     steps = outcome.steps[first : first + num]
     (since, busy_0, tokens_0), (until, busy_1, tokens_1) = outcome.busy[first - 1], outcome.busy[first + num - 1]
     wall_s = until - since
@@ -69,7 +68,6 @@ def num_steps(max_staleness: int, num: int) -> int:
 
 
 def describe(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: int) -> list[str]:
-    """Return sentences about a run with the bound of its run file, and about the other bounds."""
     lines = []
     in_flight = fleet.packs_in_flight * sequences_per_pack
     if now.max_staleness and 0 < in_flight < 2 * fleet.pace.slots and now.slots_used < 1.0 - _IDLE:
@@ -110,7 +108,6 @@ def describe(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: 
 
 
 def table(rows: list[Waits], chosen: int) -> str:
-    """Return the figures of several bounds; ``chosen`` is the run file's."""
     lines = ["max_staleness  tokens/s  of ideal  trainer idle  engines idle  slots used  mean age  dropped groups"]
     for row in rows:
         mark = "*" if row.max_staleness == chosen else " "

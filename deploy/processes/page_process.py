@@ -53,7 +53,6 @@ class PageProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the console; 0 if it was not started."""
         return self._child.pid
 
     def start(self) -> None:
@@ -67,7 +66,6 @@ class PageProcess:
         self._child.start()
 
     def notice(self) -> str:
-        """Return how to see the page: its link, which is waited for a little, or where it will be."""
         if not self._is_wanted:
             return f"{self._again}   (in another terminal)"
         wait_until(lambda: self._link() or not self._child.alive, _START_S)
@@ -76,7 +74,6 @@ class PageProcess:
         return f"starting; its link will be in {self._child.log}   (after the run: {self._again})"
 
     def new_problem(self) -> str:
-        """Return, once, that the process has ended by itself; else ""."""
         if not self.pid or self._child.alive or self._is_reported:
             return ""
         self._is_reported = True
@@ -86,6 +83,5 @@ class PageProcess:
         )
 
     def _link(self) -> str:
-        """Return the link in the line of JSON that the console prints when it listens."""
         lines = self._child.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return next((json.loads(line)["link"] for line in lines if line.startswith('{"url"')), "")

@@ -94,8 +94,6 @@ class Certificate:
 
 
 class Server:
-    """A server process: launch, wait until ready, kill, restart on the same port, stop."""
-
     name: str
 
     def __init__(self, store: Path, log: Path, port: int, keep_open: Sequence[int]) -> None:
@@ -109,18 +107,15 @@ class Server:
 
     @property
     def child(self) -> Child:
-        """The current or last process; raises DeployError before the first start."""
         if self._child is None:
             raise DeployError(f"{self.name} was not started")
         return self._child
 
     def start(self) -> None:
-        """Start and wait until it answers; raises DeployError with the log's tail when it does not."""
         self.launch()
         self.wait_ready()
 
     def launch(self) -> None:
-        """Start the process without waiting for it."""
         if self.port:
             self._check_port_is_free()
         self.store.mkdir(parents=True, exist_ok=True)
@@ -129,7 +124,6 @@ class Server:
         self._child.start()
 
     def wait_ready(self) -> None:
-        """Wait until the server answers; raises DeployError with the log's tail when it does not."""
         if not wait_until(lambda: not self.child.alive or self._ready(), READY_DEADLINE_S) or not self.child.alive:
             error = self.child.failure(f"was not ready within {READY_DEADLINE_S:.0f} s")
             self.kill()
@@ -139,12 +133,10 @@ class Server:
         self.child.kill()
 
     def restart(self) -> None:
-        """Start again on the same port and store."""
         self.child.kill()
         self.start()
 
     def stop(self) -> None:
-        """Stop the process with SIGTERM; idempotent."""
         if self._child is not None:
             self._child.stop()
 
@@ -282,7 +274,6 @@ class S3Server(Server):
 
     @property
     def settings(self) -> S3Settings:
-        """How to connect; the bucket has its default name."""
         scheme, ca_file = ("https", self._certificate.ca_file) if self._certificate else ("http", None)
         return S3Settings(
             endpoint=f"{scheme}://{HOST}:{self.port}",
@@ -338,7 +329,6 @@ class S3Server(Server):
 
 
 def port_is_free(port: int) -> bool:
-    """Return True if no process listens on a port of the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -22,8 +22,6 @@ log = structlog.get_logger("deploy")
 
 @dataclass(frozen=True, slots=True)
 class ProcessEvent:
-    """One event of a process; ``at`` is Unix time in seconds."""
-
     at: float
     name: str
     kind: Literal["started", "crashed", "restarted", "delayed", "gave_up", "exited"]
@@ -120,7 +118,6 @@ class Supervisor:
         os.write(self._wake_writer, b"w")
 
     def child(self, name: str) -> Child:
-        """Return the current process of a name; raises DeployError for a name that is not watched."""
         with self._lock:
             if name not in self._watched:
                 raise DeployError(f"no process {name!r}; there are {', '.join(self._watched) or 'none'}")
@@ -131,7 +128,6 @@ class Supervisor:
             return {name: watched.child for name, watched in self._watched.items()}
 
     def wait_for(self, condition: Callable[[], bool], deadline_s: float | None = None) -> bool:
-        """Wait for ``condition()``, checked at every event; return False when ``deadline_s`` passed first."""
         with self._changed:
             return self._changed.wait_for(condition, deadline_s)
 

@@ -24,7 +24,6 @@ class TrackerProcesses:
     """The processes of the trackers that a run file sets; none when it sets none. Use it as a context manager."""
 
     def __init__(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Check the settings and that each library is installed; raises ConfigError."""
         self._arguments = list(arguments)
         self._settings = trackers.load_settings(None, arguments, environ)
         trackers.check(self._settings)
@@ -43,7 +42,6 @@ class TrackerProcesses:
             stop_all(self._children, _STOP_GRACE_S)
 
     def start(self, connection: Mapping[str, str] | None = None) -> None:
-        """Start the processes; ``connection`` are variables with the addresses of a local run's servers."""
         if not self._labels:
             return
         trackers.store(self._settings)

@@ -55,7 +55,6 @@ class Task:
     options: Mapping[str, Any]
 
     def dataset(self, *, seed: int, size: int) -> Any:
-        """Return the problems of a range of seeds, by number; raises ConfigError for options that do not fit."""
         return _dataset(self.name, json.dumps({**self.options, "seed": seed, "size": size}, sort_keys=True))
 
 
@@ -190,7 +189,6 @@ def _example(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_name(name: str) -> str:
-    """Return the name of a task that there is and whose scorer runs no code of the policy; raises ConfigError."""
     if name in EVALUATES_ANSWERS:
         raise ConfigError(
             f"the task {name} evaluates answers as code when it scores them, which is refused; choose another"

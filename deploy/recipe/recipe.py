@@ -89,8 +89,6 @@ output = "{folder}/sft"
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What the run file says of the task, and a held-out question for the chat at the end."""
-
     num_train: int
     learns: str
     explained: str
@@ -151,7 +149,6 @@ def run_recipe(given: RecipeOptions) -> int:
 
 
 def _make(options: Options) -> tuple[Path, Path, str]:
-    """Write data and run file, fetch the model; returns the GGUF file, the run file and a question. Raises PenstockError."""
     if (options.folder / "run.toml").exists():
         raise ConfigError(
             f"{options.folder} has a run already; give another name with --run NAME, or resume it: penstock train "

@@ -69,7 +69,6 @@ def _prompt(a: int, b: int) -> dict[str, Any]:
 
 
 def fetch(folder: Path) -> Path:
-    """Return the GGUF file in ``folder``, downloading it first if it is not there; raises DeployError."""
     target = folder / FILE
     if target.is_file() and _digest(target) == _SHA256:
         return target

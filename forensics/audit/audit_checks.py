@@ -32,8 +32,6 @@ _MOST_NOTED = 3
 
 @dataclass(frozen=True, slots=True)
 class AuditInputs:
-    """The state of a run's stores at one moment of its record."""
-
     run_id: str
     chapters: Sequence[LineageChapter] = ()  # the oldest first
     state: CheckpointState | None = None  # None: its folder is not on this machine
@@ -86,7 +84,6 @@ class AuditResult:
 
     @property
     def closes(self) -> bool:
-        """True if there is no violation and every split balances."""
         return not self.breaches and all(line.closes for line in self.splits)
 
     def to_document(self) -> dict[str, Any]:
@@ -94,7 +91,6 @@ class AuditResult:
 
 
 def check_record(audit_inputs: AuditInputs) -> AuditResult:
-    """Return the accounting of a run and every violation."""
     fold = RecordFold(audit_inputs.chapters)
     breaches = [*audit_inputs.faults, *fold.breaches]
     locations: dict[Split, dict[str, str]] = {split: _locations(fold, audit_inputs, split) for split in SPLITS}
@@ -174,7 +170,6 @@ def _line(split: Split, fold: RecordFold, locations: Mapping[str, str], tokens: 
 
 
 def _too_many_uses(fold: RecordFold, allowed: int | None) -> list[Breach]:
-    """Return groups trained more often than the run's max_trained_count allows."""
     if allowed is None:
         return []
     return [

@@ -238,7 +238,6 @@ def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[
 def _waiting(
     bus: Bus, blobs: Blobs, run_id: str, stage: str, unreadable: dict[str, list[str]], faults: list[Breach]
 ) -> dict[str, int]:
-    """Return the groups that a queue holds, with their sampled tokens; a message that does not decode is listed."""
     found: dict[str, int] = {}
     for message in _messages(bus, run_id, stage, faults):
         try:

@@ -20,8 +20,6 @@ _NEVER_VERIFIED = frozenset({"unreadable", "quarantined"})  # reasons for which 
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One violation of the accounting; ``group_id`` is empty when it concerns no single group."""
-
     kind: str
     group_id: str
     detail: str
@@ -39,7 +37,6 @@ class SplitAccount:
 
     @property
     def in_flight(self) -> set[str]:
-        """Issued and not closed."""
         return self.issued - self.used.keys() - self.dropped.keys()
 
     def totals(self, in_flight: int) -> SplitTotals:
@@ -61,8 +58,6 @@ class SplitAccount:
 
 
 class RecordFold:
-    """The record up to its last chapter."""
-
     def __init__(self, chapters: Iterable[LineageChapter]) -> None:
         self.accounts: dict[Split, SplitAccount] = {split: SplitAccount() for split in SPLITS}
         self.breaches: list[Breach] = []
@@ -112,7 +107,6 @@ class RecordFold:
         self._compare(chapter, where)
 
     def _fold_closed(self, chapter: LineageChapter, group: EvaluatedGroup | DroppedGroup) -> None:
-        """Add the pack of a group that is closed without being trained."""
         if group.pack is None:
             unread = isinstance(group, DroppedGroup) and (not group.num_tokens or group.reason in _NEVER_VERIFIED)
             self.without_pack += not unread
@@ -127,7 +121,6 @@ class RecordFold:
             self.groups_of_pack.setdefault(pack.key, []).append(group_id)
 
     def _reopen(self, chapter: LineageChapter) -> None:
-        """Reopen groups whose dead letters were sent again."""
         dropped = self.accounts["train"].dropped
         for group_id in chapter.revived:
             if dropped.pop(group_id, "") != "dead":
@@ -158,7 +151,6 @@ class RecordFold:
         self.steps.append(step)
 
     def _close(self, split: Split, group_id: str, where: str, reason: str | None = None) -> None:
-        """Record violations of closing a group as used, or as dropped for ``reason``."""
         account, use = self.accounts[split], "trained" if split == "train" else "evaluated"
         if group_id not in account.issued:
             self._breach(f"{'dropped' if reason else use} but never issued", group_id, where)
@@ -174,7 +166,6 @@ class RecordFold:
             )
 
     def _compare(self, chapter: LineageChapter, where: str) -> None:
-        """Compare the totals that the trainer counted with the sums of its record."""
         for split, account in self.accounts.items():
             recorded = set(chapter.account.in_flight.get(split, ()))
             for group_id in sorted(account.in_flight - recorded):

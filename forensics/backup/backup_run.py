@@ -21,12 +21,10 @@ _REPORT_EVERY_S = 5.0
 
 
 def backup_run(run: str, arguments: Sequence[str], folder: Path) -> int:
-    """Save a run in a folder; returns the exit code. Raises PenstockError."""
     return _explained(lambda: _save(run, arguments, folder))
 
 
 def restore_run(folder: Path, arguments: Sequence[str]) -> int:
-    """Restore a run from its folder; returns the exit code. Raises PenstockError."""
     return _explained(lambda: _restore(folder, arguments))
 
 

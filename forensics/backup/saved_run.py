@@ -200,7 +200,6 @@ def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
 
 
 def checkpoint_elsewhere(saved: SavedRun, bus: Bus) -> int | None:
-    """Return the step of the newest checkpoint if its files are only in the trainer's run folder; None if they are saved."""
     entry = bus.key_value(streams.state_bucket(saved.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
     if entry is None:
         return None
@@ -220,7 +219,6 @@ def _require_stopped(run: str, bus: Bus) -> None:
 
 
 def _known_objects(run: str, folder: Path) -> dict[str, SavedObject]:
-    """Return the objects of an earlier backup in this folder whose files are there; raises ConfigError for another run's."""
     if not (folder / CONTENTS).exists():
         if folder.is_dir() and any(one.name not in {"streams", "objects"} for one in folder.iterdir()):
             raise ConfigError(f"{folder} holds other files and no {CONTENTS}; name a new folder")

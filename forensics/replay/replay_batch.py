@@ -194,7 +194,6 @@ class BatchReplay:
     def _failure(
         self, planner: Planner, learner: Learner, measured: StepMetrics
     ) -> tuple[Exception | None, StepMetrics | None]:
-        """Return the error of this batch alone, and the figures of its step if one was made."""
         trainer = self._settings.trainer
         try:
             figures = learn(planner, learner, self._ready, self._batch.version).metrics
@@ -218,7 +217,6 @@ class BatchReplay:
         return step_fields(self._batch.step, self._batch.version, figures, self._ready, ages)
 
     def _find_weights(self, store: Blobs, scratch: Path) -> _Weights:
-        """Return the weights of the batch's version: of a checkpoint, as published, or the initial ones."""
         version = self._batch.version
         for folder, state in committed(self._run_folder / CHECKPOINTS):
             if state.version == version and state.step == self._steps_before:
@@ -264,7 +262,6 @@ class BatchReplay:
 
 
 def follow(ranks: Ranks) -> None:
-    """Carry out the orders of rank 0's `BatchReplay` until its end."""
     while (order := ranks.broadcast(None)) is not None:
         try:
             _build_by_order(order, ranks).follow()

@@ -72,7 +72,6 @@ main = program("penstock replay", replay, error=None)
 
 
 def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
-    """Return where the run is; raises ConfigError for an override of a recorded setting."""
     recorded = [
         override
         for override in from_overrides(overrides, [])

@@ -57,7 +57,6 @@ def drift(run_files: Sequence[Path], recorded: Flat) -> list[str]:
 
 
 def missing_packs(steps: Sequence[RecordedStep], blobs: Blobs) -> list[str]:
-    """Return one line for every pack that is not in the object store, with the groups that need it."""
     packs = {pack.key: pack for step in steps for pack in step.packs}
     stored: set[str] = set()
     for owner in sorted({blob_keys.owner_of_pack(key) for key in packs}):

@@ -160,7 +160,6 @@ class Replay:
         return start
 
     def _items(self, start: _Start) -> list[RecordedSession | RecordedStep]:
-        """Return the sessions and steps after the start, in order, up to the last wanted version."""
         items: list[RecordedSession | RecordedStep] = []
         for chapter in self._record.chapters:
             items += [life for life in chapter.lives if start.version < life.version <= self._last]
@@ -291,7 +290,6 @@ def _num_threads(session: RecordedSession) -> int:
 
 
 def follow(ranks: Ranks, blobs: Blobs) -> None:
-    """Carry out the orders of rank 0's `Replay` until its end."""
     while (order := ranks.broadcast(None)) is not None:
         _build_by_order(order, ranks, blobs).follow()
 

@@ -46,14 +46,12 @@ class Verdict:
     cpu_s: float = 0.0
 
     def count(self, token_counts: Sequence[int]) -> None:
-        """Count a step by its groups' sampled tokens."""
         self.num_steps += 1
         self.num_groups += len(token_counts)
         self.num_tokens += sum(token_counts)
 
     @property
     def holds(self) -> bool:
-        """True if every requested version is identical and there is no finding."""
         return self.difference is None and not self.findings and bool(self.same)
 
     def to_document(self) -> dict[str, Any]:
@@ -62,7 +60,6 @@ class Verdict:
 
 
 def describe(verdict: Verdict) -> str:
-    """Return the verdict as text: versions compared, the first difference, and what may explain it."""
     lines = [f"run {verdict.run_id}: replayed from {verdict.began_from}, version {verdict.began_with}"]
     if verdict.same:
         rate = verdict.num_steps / verdict.wall_s if verdict.wall_s else 0.0
@@ -95,8 +92,6 @@ def _first_difference(verdict: Verdict) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class GroupMetrics:
-    """One group of the batch, under the weights before the step."""
-
     group_id: str
     rewards: tuple[float, ...]
     tokens: int  # that are trained
@@ -123,7 +118,6 @@ class BatchVerdict:
 
     @property
     def is_reproduced(self) -> bool:
-        """True if the batch alone fails as the run did."""
         return bool(self.failure) and self.error == self.recorded_error
 
     def to_document(self) -> dict[str, Any]:
@@ -132,7 +126,6 @@ class BatchVerdict:
 
 
 def group_metrics(plan: StepPlan, figures: StepMetrics, batch: Sequence[ReadyGroup]) -> tuple[GroupMetrics, ...]:
-    """Return the figures of each group from the kept log-probabilities of the plan's rows."""
     kept = figures.kept
     assert kept is not None
     ends = np.cumsum(kept.counts)
@@ -166,7 +159,6 @@ def _of_group(group: ReadyGroup, held: Sequence[np.ndarray], sampled: Sequence[n
 
 
 def describe_batch(verdict: BatchVerdict) -> str:
-    """Return the verdict as text: figures of the step and of each group, then whether it fails as the run did."""
     lines = [
         f"run {verdict.run_id}: the batch of step {verdict.step} alone, from {verdict.weights_from} (version {verdict.version})",
         *(f"  {name:<24} {_shown(value)}" for name, value in verdict.figures.items() if _shown(value)),

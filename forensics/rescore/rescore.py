@@ -57,8 +57,6 @@ class GroupToScore:
 
 
 class Service(Protocol):
-    """A reward service's HTTP API."""
-
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any: ...
 
 
@@ -77,7 +75,6 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 def score_again(groups: Sequence[GroupToScore], rule: Rule, service: Service) -> dict[str, Outcome]:
-    """Return each group's outcome by id; the service is called only when the rule names a reward."""
     if rule.reward is None:
         found: dict[str, Outcome] = {group.member.group_id: group.member.scored for group in groups}
     else:
@@ -231,7 +228,6 @@ def not_trained(record: StoredRecord) -> dict[str, int]:
 
 
 def _by_reason(failed: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the groups by the reason why they could not be scored; one reward that is missing fails all of them."""
     found: dict[str, list[str]] = {}
     for group_id, why in failed.items():
         found.setdefault(why, []).append(group_id)
@@ -244,7 +240,6 @@ def _name(run: str, rule: Rule) -> str:
 
 
 def _first_uses(chapter: LineageChapter) -> list[tuple[RecordedGroup, BlobRef]]:
-    """Return the groups that were trained in a chapter for the first time, in order, with their packs."""
     return [(g, step.packs[g.pack]) for step in chapter.steps for g in step.groups if g.use == 1]
 
 
@@ -261,7 +256,6 @@ def _groups_to_score(chapter: LineageChapter, blobs: Blobs) -> Iterator[GroupToS
 
 
 def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rule: Rule, blobs: Blobs) -> RescoredInput:
-    """Copy packs, write a piece per chapter, and finally the input."""
     pieces, copied, num_groups = list[BlobRef](), dict[BlobRef, BlobRef](), 0
     for chapter in record.chapters:
         groups = [(g, pack, outcomes[g.group_id]) for g, pack in _first_uses(chapter)]
@@ -295,7 +289,6 @@ def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rul
 
 
 def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefinition]:
-    """Return the rewards that the run's last session defined by parts; raises RecordBroken when its settings are unreadable."""
     if not record.sessions:
         return {}
     try:
@@ -306,7 +299,6 @@ def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefiniti
 
 
 def _temperature(record: StoredRecord, blobs: Blobs) -> float:
-    """Return the sampling temperature of every session of the run; raises RecordBroken when it changed."""
     documents = {session.config.key: session.config for session in record.sessions}
     try:
         found = {

@@ -16,8 +16,6 @@ from penstock.trainer.settings import TrainerSettings
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a step, each as long as the settings allow."""
-
     prompt_tokens: int
     completion_tokens: int
     group_size: int
@@ -26,8 +24,6 @@ class Batch:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """A run, as far as its memory depends on it."""
-
     shape: ModelShape
     method: Method
     batch: Batch
@@ -47,7 +43,6 @@ class PlanInputs:
 
     @property
     def rank_shape(self) -> ModelShape:
-        """What one rank has of the policy, before ZeRO shards it."""
         return self.shape.of_rank(self.method.tensor_parallel)
 
     def backend(self, *, on_gpu: bool) -> str | None:
@@ -61,7 +56,6 @@ class PlanInputs:
 
     @cached_property
     def _passes(self) -> list[list[tuple[int, int]]]:
-        """Tokens and sampled tokens of every micro-batch of every share of the rows, as the trainer's planner cuts them."""
         batch = self.batch
         num_rows = batch.num_groups * batch.group_size
         shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]

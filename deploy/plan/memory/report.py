@@ -19,12 +19,10 @@ _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "T
 
 
 def size(num_bytes: float) -> str:
-    """Return a size in GB of 10⁹ bytes, or in MB."""
     return f"{num_bytes / _GB:.2f} GB" if num_bytes >= _GB else f"{num_bytes / 1e6:.0f} MB"
 
 
 def text(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequence[Suggestion]) -> str:
-    """Return the plan as lines of text; ``found`` makes it fit into ``limit`` bytes."""
     return "".join(f"{line}\n" for line in _lines(plan, limit, on_gpu, found))
 
 
@@ -69,7 +67,6 @@ def _lines(plan: MemoryPlan, limit: int | None, on_gpu: bool, found: Sequence[Su
 
 
 def document(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequence[Suggestion]) -> dict[str, Any]:
-    """Return the plan as a JSON object; sizes in bytes."""
     inputs = plan.inputs
     peak = plan.peak(on_gpu=on_gpu)
     return {
@@ -124,8 +121,6 @@ def _largest(plan: MemoryPlan, on_gpu: bool) -> Phase:
 
 
 class RankMemory:
-    """What a rank of a run needs, and the settings with which it fits into a limit."""
-
     def __init__(self, settings: TrainerSettings, *, limit: int | None, on_gpu: bool) -> None:
         """Estimate it; raises NotEstimated, with the reason.
 
@@ -145,19 +140,16 @@ class RankMemory:
 
     @property
     def fits(self) -> bool:
-        """False if the estimate is above the limit."""
         return self._limit is None or self._plan.peak(on_gpu=self._on_gpu) <= self._limit
 
     def text(self) -> str:
         return text(self._plan, limit=self._limit, on_gpu=self._on_gpu, found=self._found)
 
     def document(self) -> dict[str, Any]:
-        """Return the same as a JSON object; sizes in bytes."""
         return document(self._plan, limit=self._limit, on_gpu=self._on_gpu, found=self._found)
 
 
 def parse_size(given: str, flag: str) -> int:
-    """Return the bytes of a size such as 24GB or 80GiB; raises ConfigError, which names the flag."""
     size = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([MGT]i?B)", given)
     if size is None or float(size[1]) == 0.0:
         raise ConfigError(f"{flag} {given}: expected a size such as 24GB, 80GiB or 900MB")
