@@ -81,6 +81,12 @@ at_start = false
 at_end = false
 temperature = 1.0
 """
+_HEADER = (
+    "| workers | mode | trained tokens/s | over synchronous | ideal over synchronous | trainer idle | engines idle "
+    "| slots used | staleness mean, most | dropped of trained groups | s of a step | mean tokens trained | abandoned completions, tokens "
+    "| CPU |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+_RUN_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -265,13 +271,6 @@ def abandoned_counts(metrics: Path) -> tuple[int, int]:
     return sum(groups["abandoned_completions"].values()), sum(groups["abandoned_tokens"].values())
 
 
-_HEADER = (
-    "| workers | mode | trained tokens/s | over synchronous | ideal over synchronous | trainer idle | engines idle "
-    "| slots used | staleness mean, most | dropped of trained groups | s of a step | mean tokens trained | abandoned completions, tokens "
-    "| CPU |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
 def table(rows: Sequence[Measured], *, header: bool = True) -> str:
     """Return rows as Markdown; ratios are to the synchronous row of as many workers, where there is one."""
     base = {row.workers: row.tokens_per_s for row in rows if row.mode == "synchronous"}
@@ -285,9 +284,6 @@ def table(rows: Sequence[Measured], *, header: bool = True) -> str:
             f"| {row.step_s:.2f} | {fmean(row.lengths):.1f} | {row.abandoned[0]}, {row.abandoned[1]} | {row.cpu_share:.0%} |"
         )
     return "\n".join(lines)
-
-
-_RUN_S = 900.0
 
 
 class SimulatedRun(LocalRun):

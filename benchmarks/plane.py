@@ -65,6 +65,11 @@ GROUPS_PER_STEP = 48
 NUM_TEMPLATES = 8
 VOCABULARY = 150_000
 _CODEC_REPEATS = 60
+RUN_ID = "bench"
+IN_FLIGHT = 8  # packs that a worker stores and announces concurrently
+_NEVER_STALE = 10**9
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+_ROLE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +136,6 @@ def codec_ms(case: Case) -> float:
     return 1000 * (time.process_time() - started) / (_CODEC_REPEATS * len(groups))
 
 
-RUN_ID = "bench"
-IN_FLIGHT = 8  # packs that a worker stores and announces concurrently
-
-
 @dataclass(frozen=True, slots=True)
 class _Given:
     """A delivery without acknowledgement: the benchmark starts at the put."""
@@ -194,9 +195,6 @@ def worker(given: Mapping[str, Any]) -> None:
         started, cpu = time.time(), time.process_time()
         asyncio.run(_announce_all(announcer, case, num_packs, templates))
         print(json.dumps({"started": started, "cpu_s": time.process_time() - cpu}), flush=True)
-
-
-_NEVER_STALE = 10**9
 
 
 class _EveryGroup:
@@ -283,10 +281,6 @@ def trainer(given: Mapping[str, Any]) -> None:
             bus, S3Settings(**given["s3"]), Path(given["folder"]), size=given["case"]["size"], num_groups=given["count"]
         )
     print(json.dumps(answer), flush=True)
-
-
-_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-_ROLE_S = 300.0
 
 
 class Role:

@@ -41,6 +41,12 @@ SLOW_S = 2.0
 HUNG_S = 12.0  # after its start; then it works normally
 FAULTY_SHARE = 0.3
 _HUGE = b" " * (8 * 1024 * 1024)
+GROUPS, SIZE = 12, 8  # of a pack
+GOOD = ("good-0", "good-1")
+BAD = ("slow", "hung", "flaky", "dying", "lying")
+BAD_PACKS_PER_S = 1.0  # to each of them
+UP_S, DOWN_S = 3.0, 1.0  # of the crashing endpoint
+SETTLE_S = 240.0
 
 
 def score_of(completion: str) -> float:
@@ -121,14 +127,6 @@ async def serve_endpoint(behaviour: str, port: int) -> None:
     server = await asyncio.start_server(endpoint.serve, "127.0.0.1", port, limit=2**24)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
-
-
-GROUPS, SIZE = 12, 8  # of a pack
-GOOD = ("good-0", "good-1")
-BAD = ("slow", "hung", "flaky", "dying", "lying")
-BAD_PACKS_PER_S = 1.0  # to each of them
-UP_S, DOWN_S = 3.0, 1.0  # of the crashing endpoint
-SETTLE_S = 240.0
 
 
 @dataclass

@@ -12,6 +12,7 @@ LAGS = ("0", "1", "2", "4", "8", "16", "32", "mixed16", "mixed32")
 _FRESH = "ppo"  # at lag 0 every ratio is 1: this is the plain policy gradient, whatever the method
 
 Runs = dict[tuple[str, str, str], list[dict]]  # (task, method, lag) -> one run per seed
+_HEAD = "| method | lag | seeds | end | mean | ends by seed | lr factor | KL to sampler |\n|---|---|---|---|---|---|---|---|"
 
 
 def read(path: Path) -> Runs:
@@ -33,9 +34,6 @@ def _row(name: str, runs: list[dict]) -> str:
         f"| {fmean(r['mean'] for r in runs):.3f} | {ends} | {fmean(r['lr_factor'] for r in runs):.2f} "
         f"| {fmean(r['kl'] for r in runs):.3f} |"
     )
-
-
-_HEAD = "| method | lag | seeds | end | mean | ends by seed | lr factor | KL to sampler |\n|---|---|---|---|---|---|---|---|"
 
 
 def markdown(runs: Runs) -> str:

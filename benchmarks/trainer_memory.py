@@ -60,6 +60,7 @@ _DEADLINE_S = 900.0  # of one configuration
 LOAD = "load"
 PASSES = "forward and backward"
 CPU_S = "CPU seconds of the step"
+ON_2_RANKS = {"num_ranks": 2, "checkpointing": True}
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,6 @@ EXPERTS = replace(
 )  # fmt: skip
 BFLOAT16 = replace(STANDARD, dtype="bfloat16")
 AS_TRAINED = replace(BFLOAT16, gradient_dtype="as-trained")
-ON_2_RANKS = {"num_ranks": 2, "checkpointing": True}
 # Short rows, so that gradients and the optimizer are the larger part of the memory.
 SHORT = replace(BFLOAT16, prompt=96, answer=96, groups=4, budget=512, checkpointing=True)
 CONFIGURATIONS = {

@@ -75,7 +75,7 @@ def create_or_delete(arguments: Sequence[str], run: str | None, *, s3_users: str
                 return _delete(bus, run_id, ask=not yes)
             bootstrap(bus, Blobs(settings.s3), run_id, settings.retention.limits())
         if s3_users:
-            from penstock.deploy.s3_users import create_users  # noqa: PLC0415  its library is needed only here
+            from penstock.deploy.s3_policies import create_users  # noqa: PLC0415  its library is needed only here
 
             created = create_users(settings.s3, Path(s3_users))
             print(f"users of {settings.s3.endpoint}: {', '.join(created)}")

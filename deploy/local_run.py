@@ -1,4 +1,4 @@
-"""All processes of one run on this machine; `deploy/train_local.py` and `deploy/quickstart.py` drive it.
+"""All processes of one run on this machine; `deploy/train.py` and `deploy/quickstart.py` drive it.
 
 Starts nats-server and the S3 server (unless the run file names others), creates the run's streams,
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
-from penstock.deploy import local_inputs, local_settings
+from penstock.deploy import early_checks
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import (
     check_engine,
@@ -93,7 +93,7 @@ class LocalRun:
         names others (None: unless it does); ``tls``: these take encrypted connections only.
         """
         self._environ = dict(os.environ if environ is None else environ)
-        self._local = local_settings.read(
+        self._local = early_checks.read_local_settings(
             arguments,
             self._environ,
             num_workers=num_workers,
@@ -144,7 +144,7 @@ class LocalRun:
             check_engine_is_installed(self._local.arguments, self._environ)
             check_metrics_ports(self._local.rollout, self._local.num_workers)
         elif self._local.starts_servers:
-            local_inputs.find(self._input, self.folder)
+            early_checks.find_input(self._input, self.folder)
 
     def start(self) -> None:
         """Start all processes; returns while the services are still starting up.
@@ -163,7 +163,7 @@ class LocalRun:
         try:
             if self._local.starts_servers:
                 if self._input is not None:
-                    local_inputs.copy_input(self._input, self.folder)
+                    early_checks.copy_input(self._input, self.folder)
                 self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs", tls=self._tls)
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3

@@ -1,6 +1,6 @@
 """``penstock quickstart``: train a tiny language model through every service, with a live panel.
 
-1. Makes a tiny model and the data of a task (`deploy/quickstart_tasks.py`); nothing is downloaded.
+1. Makes a tiny model and the data of a task (`deploy/quickstart_task.py`); nothing is downloaded.
 2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
    and warms the model up on examples meanwhile (`penstock sft`).
 3. Trains it with asynchronous GRPO. Half way it kills one worker with SIGKILL: its groups are redelivered.
@@ -30,10 +30,9 @@ from penstock.deploy import resumption, sglang_cpu
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.processes.child import Child, DeployError, describe_exit
-from penstock.deploy.processes.page_process import PageProcess
-from penstock.deploy.quickstart_task import write_model
-from penstock.deploy.quickstart_tasks import SORT, TASKS, QuickstartTask
-from penstock.deploy.train_local import next_steps
+from penstock.deploy.processes.page_and_trackers import PageProcess
+from penstock.deploy.quickstart_task import SORT, TASKS, QuickstartTask, write_model
+from penstock.deploy.train import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request

@@ -16,6 +16,7 @@ from typing import Any
 
 _FILES = {"trl": "trl_defaults.json"}
 _WHOLE = 60  # so many keys at their defaults are a configuration that was written out; fewer were typed by a person
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def at_default(system: str, values: Mapping[str, Any]) -> frozenset[str]:
@@ -34,9 +35,6 @@ def _defaults(system: str) -> Mapping[str, Any]:
 
 def _same(value: Any, default: Any) -> bool:
     return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True, slots=True)

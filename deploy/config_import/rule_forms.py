@@ -1,24 +1,66 @@
 """The forms of rules: how a key becomes settings that mean the same with other values, or together with other keys; pure.
 
 A rule is given the value and the whole file. The table `protocol/config/foreign_keys.json` says which key has which: the name of a
-function of `rules`, or a list of the name of a form and its arguments.
+function of `rules`, or a list of the name of a form and its arguments. Together the outcomes of the rules are a `Translation`:
+settings, and one line of the report for each key of the file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
-
-Values = Mapping[str, Any]
-Rule = Callable[[Any, Values], Outcome]
-
+Kind = Literal["taken", "translated", "ignored", "decide", "unknown", "silent"]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
 _REWARD_FILE = "custom_reward_function.path"  # of verl
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    kind: Kind
+    key: str
+    value: Any
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    kind: Kind
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Translation:
+    system: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    offered: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Settings that the run file holds as comments: the value, and why someone might want it."""
+
+    @property
+    def needs_decision(self) -> bool:
+        return any(line.kind in ("decide", "unknown") for line in self.lines)
+
+
+def set_to(text: str = "", /, **settings: Any) -> Outcome:
+    return Outcome("translated", {key.replace("__", "."): value for key, value in settings.items()}, text)
+
+
+def ignored(text: str) -> Outcome:
+    return Outcome("ignored", text=text)
+
+
+def decide(text: str) -> Outcome:
+    return Outcome("decide", text=text)
+
+
+Values = Mapping[str, Any]
+Rule = Callable[[Any, Values], Outcome]
 
 
 def first(values: Values, *keys: str, default: Any = None) -> Any:

@@ -6,12 +6,30 @@ import re
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.config_import.rule_forms import ACTOR, OFF, READ, Values, engine, first, is_given, is_on
-from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
+from penstock.deploy.config_import.rule_forms import (
+    ACTOR,
+    OFF,
+    READ,
+    Outcome,
+    Values,
+    decide,
+    engine,
+    first,
+    ignored,
+    is_given,
+    is_on,
+    set_to,
+)
 from penstock.protocol.config.foreign_config import ESTIMATOR
 
 REWARD_ARGUMENTS = "custom_reward_function.reward_kwargs."  # of verl
 _REWARD_CODE = r"[A-Za-z0-9_./-]+\.py:[A-Za-z_][A-Za-z0-9_]*"
+# ROLL's sets over which rewards are normalised; the later names are those of its agentic pipeline.
+_GROUPINGS = {"state": "group", "traj_group_id": "group", "inductive": "source", "tags": "source", "batch": "batch"}
+_TURN_NORMS = {
+    "gigpo": ("algorithm.episode_baseline", "algorithm.normalise_by_std"),
+    "step_reinforce": ("algorithm.turn_baseline", "algorithm.turn_scale"),
+}
 
 
 def kl_ctrl_coefficient(given: Any, values: Values) -> Outcome:
@@ -326,14 +344,6 @@ def scale_rewards(given: Any, values: Values) -> Outcome:
 
 def never_rule(given: Any, values: Values) -> Outcome:
     return set_to(eval__every=0) if str(given).lower() in ("no", "false") else ignored(f"{READ} eval_steps")
-
-
-# ROLL's sets over which rewards are normalised; the later names are those of its agentic pipeline.
-_GROUPINGS = {"state": "group", "traj_group_id": "group", "inductive": "source", "tags": "source", "batch": "batch"}
-_TURN_NORMS = {
-    "gigpo": ("algorithm.episode_baseline", "algorithm.normalise_by_std"),
-    "step_reinforce": ("algorithm.turn_baseline", "algorithm.turn_scale"),
-}
 
 
 def method_rule(given: Any, values: Values) -> Outcome:

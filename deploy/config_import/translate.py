@@ -9,9 +9,8 @@ from typing import Any
 
 from penstock.deploy.config_import import rule_forms, rules
 from penstock.deploy.config_import.foreign_defaults import at_default
-from penstock.deploy.config_import.found import Found, readable, unassigned
-from penstock.deploy.config_import.rule_forms import Rule
-from penstock.deploy.config_import.translation import Line, Outcome, Translation
+from penstock.deploy.config_import.foreign_file import Found, readable, unassigned
+from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
 from penstock.fine_tuning.sections import DPO, SFT, OwnSection
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, Alias, advice, prefix_advice
 
@@ -28,18 +27,6 @@ _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _IN_TURNS = ("trl", "verl", "roll", "openrlhf")  # systems that generate and train in turns unless told otherwise
 _GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because there is only this one
-
-
-def detect(found: Found) -> str:
-    text = " ".join(found.commands)
-    for system, words in _WORDS.items():
-        if any(word in text for word in words):
-            return system
-    scores = {name: _score(name, found.values) for name in SYSTEMS if name != "shared"}
-    best = max(scores, key=lambda name: scores[name])
-    return best if scores[best] else ""
-
-
 _COMMANDS = (
     (SFT, ("sft_trainer", "trl sft", "train_sft", "sft.py")),
     (DPO, ("dpo_trainer", "trl dpo", "train_dpo", "dpo.py")),
@@ -52,6 +39,16 @@ _OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dp
     "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight",
     "precompute_ref_log_probs": "reference",
 }  # fmt: skip
+
+
+def detect(found: Found) -> str:
+    text = " ".join(found.commands)
+    for system, words in _WORDS.items():
+        if any(word in text for word in words):
+            return system
+    scores = {name: _score(name, found.values) for name in SYSTEMS if name != "shared"}
+    best = max(scores, key=lambda name: scores[name])
+    return best if scores[best] else ""
 
 
 def _score(name: str, keys: Collection[str]) -> int:

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import result_table, results
-from penstock.console.evaluation.results import Correctness, EvaluationResult, Outcome, summarise
+from penstock.console.evaluation.results import Answers, Correctness, EvaluationResult, Outcome, summarise
 from penstock.console.terminal import console
-from penstock.deploy.evaluation import answers
-from penstock.deploy.evaluation.prepare import WORK, Evaluation, own_environ, prepare
+from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
 from penstock.deploy.evaluation.target import publish_folder
 from penstock.deploy.local import stop_on_signals
@@ -156,9 +155,9 @@ def _result(
 ) -> EvaluationResult:
     complete = [outcome for outcome in outcomes if outcome.failed is None]
     correct = correctness(complete, rules)
-    found = answers.answers(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
+    found = answer_rule(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
     if correct.of is None:
-        found = answers.Answers("not defined: nothing says when a completion is correct (reward.success)", None)
+        found = Answers("not defined: nothing says when a completion is correct (reward.success)", None)
     sources = summarise(
         outcomes, evaluation.prompts_by_source, k=evaluation.num_samples, correct=correct, answers=found
     )

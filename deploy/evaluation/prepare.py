@@ -1,4 +1,9 @@
-"""Check what `penstock eval` was asked for, and plan it: model, data, prompts, sampling, and the folder of the result."""
+"""Check what `penstock eval` was asked for, and plan it: model, data, prompts, sampling, and the folder of the result.
+
+For maj@k the answer of a completion is found by the reward that scored it, or by ``--answer``. The built-in rewards that
+compare an answer define one; for them the answer that votes is the one that is scored. For any other reward maj@k is not
+defined, unless ``--answer`` says where the answer is.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,16 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import cast, get_args
 
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import results
-from penstock.console.evaluation.results import DataFile
-from penstock.deploy.evaluation import answers, target
+from penstock.console.evaluation.results import Answers, DataFile, Extract, Outcome
+from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.samples import PlannedPrompt
 from penstock.deploy.evaluation.target import Target
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -25,14 +32,85 @@ from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Sampling
 from penstock.protocol.files import replace
+from penstock.reward_service.rewards import choice, gsm8k, math_answer
+from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.vision_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
+LAST_NUMBER = "last_number"
+PLACES = (*get_args(Where), LAST_NUMBER)
 WORK = "work"  # the run id of the services, and their folder
 _SERVERS = ("PENSTOCK_NATS__", "PENSTOCK_S3__", "PENSTOCK_RUN__")  # of the run; the evaluation has its own
+
+
+def _normalised(find: Callable[[str], str | None]) -> Extract:
+    def extract(text: str) -> Hashable | None:
+        answer = find(text)
+        return None if answer is None else latex.normalise(answer)
+
+    return extract
+
+
+def _chosen_letter(text: str) -> Hashable | None:
+    answer = final_answer.find(text, "auto")
+    return None if answer is None else choice.chosen(answer, choice.Parameters().letters)
+
+
+BY_REWARD: Mapping[str, tuple[str, Extract]] = MappingProxyType(
+    {
+        "gsm8k": ("the number after the last ####", gsm8k.last_answer),
+        "gsm8k_flexible": ("the last number", gsm8k.last_number),
+        "math": ("the last \\boxed{}, normalised", _normalised(latex.last_boxed)),
+        "math_flexible": ("boxed, in tags, after ####, after a phrase, or the last number", _normalised(math_answer.anywhere)),
+        "multiple_choice": ("the letter chosen", _chosen_letter),
+        "exact_match": ("the whole completion without surrounding white space", str.strip),
+    }
+)  # fmt: skip
+
+
+def answer_rule(place: str | None, reward_of: Callable[[Outcome], str], rewards: set[str]) -> Answers:
+    """Return how answers are found.
+
+    Args:
+        place: ``--answer``; None: by reward.
+        reward_of: The reward that scored a prompt.
+        rewards: All of them.
+
+    Raises:
+        ConfigError: ``place`` is unknown.
+    """
+    if place is not None:
+        extract = _at(place)
+        return Answers(f"answer at {place} (--answer)", lambda _: extract)
+    unknown = sorted(rewards - BY_REWARD.keys())
+    if unknown or not rewards:
+        text = (
+            f"not defined: the reward {', '.join(unknown) or '(none)'} does not say what the answer of a completion is; "
+            f"name its place with --answer ({', '.join(PLACES)})"
+        )
+        return Answers(text, None)
+    rules = {name: BY_REWARD[name] for name in sorted(rewards)}
+    return Answers(
+        "; ".join(f"{name}: {rule}" for name, (rule, _) in rules.items()),
+        lambda outcome: BY_REWARD[reward_of(outcome)][1],
+    )
+
+
+def check_answer_place(place: str | None) -> None:
+    if place is not None and place not in PLACES:
+        raise ConfigError(f"--answer {place}: expected one of {', '.join(PLACES)}")
+
+
+def _at(place: str) -> Extract:
+    check_answer_place(place)
+    if place == LAST_NUMBER:
+        return gsm8k.last_number
+    where = cast(Where, place)
+    return _normalised(lambda text: final_answer.find(text, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +136,7 @@ class Evaluation:
 
 
 def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: contextlib.ExitStack) -> Evaluation:
-    answers.check_place(options.answer)
+    check_answer_place(options.answer)
     if options.samples < 1:
         raise ConfigError(f"-k {options.samples}: expected 1 sample of each prompt or more")
     if options.num_prompts is not None and options.num_prompts < 1:

@@ -20,6 +20,18 @@ FOLDER = Path(__file__).parent
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _COLUMNS, _WIDTH, _HEIGHT = 24, 6, 7  # of Grafana's grid; four panels in a line
 _SCHEMA = 39  # of the dashboard's JSON: Grafana 10 and later
+_DATASOURCE = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+_RUN = {
+    "name": "run",
+    "type": "query",
+    "datasource": _SOURCE,
+    "query": {"query": "label_values(penstock_service_info, run)", "refId": "runs"},
+    "refresh": 2,  # when the time range changes
+    "includeAll": True,
+    "allValue": ".*",  # also what has no label `run`: targets that are listed by hand
+    "multi": True,
+    "current": {"text": "All", "value": "$__all"},
+}
 
 
 def files() -> dict[str, str]:
@@ -43,20 +55,6 @@ def dashboard(board: Dashboard) -> dict[str, Any]:
         "links": [{"type": "dashboards", "title": "Penstock", "tags": ["penstock"], "asDropdown": True, "keepTime": True, "includeVars": True}],
         "panels": _placed(board),
     }  # fmt: skip
-
-
-_DATASOURCE = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
-_RUN = {
-    "name": "run",
-    "type": "query",
-    "datasource": _SOURCE,
-    "query": {"query": "label_values(penstock_service_info, run)", "refId": "runs"},
-    "refresh": 2,  # when the time range changes
-    "includeAll": True,
-    "allValue": ".*",  # also what has no label `run`: targets that are listed by hand
-    "multi": True,
-    "current": {"text": "All", "value": "$__all"},
-}
 
 
 def _placed(board: Dashboard) -> list[dict[str, Any]]:

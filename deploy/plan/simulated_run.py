@@ -16,9 +16,18 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from penstock.deploy.plan.lengths import Durations, Fleet, LengthMix, Outcome, Step
-from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine, SimulatedSequence
-from penstock.deploy.plan.simulated_groups import SimulatedPrompts, scored_group
+from penstock.deploy.plan.simulation import (
+    Durations,
+    Fleet,
+    LengthMix,
+    Outcome,
+    Pack,
+    SimulatedEngine,
+    SimulatedPrompts,
+    SimulatedSequence,
+    Step,
+    scored_group,
+)
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
 from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup

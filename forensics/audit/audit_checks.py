@@ -7,7 +7,7 @@
 | the dead letters             | every group dropped as dead has one                                               |
 | the object store             | every pack of a trained group is there, with its size and sha256; packs of        |
 |                              | evaluated and dropped groups, unless retention has deleted them                   |
-| the trainer's step events    | rewards, packs and order of the groups of every step (`step_checks.py`)           |
+| the trainer's step events    | rewards, packs and order of the groups of every step (`record_checks.py`)         |
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.forensics.audit.record_fold import SPLITS, Breach, RecordFold
-from penstock.forensics.audit.step_checks import ReportedSteps, check_steps
+from penstock.forensics.audit.record_checks import SPLITS, Breach, RecordFold, ReportedSteps, check_steps
 from penstock.protocol.facts import Split
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.forensics.replay.replay_verdict import BatchVerdict, group_metrics
+from penstock.forensics.replay.replay_findings import BatchVerdict, group_metrics
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef

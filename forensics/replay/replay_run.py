@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.forensics.replay.replay_findings import (
+    Difference,
+    Verdict,
     config_findings,
     drift,
     figure_differences,
@@ -31,7 +33,6 @@ from penstock.forensics.replay.replay_findings import (
     other_updates,
     signed_versions,
 )
-from penstock.forensics.replay.replay_verdict import Difference, Verdict
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError, RecordBroken
 from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import RecordedSession, RecordedStep

@@ -20,7 +20,7 @@ from penstock.deploy import certificates
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.health import HealthSettings
 from penstock.deploy.make_secrets import make_secrets
-from penstock.deploy.s3_users import access_key
+from penstock.deploy.s3_policies import access_key
 from penstock.protocol.command_line import application
 from penstock.protocol.config.run_file import load
 from penstock.reward_model.commands import serve_model

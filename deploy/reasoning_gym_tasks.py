@@ -22,7 +22,7 @@ from typing import Any
 from penstock.deploy.quickstart_task import write_rows
 from penstock.protocol.errors import ConfigError
 
-REWARD = "penstock.deploy.recipe.reasoning_gym_tasks:score"
+REWARD = "penstock.deploy.reasoning_gym_tasks:score"
 """The reward's name in a run file: code that the reward service runs in processes of its own."""
 
 DATA_SOURCE = "reasoning_gym"
