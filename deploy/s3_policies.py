@@ -36,8 +36,8 @@ def policies(bucket: str, run_ids: Sequence[str] = ()) -> dict[Role, Policy]:
     """Return the policy of each role, for the given runs or (none given) for any; raises ConfigError for what is no run id."""
     by_role: dict[Role, list[ObjectRights]] = {}
     for run_id in [check_run_id(run_id) for run_id in run_ids] or [ANY_RUN]:
-        for object_right in object_rights(run_id):
-            by_role.setdefault(object_right.role, []).append(object_right)
+        for rights in object_rights(run_id):
+            by_role.setdefault(rights.role, []).append(rights)
     return {role: _policy(bucket, rights) for role, rights in by_role.items()}
 
 

@@ -1,6 +1,6 @@
 """Defaults of other systems: the keys of a file that only repeat them, and what a system does where its file is silent.
 
-``trl_defaults.json`` has what TRL 1.16's ``GRPOConfig(...).to_dict()`` holds for arguments that nobody gave. `DEFAULTS` are those of verl's
+``trl_defaults.json`` has what TRL 1.16's ``GRPOConfig(...).to_dict()`` holds for arguments that were not given. `DEFAULTS` are those of verl's
 `_generated_ppo_trainer.yaml` (2025), TRL 1.16's `GRPOConfig` and OpenRLHF's `train_ppo_ray.py` (2025), where they differ from those
 here. ROLL, slime and AgentRL leave most of them to Megatron or to the file.
 """
@@ -14,9 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.config_import.rule_forms import ACTOR, ROLLOUT
+
 _FILES = {"trl": "trl_defaults.json"}
 _WHOLE = 60  # so many keys at their defaults are a configuration that was written out; fewer were typed by a person
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def at_default(system: str, values: Mapping[str, Any]) -> frozenset[str]:
@@ -49,25 +50,25 @@ class SilentDefault:
 
 DEFAULTS: dict[str, tuple[SilentDefault, ...]] = {
     "verl": (
-        SilentDefault(f"{_ACTOR}.optim.betas", [0.9, 0.999], {"trainer.betas": [0.9, 0.999]}),
-        SilentDefault(f"{_ACTOR}.optim.weight_decay", 0.01, {"trainer.weight_decay": 0.01}),
-        SilentDefault(f"{_ACTOR}.optim.lr", 1e-6, {"trainer.lr": 1e-6}),
-        SilentDefault(f"{_ACTOR}.grad_clip", 1.0, {"trainer.max_grad_norm": 1.0}),
-        SilentDefault(f"{_ACTOR}.clip_ratio_c", 3.0, {"algorithm.dual_clip": 3.0}),
+        SilentDefault(f"{ACTOR}.optim.betas", [0.9, 0.999], {"trainer.betas": [0.9, 0.999]}),
+        SilentDefault(f"{ACTOR}.optim.weight_decay", 0.01, {"trainer.weight_decay": 0.01}),
+        SilentDefault(f"{ACTOR}.optim.lr", 1e-6, {"trainer.lr": 1e-6}),
+        SilentDefault(f"{ACTOR}.grad_clip", 1.0, {"trainer.max_grad_norm": 1.0}),
+        SilentDefault(f"{ACTOR}.clip_ratio_c", 3.0, {"algorithm.dual_clip": 3.0}),
         SilentDefault(
-            f"{_ACTOR}.clip_ratio", 0.2, {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2},
-            (f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"),
+            f"{ACTOR}.clip_ratio", 0.2, {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2},
+            (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
         ),
-        SilentDefault(f"{_ACTOR}.loss_agg_mode", "token-mean", {"algorithm.aggregation": "token-mean"}),
+        SilentDefault(f"{ACTOR}.loss_agg_mode", "token-mean", {"algorithm.aggregation": "token-mean"}),
         SilentDefault("algorithm.adv_estimator", "gae", {"algorithm.name": "ppo"}),
         SilentDefault("critic.optim.lr", 1e-5, {"critic.lr": 1e-5}),
         SilentDefault("critic.cliprange_value", 0.5, {"critic.value_clip": 0.5}),
         SilentDefault("data.max_prompt_length", 512, {"data.max_prompt_tokens": 512}),
-        SilentDefault("data.max_response_length", 512, {"rollout.max_new_tokens": 512}, (f"{_ROLLOUT}.response_length",)),
+        SilentDefault("data.max_response_length", 512, {"rollout.max_new_tokens": 512}, (f"{ROLLOUT}.response_length",)),
         SilentDefault("data.train_batch_size", 1024, {"rollout.groups_per_step": 1024}),
         SilentDefault("data.truncation", "error", {"data.overlong": "error"}, ("data.filter_overlong_prompts",)),
-        SilentDefault(f"{_ROLLOUT}.n", 1, {"rollout.group_size": 1}),
-        SilentDefault(f"{_ROLLOUT}.temperature", 1.0, {"rollout.temperature": 1.0}),
+        SilentDefault(f"{ROLLOUT}.n", 1, {"rollout.group_size": 1}),
+        SilentDefault(f"{ROLLOUT}.temperature", 1.0, {"rollout.temperature": 1.0}),
         SilentDefault("trainer.total_epochs", 30, {"trainer.epochs": 30}, ("trainer.total_training_steps",)),
     ),
     "trl": (

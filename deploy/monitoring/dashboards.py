@@ -1,6 +1,6 @@
-"""Write Grafana's dashboards and Prometheus' alerts from their tables.
+"""Write Grafana's dashboards from their tables, `boards.py`.
 
-python -P -m penstock.deploy.monitoring.dashboards            # writes grafana/dashboards/*.json and rules.yml
+python -P -m penstock.deploy.monitoring.dashboards            # writes grafana/dashboards/*.json
 python -P -m penstock.deploy.monitoring.dashboards --check    # exit code 1 when a file is not up to date
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from penstock.deploy.monitoring.alerts import rules
 from penstock.deploy.monitoring.boards import DASHBOARDS, Dashboard, Panel
 from penstock.protocol.command_line import Help, program
 
@@ -35,10 +34,9 @@ _RUN = {
 
 
 def files() -> dict[str, str]:
-    boards = {
+    return {
         f"grafana/dashboards/{board.uid}.json": json.dumps(dashboard(board), indent=1) + "\n" for board in DASHBOARDS
     }
-    return {**boards, "rules.yml": rules()}
 
 
 def dashboard(board: Dashboard) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
     assert (trainer.run.seed, trainer.model.dtype, trainer.data.system_prompt) == (
         3,
         "float32",
-        recipe.SYSTEM_PROMPT,
+        recipe.SUMS_SYSTEM_PROMPT,
     )
     rows = {
         name: [json.loads(line) for line in (folder / "data" / f"{name}.jsonl").read_text().splitlines()]

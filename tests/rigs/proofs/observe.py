@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.alert_rules import rules
 from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
 
 from penstock.deploy.local_run import LocalRun
-from penstock.deploy.monitoring.alerts import ALERTS, rules
+from penstock.deploy.monitoring.alerts import ALERTS
 from penstock.deploy.monitoring.boards import DASHBOARDS
 from penstock.deploy.monitoring.observe import METRICS_ON, Prometheus, target_writer
 from penstock.protocol import logs
