@@ -40,7 +40,7 @@ from penstock.deploy.processes.child import (
     wait_until,
 )
 from penstock.deploy.processes.servers import port_is_free
-from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, log_event, stop_all
+from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.record import run_lock
 from penstock.protocol.transport.blobs import Blobs
@@ -114,7 +114,7 @@ class LocalRun:
         self._trainer_overrides = trainer_overrides
         self._num_trainer_sessions = 0
         self._disk_is_full = False
-        self._listeners: list[Callable[[ProcessEvent], object]] = []
+        self._listener: Callable[[ProcessEvent], object] | None = None
         self._stack: LocalStack | None = None
         self._supervisor: Supervisor | None = None
         self._services: list[Child] = []
@@ -159,7 +159,7 @@ class LocalRun:
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
-        self._supervisor = Supervisor(rule=self._rule, on_event=self._on_event)
+        self._supervisor = Supervisor(rule=self._rule, on_event=self._listener)
         try:
             if self._local.starts_servers:
                 if self._input is not None:
@@ -175,11 +175,10 @@ class LocalRun:
             names = [worker_name(index) for index in range(self._local.num_workers)]
             for name in names:
                 child = self._worker(name)
-                self._launch(child, restart=child.relaunch, replicas=names)
+                self._launch(child, replicas=names)
             for child in self._endpoints():
                 self._launch(
                     child,
-                    restart=child.relaunch,
                     is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events),
                 )
         except BaseException:
@@ -203,14 +202,12 @@ class LocalRun:
         self,
         child: Child,
         *,
-        restart: Callable[[], Child],
+        restart: Callable[[], Child] | None = None,
         is_crash: Callable[[int], bool] = lambda _: True,
         replicas: Sequence[str] = (),
     ) -> None:
-        if not child.alive:
-            child.start()
+        self._require_supervisor().start(child, restart, is_crash=is_crash, replicas=replicas)
         self._services.append(child)
-        self._require_supervisor().watch(child, restart, is_crash=is_crash, replicas=replicas)
 
     def wait(self, deadline_s: float | None = None) -> int | None:
         """Wait until the trainer exits and return its exit code; None when ``deadline_s`` passed first.
@@ -219,16 +216,11 @@ class LocalRun:
         """
         supervisor = self._require_supervisor()
         supervisor.child(TRAINER)  # raises when it was not started
-
-        def exited() -> list[str]:
-            return [event.name for event in self.events if event.kind == "exited"]
-
-        if not supervisor.wait_for(lambda: supervisor.failure is not None or bool(exited()), deadline_s):
+        exited = supervisor.wait_exit(deadline_s)
+        if exited is None:
             return None
-        if supervisor.failure is not None:
-            raise supervisor.failure
-        if TRAINER not in exited():
-            raise supervisor.child(exited()[0]).failure("could not start")
+        if not any(event.name == TRAINER and event.kind == "exited" for event in self.events):
+            raise exited.failure("could not start")
         return supervisor.child(TRAINER).returncode
 
     def check_processes(self) -> None:
@@ -262,11 +254,13 @@ class LocalRun:
 
     def listen(self, listener: Callable[[ProcessEvent], object]) -> None:
         """Call ``listener`` for every event from now on, on the supervisor's thread; without one, events are logged."""
-        self._listeners.append(listener)
+        self._listener = listener
+        if self._supervisor is not None:
+            self._supervisor.on_event = listener
 
-    def _on_event(self, event: ProcessEvent) -> None:
-        for listener in self._listeners or [log_event]:
-            listener(event)
+    def on_incident(self, note: Callable[[str], object]) -> None:
+        """Call ``note`` for every crash and restart from now on, on the supervisor's thread."""
+        self._require_supervisor().on_incident(note)
 
     @property
     def events(self) -> list[ProcessEvent]:
@@ -347,24 +341,26 @@ class LocalRun:
         command = launch.trainer_command([*self._local.arguments, *overrides], self._environ)
         if waits:
             command.insert(command.index("train"), "--prepare")
-        # torchrun needs SIGTERM, so that it can stop its ranks; a single process does not
-        by_torchrun = "torch.distributed.run" in command
-        death_signal = signal.SIGTERM if by_torchrun else signal.SIGKILL
-        return self._service(TRAINER, command, death_signal=death_signal, waits=waits)
+        return self._service(TRAINER, command, waits=waits)
 
-    def _service(
-        self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL, waits: bool = False
-    ) -> Child:
+    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
         stack = None if self._stack is None or self._local.names_keys else self._stack.environment()
         environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3))}
         # else torch uses all cores in every process, and they wait for one another
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._local.num_workers + 1))))
-        return Child(name, command, log=self.log(name), environ=environ, death_signal=death_signal, waits=waits)
+        return Child(
+            name, command, log=self.log(name), environ=environ, death_signal=death_signal(command), waits=waits
+        )
 
     def _require_supervisor(self) -> Supervisor:
         if self._supervisor is None:
             raise DeployError("the run was not started")
         return self._supervisor
+
+
+def death_signal(command: Sequence[str]) -> signal.Signals:
+    """Return the signal for a process whose parent exits: torchrun needs SIGTERM, so that it can stop its ranks."""
+    return signal.SIGTERM if "torch.distributed.run" in command else signal.SIGKILL
 
 
 def fails_at_first_start(name: str, code: int, events: Sequence[ProcessEvent]) -> bool:

@@ -168,7 +168,7 @@ def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> 
                 folder=options.folder,
             )
             with panel:
-                run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
+                run.on_incident(panel.note)
                 run.start_trainer()
                 code = _watch(options, run, page, bus, panel, stop_requested)
             summary = panel.summary()

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_reward_files
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import Child, wait_until
+from penstock.deploy.processes.supervise import Supervisor, stop_all
 from penstock.deploy.stored import run_command
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
@@ -60,42 +60,44 @@ def service(files: Sequence[Path], settings: Sequence[str], *, recorded: Path | 
     if unknown := [str(file) for file in files if file.suffix not in _SERVE]:
         raise ConfigError(f"--serve {', '.join(unknown)}: a file is served by its ending: {', '.join(_SERVE)}")
     check_reward_files([file for file in files if file.suffix == ".py"])
-    with contextlib.ExitStack() as running:
-        folder = Path(tempfile.mkdtemp(prefix="penstock-scoring-"))
-        running.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack = running.enter_context(LocalStack(folder / "store"))
+    supervisor, children = Supervisor(), list[Child]()
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-scoring-", ignore_cleanup_errors=True) as scratch,
+        contextlib.ExitStack() as running,
+    ):
+        folder = Path(scratch)
+        stack = LocalStack(folder / "store")
+        running.callback(stack.stop)
+        running.callback(lambda: stop_all(children))
+        running.callback(supervisor.close)
+        stack.start(supervisor)
         with Bus.connect(stack.nats, name="scoring") as bus:
             bootstrap(bus, Blobs(stack.s3), _RUN)
-        environ = {**os.environ, **stack.environment()}
+
+        def start(name: str, *arguments: str) -> None:
+            command = launch.module("penstock.reward_service", *arguments)
+            environ = {**os.environ, **stack.environment()}
+            children.append(Child(name, command, log=folder / f"{name}.log", environ=environ))
+            children[-1].start()
+            supervisor.watch(children[-1])
+
         port_file = folder / "reward.port"
-        command = [*_settings_of(settings, recorded, folder), f"run.id={_RUN}", "reward_service.port=0"]
-        command.append(f"reward_service.port_file={port_file}")
-        children = [_start("reward", launch.module("penstock.reward_service", *command), folder, environ, running)]
-        _wait(port_file.exists, children, "listen")
+        ports = ("reward_service.port=0", f"reward_service.port_file={port_file}")
+        start("reward", *_settings_of(settings, recorded, folder), f"run.id={_RUN}", *ports)
+        _wait(port_file.exists, supervisor, children[-1], "listen")
         url = f"http://127.0.0.1:{int(port_file.read_text())}"
         for file in files:
-            served = launch.module("penstock.reward_service", _SERVE[file.suffix], str(file), "--register", url)
-            children.append(_start(f"endpoint-{file.stem}", served, folder, environ, running))
-        _wait(lambda: _num_endpoints(url) >= len(files), children, "register")
+            start(f"endpoint-{file.stem}", _SERVE[file.suffix], str(file), "--register", url)
+        _wait(lambda: _num_endpoints(url) >= len(files), supervisor, children[-1], "register")
         yield url
 
 
-def _start(
-    name: str, command: Sequence[str], folder: Path, environ: Mapping[str, str], running: contextlib.ExitStack
-) -> Child:
-    child = Child(name, command, log=folder / f"{name}.log", environ=environ)
-    child.start()
-    running.callback(child.stop)
-    return child
-
-
-def _wait(is_ready: Any, children: Sequence[Child], what: str) -> None:
-    wait_until(lambda: is_ready() or not all(child.alive for child in children), _READY_S)
-    for child in children:
-        if not child.alive:
-            raise child.failure("could not start")
+def _wait(is_ready: Callable[[], bool], supervisor: Supervisor, last: Child, what: str) -> None:
+    wait_until(lambda: is_ready() or supervisor.wait_exit(0.0) is not None, _READY_S)
+    if (exited := supervisor.wait_exit(0.0)) is not None:
+        raise exited.failure("could not start")
     if not is_ready():
-        raise children[-1].failure(f"did not {what} within {_READY_S:.0f} s")
+        raise last.failure(f"did not {what} within {_READY_S:.0f} s")
 
 
 def _num_endpoints(url: str) -> int:

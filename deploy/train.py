@@ -30,10 +30,10 @@ from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
-from penstock.deploy.local_run import TRAINER, LocalRun
+from penstock.deploy.local_run import TRAINER, LocalRun, death_signal
 from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
-from penstock.deploy.processes.supervise import ProcessEvent, Supervisor
+from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
@@ -155,7 +155,7 @@ def _watch_local(
             run.run_id, bus, total_steps=run.total_steps, mode="quiet" if quiet else "auto", folder=run.folder
         )
         with panel:
-            run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
+            run.on_incident(panel.note)
             trackers.on_incident(panel.note)
             run.start_trainer()
             code = None
@@ -248,16 +248,10 @@ class AttachedTrainer:
         self.is_logged = sys.stderr.isatty()
         self.stop_requested = False
         self.log = run.folder.absolute() / "logs" / f"{TRAINER}.log"
-        by_torchrun = "torch.distributed.run" in command
         self._child = Child(
-            TRAINER,
-            command,
-            log=self.log,
-            death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL,
-            inherit_output=not self.is_logged,
+            TRAINER, command, log=self.log, death_signal=death_signal(command), inherit_output=not self.is_logged
         )
-        self._note: Callable[[str], object] = lambda _: None
-        self._supervisor: Supervisor | None = None
+        self._supervisor = Supervisor(on_event=lambda _: None)
         self._started = time.monotonic()
         self._outage_since = self._outage_seen = -_APART_S  # the first and the last exit of an outage
 
@@ -265,12 +259,11 @@ class AttachedTrainer:
         self._child.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._forward)
-        self._supervisor = Supervisor(on_event=self._on_event)
-        self._supervisor.watch(self._child, self._child.relaunch, is_crash=self._is_crash)
+        self._supervisor.start(self._child, is_crash=self._is_crash)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._require_supervisor().close()
+        self._supervisor.close()
         self._child.kill()
 
     @property
@@ -279,23 +272,13 @@ class AttachedTrainer:
 
     def wait(self, deadline_s: float) -> int | None:
         """Wait for the exit code; None after ``deadline_s``. Raises DeployError when it was killed too often."""
-        supervisor = self._require_supervisor()
-        ended = supervisor.wait_for(
-            lambda: supervisor.failure is not None or any(e.kind == "exited" for e in supervisor.events), deadline_s
-        )
-        if supervisor.failure is not None:
-            raise supervisor.failure
-        if self.stop_requested and not self._child.alive:  # the signal came between a crash and the restart
-            return self._child.returncode
-        return self._child.returncode if ended else None
+        exited = self._supervisor.wait_exit(deadline_s)
+        # with a request to stop, the signal may have come between a crash and the restart
+        return self._child.returncode if exited or (self.stop_requested and not self._child.alive) else None
 
     def on_incident(self, note: Callable[[str], object]) -> None:
         """Call ``note`` for every crash and restart from now on, on the supervisor's thread."""
-        self._note = note
-
-    def _on_event(self, event: ProcessEvent) -> None:
-        if event.as_incident:
-            self._note(event.as_incident)
+        self._supervisor.on_incident(note)
 
     def _is_crash(self, code: int) -> bool:
         """Return True for an exit after which the trainer is started again: by a signal, or in an outage of at most an hour."""
@@ -314,10 +297,6 @@ class AttachedTrainer:
         self.stop_requested = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._child.pid, number)
-
-    def _require_supervisor(self) -> Supervisor:
-        assert self._supervisor is not None, "the trainer was not started"
-        return self._supervisor
 
 
 def _watch_attached(

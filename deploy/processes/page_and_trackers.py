@@ -18,7 +18,7 @@ from penstock.console import launch
 from penstock.console.tracking import trackers
 from penstock.console.tracking.consumer import read_marker
 from penstock.deploy.processes.child import Child, wait_until
-from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
+from penstock.deploy.processes.supervise import RestartRule, Supervisor, stop_all
 from penstock.protocol.errors import ConfigError
 
 _LIBRARY = "uvicorn"  # of the extra `console`
@@ -105,22 +105,19 @@ class TrackerProcesses:
         self._folder = self._settings.run.folder.absolute()
         self._labels = [one.label for one in self._settings.tracker]
         self._children: list[Child] = []
-        self._supervisor: Supervisor | None = None
-        self._note: Callable[[str], object] = lambda _: None
+        self._supervisor = Supervisor(rule=_TRACKER_RULE, on_event=lambda _: None)
 
     def __enter__(self) -> TrackerProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._supervisor is not None:
-            self._supervisor.close()
-            stop_all(self._children, _TRACKERS_STOP_S)
+        self._supervisor.close()
+        stop_all(self._children, _TRACKERS_STOP_S)
 
     def start(self, connection: Mapping[str, str] | None = None) -> None:
         if not self._labels:
             return
         trackers.store(self._settings)
-        self._supervisor = Supervisor(rule=_TRACKER_RULE, on_event=self._on_event)
         for label in self._labels:
             read_marker(self._folder, label).unlink(missing_ok=True)
             child = Child(
@@ -129,13 +126,12 @@ class TrackerProcesses:
                 log=self._folder / "logs" / f"tracker-{label}.log",
                 environ={**os.environ, **(connection or {})},
             )
-            child.start()
+            self._supervisor.start(child, is_crash=lambda code: code not in (0, _EXPLAINED_CODE))
             self._children.append(child)
-            self._supervisor.watch(child, child.relaunch, is_crash=lambda code: code not in (0, _EXPLAINED_CODE))
 
     def on_incident(self, note: Callable[[str], object]) -> None:
         """Call ``note`` for every crash and restart from now on, on a thread of its own."""
-        self._note = note
+        self._supervisor.on_incident(note)
 
     def wait_until_read(self) -> None:
         """Return when the run's servers may stop: every process has read the run to its end, or takes too long."""
@@ -143,7 +139,7 @@ class TrackerProcesses:
 
     def finish(self) -> list[str]:
         """Wait until all have written everything, at most ``tracking.finish_s``; return a line for each that has not."""
-        self._note = lambda _: None  # the panel has ended
+        self._supervisor.on_event = lambda _: None  # the panel has ended
         wait_until(lambda: not any(child.alive for child in self._children), self._settings.tracking.finish_s)
         return [
             f"{child.name} has not written everything (see {child.log}); the rest: penstock track {self._settings.run.id}"
@@ -153,7 +149,3 @@ class TrackerProcesses:
 
     def _has_read(self, child: Child) -> bool:
         return not child.alive or read_marker(self._folder, child.name.removeprefix("tracker-")).exists()
-
-    def _on_event(self, event: ProcessEvent) -> None:
-        if event.as_incident:
-            self._note(event.as_incident)
