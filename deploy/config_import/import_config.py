@@ -15,8 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.deploy.config_import.foreign_defaults import differing
-from penstock.deploy.config_import.foreign_file import Found, read_json, read_shell, read_yaml
+from penstock.deploy.config_import.foreign_file import Found, differing, read_json, read_shell, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
 from penstock.deploy.config_import.translate import detect, own_section, translate
 from penstock.deploy.config_show import as_document, load_all

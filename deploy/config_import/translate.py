@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.deploy.config_import import rule_forms, rules
-from penstock.deploy.config_import.foreign_defaults import at_default
-from penstock.deploy.config_import.foreign_file import Found, readable, unassigned
+from penstock.deploy.config_import.foreign_file import Found, at_default, readable, unassigned
 from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
 from penstock.fine_tuning.sections import DPO, SFT, OwnSection
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, Alias, advice, prefix_advice
