@@ -24,7 +24,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,41 +201,18 @@ class Problems:
     question: str
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    seed: int
-    steps: int
-    workers: int
-    dtype: str
-    run_id: str
-    folder: Path  # runs/<id>
-    gguf: Path | None  # None: downloaded
-    task: str | None  # of reasoning-gym; None: two-digit sums
-    train: bool
-    as_json: bool
-
-
 def run_recipe(given: RecipeOptions) -> int:
-    options = Options(
-        seed=given.seed,
-        steps=given.steps,
-        workers=given.workers,
-        dtype=fast_dtype(Path("/proc/cpuinfo").read_text()) if given.dtype == "auto" else given.dtype,
-        run_id=given.run,
-        folder=(given.dir / given.run).absolute(),
-        gguf=given.gguf.absolute() if given.gguf else None,
-        task=given.task,
-        train=not given.no_train,
-        as_json=given.json,
-    )
+    dtype = fast_dtype(Path("/proc/cpuinfo").read_text()) if given.dtype == "auto" else given.dtype
+    gguf = given.gguf.absolute() if given.gguf else None
+    options = replace(given, dir=given.dir.absolute(), dtype=dtype, gguf=gguf)
     try:
-        check_run_id(options.run_id)
+        check_run_id(options.run)
         model, run_file, question = _make(options)
     except PenstockError as err:
         print(f"penstock recipe: {err}", file=sys.stderr)
         return 1
     commands = _commands(options, model, run_file, question)
-    if not options.train:
+    if options.no_train:
         print(*(f"next: {shlex.join(command)}" for command in commands), sep="\n", file=sys.stderr)
         return 0
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
@@ -250,20 +227,21 @@ def run_recipe(given: RecipeOptions) -> int:
     return 0
 
 
-def _make(options: Options) -> tuple[Path, Path, str]:
-    if (options.folder / "run.toml").exists():
+def _make(options: RecipeOptions) -> tuple[Path, Path, str]:
+    folder = options.dir / options.run
+    if (folder / "run.toml").exists():
         raise ConfigError(
-            f"{options.folder} has a run already; give another name with --run NAME, or resume it: penstock train "
-            f"{options.folder / 'run.toml'} --local"
+            f"{folder} has a run already; give another name with --run NAME, or resume it: penstock train "
+            f"{folder / 'run.toml'} --local"
         )
-    problems = _sums(options) if options.task is None else _gym_problems(options, options.task)
-    model = options.gguf or fetch_model(options.folder.parent / "models")
-    run_file = options.folder / "run.toml"
+    problems = _sums(options, folder) if options.task is None else _gym_problems(options, folder, options.task)
+    model = options.gguf or fetch_model(options.dir / "models")
+    run_file = folder / "run.toml"
     run_file.write_text(
         _RUN_FILE.format(
-            run_id=options.run_id,
-            dir=options.folder.parent,
-            folder=options.folder,
+            run_id=options.run,
+            dir=options.dir,
+            folder=folder,
             seed=options.seed,
             dtype=options.dtype,
             learns=problems.learns,
@@ -284,15 +262,15 @@ def _make(options: Options) -> tuple[Path, Path, str]:
         )
     )
     print(
-        f"model: {model}\ndata: {problems.num_train} prompts, {HELD_OUT} held out, in {options.folder / 'data'}\n"
+        f"model: {model}\ndata: {problems.num_train} prompts, {HELD_OUT} held out, in {folder / 'data'}\n"
         f"run file: {run_file}",
         file=sys.stderr,
     )
     return model, run_file, problems.question
 
 
-def _sums(options: Options) -> Problems:
-    num_train = write_sums(options.folder / "data", seed=options.seed, num_eval=HELD_OUT)
+def _sums(options: RecipeOptions, folder: Path) -> Problems:
+    num_train = write_sums(folder / "data", seed=options.seed, num_eval=HELD_OUT)
     return Problems(
         num_train=num_train,
         learns="to add two-digit numbers",
@@ -305,9 +283,9 @@ def _sums(options: Options) -> Problems:
     )
 
 
-def _gym_problems(options: Options, name: str) -> Problems:
+def _gym_problems(options: RecipeOptions, folder: Path, name: str) -> Problems:
     written = reasoning_gym_tasks.write_data(
-        options.folder / "data",
+        folder / "data",
         reasoning_gym_tasks.parse_task(name),
         seed=options.seed,
         num_train=options.steps * GROUPS_PER_STEP,
@@ -337,12 +315,12 @@ def _gym_problems(options: Options, name: str) -> Problems:
     )
 
 
-def _commands(options: Options, model: Path, run_file: Path, question: str) -> list[list[str]]:
-    json = ["--json"] if options.as_json else []
+def _commands(options: RecipeOptions, model: Path, run_file: Path, question: str) -> list[list[str]]:
+    json = ["--json"] if options.json else []
     return [
         ["penstock", "sft", str(run_file), f"model.path={model}"],
         ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
-        ["penstock", "chat", options.run_id, f"run.dir={options.folder.parent}", "--prompt", question],
+        ["penstock", "chat", options.run, f"run.dir={options.dir}", "--prompt", question],
     ]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.console import launch
 from penstock.console.tools.rewards import RewardService, RewardServiceError
-from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.bootstrap import bootstrap, without_servers
 from penstock.deploy.early_checks import check_reward_files
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import Child, wait_until
@@ -27,7 +27,7 @@ from penstock.deploy.processes.supervise import Supervisor, stop_all
 from penstock.deploy.stored import run_command
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
-from penstock.protocol.config.run_file import split_arguments, toml_text
+from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
 from penstock.protocol.transport.blobs import Blobs
@@ -36,7 +36,6 @@ from penstock.protocol.transport.bus import Bus
 _READY_S = 60.0
 _RUN = "scoring"
 _SERVE = {".py": "serve", ".json": "serve-grader", ".toml": "serve-judge"}
-_ELSEWHERE = ("nats.", "s3.", "run.")  # settings of the run's own servers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,16 +109,12 @@ def _num_endpoints(url: str) -> int:
 
 def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -> list[str]:
     """Return the arguments of the service: recorded rewards first, then the given settings without those of servers."""
-    files, overrides = split_arguments(settings)
-    words = iter(overrides)
-    joined = [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
-    kept = [one for one in joined if not one.lstrip("-").startswith(_ELSEWHERE)]
     first = []
     if recorded is not None and (rewards := _recorded_rewards(recorded)):
         path = folder / "recorded.toml"
         path.write_text(f"reward = {toml_text(rewards)}\n", encoding="utf-8")
         first.append(str(path))
-    return [*first, *(str(file.absolute()) for file in files), *kept]
+    return [*first, *without_servers(settings)]
 
 
 def _recorded_rewards(path: Path) -> dict[str, Any]:

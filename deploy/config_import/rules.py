@@ -144,10 +144,6 @@ def run_name(value: Any, values: Values) -> Outcome:
     return set_to("names of runs are a-z, 0-9 and '-'", run__id=name) if name else decide("set run.id")
 
 
-def run_folder(value: Any, values: Values) -> Outcome:
-    return set_to("other commands find the run with the run file: penstock runs run.toml", run__dir=value)
-
-
 def estimator(given: Any, values: Values) -> Outcome:
     theirs = str(given).lower()
     name = ESTIMATOR.value(theirs)
@@ -293,12 +289,6 @@ def overlong(given: Any, values: Values) -> Outcome:
     if not isinstance(longest, (int, float)) or longest <= 0:
         return decide("set algorithm.overlong_buffer: this length as a fraction of rollout.max_new_tokens")
     return set_to(f"{given} of {longest} tokens", algorithm__overlong_buffer=round(given / longest, 6))
-
-
-def filter_overlong(given: Any, values: Values) -> Outcome:
-    if is_on(given):
-        return set_to(data__overlong="drop")
-    return ignored(f"{READ} data.truncation")
 
 
 def truncation(given: Any, values: Values) -> Outcome:

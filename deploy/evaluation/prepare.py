@@ -24,6 +24,7 @@ from typing import cast, get_args
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import results
 from penstock.console.evaluation.results import Answers, DataFile, Extract, Outcome
+from penstock.deploy.bootstrap import connection_arguments, without_servers
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.samples import PlannedPrompt
 from penstock.deploy.evaluation.target import Target
@@ -276,27 +277,6 @@ def _evaluation_id(
 
 def own_environ() -> Mapping[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_SERVERS)}
-
-
-def connection_arguments(rest: Sequence[str]) -> list[str]:
-    """Return the arguments that say where the run's servers and folders are: run files and overrides of nats, s3 and run."""
-    files, overrides = _split(rest)
-    return [
-        *map(str, files),
-        *(override for override in overrides if override.lstrip("-").startswith(("nats.", "s3.", "run."))),
-    ]
-
-
-def without_servers(rest: Sequence[str]) -> list[str]:
-    files, overrides = _split(rest)
-    own = [override for override in overrides if not override.lstrip("-").startswith(("nats.", "s3.", "run."))]
-    return [*(str(file.absolute()) for file in files), *own]
-
-
-def _split(rest: Sequence[str]) -> tuple[Sequence[Path], list[str]]:
-    files, overrides = split_arguments(rest)
-    words = iter(overrides)
-    return files, [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
 
 
 @contextlib.contextmanager

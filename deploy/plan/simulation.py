@@ -22,6 +22,7 @@ from penstock.rollout_service.embedded_engine.scheduler import are_admitted
 from penstock.rollout_service.engines.redundancy import RedundantGroup
 from penstock.trainer.data.dataset import Prompt
 
+_INITIAL = PolicyVersion(0)
 _random = random.Random()  # noqa: S311  a simulation
 
 
@@ -188,44 +189,27 @@ class SimulatedSequence(NamedTuple):
         return self.place in self.pack.kept
 
 
+@dataclass(slots=True)
 class SimulatedEngine:
-    __slots__ = (
-        "_at",
-        "_steps",
-        "busy_s",
-        "early",
-        "ends",
-        "later",
-        "loading",
-        "num_tokens",
-        "pace",
-        "pause_s",
-        "paused",
-        "prompts_s",
-        "stamp",
-        "swapping_since",
-        "target",
-        "version",
-        "waiting",
-    )
-
-    def __init__(self, pace: EnginePace) -> None:
-        self.pace = pace
-        self.waiting: deque[SimulatedSequence] = deque()  # without a slot
-        self.later: deque[SimulatedSequence] = deque()  # those that came after the engine began to drain
-        self.early: list[Pack] = []  # packs that wait for the version they were issued for
-        self.ends: list[tuple[float, int, SimulatedSequence]] = []  # of what runs, by the decode step of its end
-        self.version = PolicyVersion(0)
-        self.target: PolicyVersion | None = None  # of the swap under way
-        self.swapping_since = 0.0
-        self.pause_s = math.inf  # of the last swap, as the worker measures it
-        self.paused = False  # weights are being loaded
-        self.loading = False  # new sequences wait for the end of a drain
-        self.busy_s = self.num_tokens = 0.0
-        self.prompts_s = 0.0  # that prompts still take before decoding goes on
-        self.stamp = 0  # changes whenever the next end does
-        self._at = 0.0
-        self._steps = 0.0  # decode steps so far
+    pace: EnginePace
+    waiting: deque[SimulatedSequence] = field(default_factory=deque)  # without a slot
+    later: deque[SimulatedSequence] = field(default_factory=deque)  # those that came after the engine began to drain
+    early: list[Pack] = field(default_factory=list)  # packs that wait for the version they were issued for
+    ends: list[tuple[float, int, SimulatedSequence]] = field(
+        default_factory=list
+    )  # of what runs, by the decode step of its end
+    version: PolicyVersion = _INITIAL
+    target: PolicyVersion | None = None  # of the swap under way
+    swapping_since: float = 0.0
+    pause_s: float = math.inf  # of the last swap, as the worker measures it
+    paused: bool = False  # weights are being loaded
+    loading: bool = False  # new sequences wait for the end of a drain
+    busy_s: float = 0.0
+    num_tokens: float = 0.0
+    prompts_s: float = 0.0  # that prompts still take before decoding goes on
+    stamp: int = 0  # changes whenever the next end does
+    _at: float = 0.0
+    _steps: float = 0.0  # decode steps so far
 
     def advance(self, now: float) -> None:
         if self.ends and not self.paused:
