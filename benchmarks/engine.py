@@ -7,19 +7,15 @@ alternate in the same run, so that a ratio is valid on a shared machine. Each ce
 
 Workloads: ``equal`` (B prompts of 32 tokens, 64 new tokens each), ``mixed`` (4 B requests, prompts of 8..64
 tokens, log-uniform 8..256 new tokens; the baseline runs them in waves of B, each as long as its longest),
-``quickstart`` (12 prompts x 8 samples, 21 prompt tokens, 9 new ones; also over HTTP).
+``quickstart`` (12 prompts x 8 samples, 21 prompt tokens, 9 new ones).
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -30,7 +26,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from benchmarks.rig import ROOT, machine
+from benchmarks.rig import machine
 
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
@@ -41,7 +37,6 @@ from penstock.rollout_service.embedded_engine.process import keep_freed_memory
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
-from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
 SMALL = {
     "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -148,45 +143,6 @@ def quickstart() -> list[Request]:
     return [(prompt, 9) for prompt in prompts for _ in range(8)]
 
 
-def http_cost(folder: Path, num_requests: int) -> tuple[float, float]:
-    """Return milliseconds of the engine process's CPU over HTTP: per quickstart request, and per weight update."""
-    with tempfile.TemporaryDirectory() as scratch:
-        port_file = Path(scratch) / "port"
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "penstock.rollout_service.embedded_engine", "--model-path", str(folder)),
-                *("--port", "0", "--port-file", str(port_file), "--max-running", "256", "--die-with-parent"),
-            ],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            while not port_file.exists():
-                assert process.poll() is None
-                time.sleep(0.05)
-            connection = http.client.HTTPConnection("127.0.0.1", int(port_file.read_text()))
-            prompts = [list(prompt) for prompt, _ in quickstart()[::8]]
-            params = {"n": 8, "max_new_tokens": 9, "temperature": 1.0}
-            generate = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
-            update = {"model_path": str(folder), "weight_version": "1"}
-            costs = []
-            for path, body in (("/generate", generate), ("/update_weights_from_disk", update)):
-                before = 0.0
-                for attempt in range(num_requests + 10):
-                    if attempt == 10:  # the first ten warm up
-                        before = process_cpu_seconds(process.pid)
-                    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-                    reply = connection.getresponse()
-                    content = reply.read()
-                    assert reply.status == 200, content
-                costs.append((process_cpu_seconds(process.pid) - before) / num_requests * 1e3)
-            return costs[0], costs[1]
-        finally:
-            process.kill()
-            process.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
@@ -217,12 +173,6 @@ def main() -> None:
             print(
                 f"| {name} | {str(dtype).split('.')[1]} | {baseline:,.0f} | {engine_rate:,.0f} | {engine_rate / baseline:.2f} |",
                 flush=True,
-            )
-        if "http".startswith(options.only):
-            generate_ms, update_ms = http_cost(tiny, 100 * options.repeats)
-            print(
-                f"\nOver HTTP, engine process: {generate_ms:.2f} ms CPU per quickstart request (96 completions with logprobs)"
-                f", {update_ms:.2f} ms CPU per weight update."
             )
 
 

@@ -1,6 +1,6 @@
 """Send thousands of trajectories a second through HTTP endpoints: healthy ones alone, then together with faulty ones.
 
-    python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
+    python -m benchmarks.reward_load [--seconds 20] [--rate 20]
 
 The faulty ones are slow, hung, flaky, crashing or return invalid scores; each endpoint is a process. Measured: throughput, latency of
 the healthy ones, and whether a score was lost, duplicated or invented, by the correct score of each completion (`score_of`).
@@ -257,40 +257,9 @@ def bench(stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> Iterator[Be
         yield one
 
 
-def cost(one: Bench, num_packs: int) -> None:
-    """Print the service's CPU for a pack of the built-in reward, which needs no HTTP."""
-    one.ledger.take = lambda _: None  # type: ignore[method-assign] the correct scores differ here
-    packs = [one.pack("exact_match", number) for number in range(num_packs)]
-    consumer = streams.generated_consumer(one.run_id)
-    for timed in (False, True):
-        some = packs[: num_packs // 10] if not timed else packs[num_packs // 10 :]
-        before, at = process_cpu_seconds(one.service.pid), time.perf_counter()
-        for pack in some:
-            one.send(pack)
-        wait_for(lambda: _idle(one, consumer), "the service to finish", 120)
-        if timed:
-            per_pack = 1000 * (process_cpu_seconds(one.service.pid) - before) / len(some)
-            rate = len(some) * GROUPS * SIZE / (time.perf_counter() - at)
-            print(f"built-in reward: {per_pack:.1f} ms of CPU for {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s")
-
-
 def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
     state = one.bus.consumer_state(consumer).wait()
     return state.num_pending == 0 and state.num_ack_pending == 0
-
-
-def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
-    register(one, endpoints, GOOD)
-    packs = [one.pack(GOOD[number % len(GOOD)], number) for number in range(num_packs)]
-    before, at = process_cpu_seconds(one.service.pid), time.perf_counter()
-    for pack in packs:
-        one.send(pack)
-    wait_for(one.ledger.settled, "all groups to be scored", 120)
-    wall = max(times[0] for times in one.ledger.scored_at.values()) - at
-    print(
-        f"flood, good endpoints: {num_packs * GROUPS * SIZE / wall:,.0f} trajectories/s, "
-        f"{1000 * (process_cpu_seconds(one.service.pid) - before) / num_packs:.1f} ms of CPU per pack"
-    )
 
 
 def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
@@ -354,7 +323,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rate", type=float, default=20.0, help="packs per second to the good endpoints")
-    parser.add_argument("--part", choices=("cost", "load"), help="run only this part")
     parser.add_argument("--endpoint", nargs=2, metavar=("BEHAVIOUR", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.endpoint:
@@ -367,18 +335,12 @@ def main() -> None:
             LocalStack(Path(folder)) as stack,
             Bus.connect(stack.nats, name="bench") as bus,
         ):
-            if options.part in {None, "cost"}:
-                with bench(stack, bus, Path(folder), "cost") as one:
-                    cost(one, 220)
-            if options.part in {None, "load"}:
-                for name in (*GOOD, *BAD):
-                    endpoints.start(name)
-                with bench(stack, bus, Path(folder), "flood") as one:
-                    flood(one, endpoints, 200)
-                with bench(stack, bus, Path(folder), "alone") as one:
-                    load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
-                with bench(stack, bus, Path(folder), "mixed") as one:
-                    load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
+            for name in (*GOOD, *BAD):
+                endpoints.start(name)
+            with bench(stack, bus, Path(folder), "alone") as one:
+                load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
+            with bench(stack, bus, Path(folder), "mixed") as one:
+                load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
     finally:
         endpoints.close()
 
