@@ -206,7 +206,6 @@ def group_counts(metrics: Path) -> tuple[int, int]:
 
 
 def table(rows: Sequence[Measured], *, header: bool = True) -> str:
-    """Return rows as Markdown; ratios are to the synchronous row of as many workers, where there is one."""
     base = {row.workers: row.tokens_per_s for row in rows if row.mode == "synchronous"}
     lines = [_HEADER] if header else []
     for row in rows:
@@ -232,7 +231,6 @@ class SimulatedRun(LocalRun):
 
 
 def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
-    """Run the job in one mode; raises DeployError when the trainer fails or needs too long."""
     job = job.for_mode(mode)
     run_file, steps_file = write_run(folder, job, mode), folder / "steps.jsonl"
     simulated = {"trace": str(steps_file), "token_s": job.token_s, "step_s": job.step_s}

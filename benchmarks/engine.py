@@ -58,12 +58,7 @@ def build_model(folder: Path, **shape: Any) -> Any:
     return model
 
 
-def run_engine(
-    folder: Path,
-    requests: list[Request],
-    max_running: int,
-    dtype: torch.dtype,
-) -> Callable[[], int]:
+def run_engine(folder: Path, requests: list[Request], max_running: int, dtype: torch.dtype) -> Callable[[], int]:
     config = read_model_config(folder)
     device = torch.device("cpu")
     limits = Limits(max_running, max_total_tokens=max_running * 512, max_prefill_tokens=8192)

@@ -293,7 +293,7 @@ def train(
     return {
         "task": task.name, "lag": lag, "seed": seed, "steps": steps, "lr": lr, "curve": curve,
         "end": after[-1], "mean": round(float(np.mean(after)), 4), "cpu_s": round(time.process_time() - started, 1),
-        **{name: round(float(np.mean([one[name] for one in reported])), 4) for name in reported[0]},
+        **{name: round(float(np.mean([step[name] for step in reported])), 4) for name in reported[0]},
     }  # fmt: skip
 
 
@@ -346,7 +346,7 @@ def main() -> None:
     if options.all:
         lines = options.out.read_text().splitlines() if options.out.exists() else []
         done = {(r["task"], r["method"], r["lag"], r["seed"]) for r in map(json.loads, lines)}
-        wanted += [one for one in plan() if one not in done]
+        wanted += [wanted_run for wanted_run in plan() if wanted_run not in done]
     for one in wanted:
         run(*one, cache=options.cache, out=options.out, steps=options.steps, lr=options.lr)
     if options.report:

@@ -182,7 +182,6 @@ class Trained:
         return [build([rows[n] for n in piece]) for piece in plan[self._dims.rows.index]]
 
     def copy(self) -> WeightBuckets:
-        """Return a copy of this rank's share of the weights, as it is published."""
         layout = self.policy.weights.layout()
         share = self._dims.buckets
         buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index])

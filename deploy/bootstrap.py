@@ -66,13 +66,16 @@ class ConnectionSettings(BaseModel):
 def connection_arguments(arguments: Sequence[str]) -> list[str]:
     """Return those that say where a run's servers and folders are: its run files, and overrides of nats, s3 and run."""
     files, overrides = _split_joined(arguments)
-    return [*map(str, files), *(one for one in overrides if _is_of_servers(one))]
+    return [*map(str, files), *(override for override in overrides if _is_of_servers(override))]
 
 
 def without_servers(arguments: Sequence[str]) -> list[str]:
     """Return the arguments for services that must not connect to the servers of the run; with absolute paths of run files."""
     files, overrides = _split_joined(arguments)
-    return [*(str(file.absolute()) for file in files), *(one for one in overrides if not _is_of_servers(one))]
+    return [
+        *(str(file.absolute()) for file in files),
+        *(override for override in overrides if not _is_of_servers(override)),
+    ]
 
 
 def _split_joined(arguments: Sequence[str]) -> tuple[Sequence[Path], list[str]]:

@@ -80,7 +80,7 @@ def write_certificates(
     the names they had.
     """
     more = _checked(services, names)
-    if not renew and (taken := [one for one in (folder / f"{name}.pem" for name in services) if one.exists()]):
+    if not renew and (taken := [path for path in (folder / f"{name}.pem" for name in services) if path.exists()]):
         raise DeployError(f"{taken[0]} exists; replace the certificates with --renew, or choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     key, authority = _authority(folder)
@@ -119,7 +119,6 @@ def is_host(text: str) -> bool:
 
 
 def _checked(services: Sequence[str], names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the further names of each service; raises DeployError for what is no name of a service or a host."""
     for service in services:
         if not _SERVICE.fullmatch(service) or service in (_CA, _SIGNING):
             raise DeployError(f"{service!r} is no name of a service: a-z, 0-9 and '-', not {_CA!r} or {_SIGNING!r}")
@@ -248,7 +247,7 @@ def print_certificates(folder: Path, services: Sequence[str], names: Sequence[st
     """
     if not 0 < days <= _CA_DAYS:
         raise UsageError(f"--days: between 0 and {_CA_DAYS}")
-    if wrong := [one for one in names if "=" not in one]:
+    if wrong := [name for name in names if "=" not in name]:
         raise UsageError(f"--name {wrong[0]}: expected SERVICE=HOST")
     pairs = [(service, host) for service, _, host in (one.partition("=") for one in names)]
     try:

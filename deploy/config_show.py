@@ -25,7 +25,7 @@ from penstock.trainer.settings import TrainerSettings
 
 SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings, TrackSettings)
 TRAIN = "train"
-FINE_TUNING: dict[str, OwnSection] = {one.section: one for one in (SFT, DPO, RM)}
+FINE_TUNING: dict[str, OwnSection] = {section.section: section for section in (SFT, DPO, RM)}
 _ERROR = 2  # exit code of settings that are refused
 
 

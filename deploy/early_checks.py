@@ -278,8 +278,8 @@ def _inputs(runs: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _inputs_of(run_folder: Path) -> Iterator[tuple[str, Path]]:
-    for one in sorted((run_folder / STORE / _OBJECTS).glob("*/runs/*")):
-        rescored = one / Path(blob_keys.rescored_prefix(one.name)).name
-        keys = (f"{blob_keys.rescored_prefix(one.name)}{file.name}" for file in rescored.glob("*"))
-        if any(blob_keys.rescored_sha256(one.name, key) for key in keys):
-            yield one.name, one
+    for objects in sorted((run_folder / STORE / _OBJECTS).glob("*/runs/*")):
+        rescored = objects / Path(blob_keys.rescored_prefix(objects.name)).name
+        keys = (f"{blob_keys.rescored_prefix(objects.name)}{file.name}" for file in rescored.glob("*"))
+        if any(blob_keys.rescored_sha256(objects.name, key) for key in keys):
+            yield objects.name, objects

@@ -23,12 +23,7 @@ from pathlib import Path
 from penstock.console import launch
 from penstock.deploy import early_checks
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.early_checks import (
-    check_engine,
-    check_engine_is_installed,
-    check_inputs,
-    check_metrics_ports,
-)
+from penstock.deploy.early_checks import check_engine, check_engine_is_installed, check_inputs, check_metrics_ports
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.processes.child import (
     Child,
@@ -178,8 +173,7 @@ class LocalRun:
                 self._launch(child, replicas=names)
             for child in self._endpoints():
                 self._launch(
-                    child,
-                    is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events),
+                    child, is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events)
                 )
         except BaseException:
             self.stop()

@@ -113,7 +113,6 @@ class Options:
 
 
 def quickstart(given: QuickstartOptions) -> int:
-    """Run the quickstart; returns 0, the trainer's exit code, or 130 when it was stopped on request."""
     options = _derived(given)
     logs.configure("quickstart", level="warning")
     stop_requested = stop_on_signals()

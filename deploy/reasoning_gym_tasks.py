@@ -69,15 +69,14 @@ class Written:
 
 
 def parse_task(text: str) -> Task:
-    """Return the task that a text names; raises ConfigError if there is none, or if it cannot be scored safely."""
     name, _, given = text.partition(":")
     _check_name(name)
     options: dict[str, Any] = {}
-    for one in filter(None, given.split(",")):
-        key, separator, value = one.partition("=")
+    for option in filter(None, given.split(",")):
+        key, separator, value = option.partition("=")
         if not separator or key in {"seed", "size"}:
             raise ConfigError(
-                f"task {text}: expected OPTION=VALUE, got {one!r}; seed and number have flags of their own"
+                f"task {text}: expected OPTION=VALUE, got {option!r}; seed and number have flags of their own"
             )
         try:
             options[key] = json.loads(value)
@@ -195,7 +194,7 @@ def _check_name(name: str) -> str:
         )
     known: Sequence[str] = sorted(_factory().DATASETS)
     if name not in known:
-        near = [one for one in known if name and (name in one or one in name)]
+        near = [other for other in known if name and (name in other or other in name)]
         raise ConfigError(
             f"reasoning-gym has no task {name!r}; {'near: ' + ', '.join(near) if near else 'there are ' + ', '.join(known)}"
         )

@@ -108,7 +108,6 @@ def _num_endpoints(url: str) -> int:
 
 
 def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -> list[str]:
-    """Return the arguments of the service: recorded rewards first, then the given settings without those of servers."""
     first = []
     if recorded is not None and (rewards := _recorded_rewards(recorded)):
         path = folder / "recorded.toml"

@@ -149,7 +149,6 @@ def next_steps(folder: Path) -> list[str]:
 def _watch_local(
     run: LocalRun, page: PageProcess, trackers: TrackerProcesses, stop_requested: threading.Event, *, quiet: bool
 ) -> tuple[int | None, RunSummary]:
-    """Start the trainer and show the run until it exits; the code is None when a stop was requested."""
     with Bus.connect(run.nats, name="local-run") as bus:
         panel = LivePanel(
             run.run_id, bus, total_steps=run.total_steps, mode="quiet" if quiet else "auto", folder=run.folder

@@ -183,7 +183,7 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
     (folder / "objects").mkdir(exist_ok=True)
     (folder / CONTENTS).unlink(missing_ok=True)  # until it is written again, the folder is no backup
     saved = [found for name in saved_streams(run) if (found := _save_stream(name, bus, folder)) is not None]
-    if f"{run}-events" not in [one.name for one in saved]:
+    if f"{run}-events" not in [stream.name for stream in saved]:
         raise ConfigError(f"no run {run} at {bus.url}: it has no stream of events there; penstock runs lists the runs")
     report(f"{len(saved)} streams and buckets")
     objects = _save_objects(list(blobs.list(blob_keys.run_prefix(run))), known, blobs, folder, report)
@@ -196,9 +196,11 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
 
 def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
     """Return the rescored inputs that a run trained on: replay needs them, and their objects are their own."""
-    settings = (one for one in saved.objects if one.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config."))
+    settings = (
+        stored for stored in saved.objects if stored.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config.")
+    )
     read = (json.loads(object_file(folder, setting.sha256).read_bytes()) for setting in settings)
-    return sorted({name for one in read if (name := one.get("data", {}).get("from_run"))})
+    return sorted({name for document in read if (name := document.get("data", {}).get("from_run"))})
 
 
 def checkpoint_elsewhere(saved: SavedRun, bus: Bus) -> int | None:
@@ -209,7 +211,7 @@ def checkpoint_elsewhere(saved: SavedRun, bus: Bus) -> int | None:
     if newest.state_sha256 is None:
         return None
     stored = f"/{newest.state_sha256}/state.json"
-    return None if any(one.key.endswith(stored) for one in saved.objects) else newest.step
+    return None if any(stored_object.key.endswith(stored) for stored_object in saved.objects) else newest.step
 
 
 def _require_stopped(run: str, bus: Bus) -> None:
@@ -222,18 +224,17 @@ def _require_stopped(run: str, bus: Bus) -> None:
 
 def _known_objects(run: str, folder: Path) -> dict[str, SavedObject]:
     if not (folder / CONTENTS).exists():
-        if folder.is_dir() and any(one.name not in {"streams", "objects"} for one in folder.iterdir()):
+        if folder.is_dir() and any(entry.name not in {"streams", "objects"} for entry in folder.iterdir()):
             raise ConfigError(f"{folder} holds other files and no {CONTENTS}; name a new folder")
         return {}
     earlier = read_backup(folder)
     if earlier.run_id != run:
         raise ConfigError(f"{folder} is a backup of run {earlier.run_id}, not of {run}; name a new folder")
-    there = {one.name: one.stat().st_size for one in (folder / "objects").iterdir()}
-    return {one.key: one for one in earlier.objects if there.get(one.sha256) == one.size_bytes}
+    there = {file.name: file.stat().st_size for file in (folder / "objects").iterdir()}
+    return {known.key: known for known in earlier.objects if there.get(known.sha256) == known.size_bytes}
 
 
 def _save_stream(name: str, bus: Bus, folder: Path) -> SavedStream | None:
-    """Save one stream; None when there is none, as after the end of a bucket."""
     path, digest, size = stream_file(folder, name), hashlib.sha256(), 0
     with path.open("wb") as file:
 
@@ -265,8 +266,8 @@ def _save_objects(
 
     saved = list[SavedObject]()
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        for one in pool.map(copy, found):
-            saved.append(one)
+        for copied in pool.map(copy, found):
+            saved.append(copied)
             report(f"{len(saved)} of {len(found)} objects")
     return saved
 
@@ -313,17 +314,17 @@ def _require_absent(saved: SavedRun, bus: Bus) -> None:
 
 def _restore_objects(saved: SavedRun, blobs: Blobs, folder: Path, report: Report) -> None:
     there = {stat.key: stat.size_bytes for stat in blobs.list(blob_keys.run_prefix(saved.run_id))}
-    for one in saved.objects:
-        if there.get(one.key, one.size_bytes) != one.size_bytes:
+    for saved_object in saved.objects:
+        if there.get(saved_object.key, saved_object.size_bytes) != saved_object.size_bytes:
             raise BlobError(
-                f"{one.key} is in bucket {blobs.bucket} with {there[one.key]} bytes, in the backup with {one.size_bytes}: it is "
+                f"{saved_object.key} is in bucket {blobs.bucket} with {there[saved_object.key]} bytes, in the backup with {saved_object.size_bytes}: it is "
                 f"another run's. Remove it first: penstock runs rm {saved.run_id}"
             )
 
     def copy(one: SavedObject) -> None:
         blobs.put_file(one.key, object_file(folder, one.sha256))
 
-    missing = [one for one in saved.objects if one.key not in there]
+    missing = [saved_object for saved_object in saved.objects if saved_object.key not in there]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
         for number, _ in enumerate(pool.map(copy, missing), start=1):
             report(f"{number} of {len(missing)} objects")

@@ -66,7 +66,7 @@ Outcome = ScoredGroup | str  # or the reason why there is none
 def parse_weights(text: str) -> dict[str, float]:
     """Read ``part=0.5,other=1``; raises ConfigError for anything else."""
     try:
-        pairs = [one.split("=") for one in text.split(",") if one]
+        pairs = [pair.split("=") for pair in text.split(",") if pair]
         return {name.strip(): float(value) for name, value in pairs}
     except ValueError:
         raise ConfigError(
@@ -118,7 +118,7 @@ def _from_service(groups: Sequence[GroupToScore], reward: str, service: Service)
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_RETRY_S * 2 ** (attempt - 1))
-        answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(one) for one in waiting]})
+        answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(group) for group in waiting]})
         retried = []
         for one, result in zip(waiting, answer["results"], strict=True):
             found[one.member.group_id] = _outcome(one, result)

@@ -89,7 +89,6 @@ def _as_written(name: str) -> str:
 
 
 def readable(value: Any) -> Any:
-    """Return a value with its unassigned variables as a shell writes them."""
     if isinstance(value, list):
         return [readable(item) for item in value]
     if not isinstance(value, str):
@@ -337,7 +336,6 @@ class SilentDefault:
 
 @cache
 def silent_defaults() -> Mapping[str, Sequence[SilentDefault]]:
-    """Return the defaults of each system that `silent_defaults.json` has."""
     found = json.loads((_FOLDER / "silent_defaults.json").read_text(encoding="utf-8"))
     return {system: [SilentDefault(**default) for default in defaults] for system, defaults in found.items()}
 

@@ -184,7 +184,7 @@ def report_document(done: Translation) -> dict[str, Any]:
         "system": done.system,
         "settings": done.settings,
         "needs_decision": done.needs_decision,
-        "keys": [{"kind": one.kind, "key": one.key, "value": one.value, "text": one.text} for one in done.lines],
+        "keys": [{"kind": line.kind, "key": line.key, "value": line.value, "text": line.text} for line in done.lines],
     }
 
 

@@ -206,11 +206,10 @@ def completions_per_step(given: Any, values: Values) -> Outcome:
 
 
 def trl_batch(given: Any, values: Values) -> Outcome:
-    """Set the prompts of a step from completions on a device, accumulated over processes."""
     accumulated = first(values, "gradient_accumulation_steps", default=1)
     processes = first(values, "num_processes", "nproc_per_node", default=1)
     n = first(values, "num_generations", default=8)
-    if not all(isinstance(one, int) and one > 0 for one in (given, accumulated, processes, n)):
+    if not all(isinstance(number, int) and number > 0 for number in (given, accumulated, processes, n)):
         return decide("set rollout.groups_per_step: prompts of one optimizer step")
     generated = values.get("generation_batch_size")
     together = (

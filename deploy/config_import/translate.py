@@ -67,7 +67,6 @@ def own_section(found: Found) -> OwnSection | None:
 
 
 def translate(found: Found, system: str, known: Collection[str]) -> Translation:
-    """Return the settings of a file; ``known`` are Penstock's own keys, which a file may have too."""
     done = Translation(system)
     command = own_section(found)
     untouched = at_default(system, found.values)
@@ -133,7 +132,6 @@ def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known
 
 
 def _rule_for(system: str, key: str) -> Rule | None:
-    """Return the rule of a key in a system's file; None when the table answers without one."""
     if key.startswith(rules.REWARD_ARGUMENTS):
         return rule_forms.reward_argument(key.removeprefix(rules.REWARD_ARGUMENTS))
     form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
@@ -190,7 +188,7 @@ def _masked(key: str, value: Any) -> Any:
 def _make_room(done: Translation) -> None:
     settings = done.settings
     longest = settings.get("data.max_prompt_tokens", 1024), settings.get("rollout.max_new_tokens", 256)
-    if all(isinstance(one, int) for one in longest) and sum(longest) > settings.get(
+    if all(isinstance(tokens, int) for tokens in longest) and sum(longest) > settings.get(
         "trainer.micro_batch_tokens", 16_384
     ):
         settings["trainer.micro_batch_tokens"] = sum(longest)

@@ -71,7 +71,7 @@ def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Even
     folder = evaluation.folder
     done = {number: one for number, one in results.read_outcomes(folder).items() if one.failed is None}
     results.rewrite_outcomes(folder, done.values())
-    missing = [one for one in evaluation.planned if one.number not in done]
+    missing = [prompt for prompt in evaluation.planned if prompt.number not in done]
     if done:
         print(f"penstock eval: {len(done)} of {len(evaluation.planned)} prompts were evaluated before", file=sys.stderr)
     earlier = results.read_result(folder)
@@ -171,7 +171,7 @@ def _result(
         data=evaluation.data,
         k=evaluation.num_samples,
         sampling={k: v for k, v in evaluation.sampling.model_dump().items() if k != "stop_token_ids"},
-        rewards=tuple(sorted({one.scorer for one in complete})),
+        rewards=tuple(sorted({outcome.scorer for outcome in complete})),
         success=correct.rule,
         answer=found.rule,
         sources=sources,
@@ -182,15 +182,15 @@ def correctness(complete: Sequence[Outcome], rules: SuccessRules) -> Correctness
     """Return which samples are correct; none where a prompt's reward has no such rule, or lacks a part of it."""
     of: dict[int, tuple[bool, ...]] = {}
     texts: dict[str, None] = {}
-    for one in complete:
-        rule = rules.rule(RewardRequest(name=one.reward, data_source=one.data_source))
+    for outcome in complete:
+        rule = rules.rule(RewardRequest(name=outcome.reward, data_source=outcome.data_source))
         if rule is None:
-            text = f"not defined: nothing says when the reward {one.reward} of {one.source} is; set reward.success.{one.reward}"
+            text = f"not defined: nothing says when the reward {outcome.reward} of {outcome.source} is; set reward.success.{outcome.reward}"
             return Correctness(text, None)
-        if lacking := _lacking(rule, one):
+        if lacking := _lacking(rule, outcome):
             return Correctness(f"not defined: the reward {rule.reward} has no part {lacking}", None)
         texts[rule.text] = None
-        of[one.prompt] = rule.correct(one.rewards, one.parts)
+        of[outcome.prompt] = rule.correct(outcome.rewards, outcome.parts)
     return Correctness(", ".join(texts), of)
 
 

@@ -133,7 +133,7 @@ class Evaluation:
 
     @property
     def prompts_by_source(self) -> dict[str, int]:
-        return dict(Counter(one.source for one in self.planned))
+        return dict(Counter(prompt.source for prompt in self.planned))
 
 
 def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: contextlib.ExitStack) -> Evaluation:
@@ -263,7 +263,7 @@ def _evaluation_id(
     """Return the name of the evaluation's folder: the same for the same weights, prompts, sampling and reward."""
     about = {
         "weights": found.identity,
-        "data": [(one.sha256, one.source) for one in data],
+        "data": [(file.sha256, file.source) for file in data],
         "num_prompts": num_prompts,
         "k": k,
         "sampling": sampling.model_dump(mode="json"),

@@ -86,7 +86,7 @@ class Sampler:
         self._how = how
         self._reader = reader
         self._on_outcomes = on_outcomes
-        self._planned: Mapping[str, PlannedPrompt] = {group_id(one.number): one for one in planned}
+        self._planned: Mapping[str, PlannedPrompt] = {group_id(prompt.number): prompt for prompt in planned}
         self._waiting = dict.fromkeys(self._planned)  # in order
         self._dead = _DeadLetters()
         self._arrived_at = time.monotonic()
@@ -115,14 +115,14 @@ class Sampler:
         pending = []
         ids = iter(self._planned)
         while batch := list(itertools.islice(ids, per_pack)):
-            pack = pack_tasks([self._task(one) for one in batch])
+            pack = pack_tasks([self._task(group) for group in batch])
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
             message = pack.announced(self._run_id, stored)
             subject = subjects.tasks(self._run_id, "eval")
             pending.append(self._bus.publish(subject, message, msg_id=pack.pack_id, traceparent=new_trace()))
-        for one in pending:
-            one.wait()
+        for publication in pending:
+            publication.wait()
         self._arrived_at = time.monotonic()
 
     def _task(self, of: str) -> Task:
@@ -183,7 +183,6 @@ class Sampler:
         )
 
     def _fail_dead_lettered(self) -> None:
-        """Count the missing prompts as failed when dead letters name all of them and none is on its way."""
         dead = self._dead.of(self._waiting)
         silent_s = time.monotonic() - max(self._arrived_at, self._dead.changed_at)
         if not dead or len(dead) < len(self._waiting) or silent_s < self._how.silent_s:

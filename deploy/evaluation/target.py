@@ -187,7 +187,7 @@ def _config(home: Path) -> Path | None:
 
 def _identity(folder: Path) -> str:
     """Return a digest of names, sizes and times of a folder's files, and of its config: it changes with the weights."""
-    files = sorted(one for one in folder.iterdir() if one.is_file())
+    files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return hashlib.sha256(json.dumps([str(folder.resolve()), config, stats]).encode()).hexdigest()

@@ -117,10 +117,10 @@ def describe_waits(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_
     if better:
         least = min(better, key=lambda one: one.max_staleness)
         most = max(better, key=lambda one: one.tokens_per_s)
-        for one in dict.fromkeys((least, most)):
+        for waits in dict.fromkeys((least, most)):
             lines.append(
-                f"rollout.max_staleness = {one.max_staleness} would train {one.tokens_per_s / now.tokens_per_s:.2f} times as "
-                f"many tokens, {one.staleness_mean:.1f} versions old on average"
+                f"rollout.max_staleness = {waits.max_staleness} would train {waits.tokens_per_s / now.tokens_per_s:.2f} times as "
+                f"many tokens, {waits.staleness_mean:.1f} versions old on average"
             )
     if not lines:
         lines.append("no service waits for long: no other bound on staleness trains more than 5 % faster")

@@ -139,13 +139,13 @@ class SimulatedRun:
         self._after(delay_s, self._collect)
 
     def _train(self, batch: Sequence[ReadyGroup]) -> None:
-        lengths = [count for one in batch for count in one.scored.generated.completion_tokens]
+        lengths = [count for group in batch for count in group.scored.generated.completion_tokens]
         ages: Counter[int] = Counter()
-        for one in batch:
-            age = staleness(self._version, PolicyVersion(one.scored.generated.oldest_version))
-            ages[age] += sum(one.scored.generated.completion_tokens)
+        for group in batch:
+            age = staleness(self._version, PolicyVersion(group.scored.generated.oldest_version))
+            ages[age] += sum(group.scored.generated.completion_tokens)
         self._last_step_s = self._durations.step_s + self._durations.token_s * sum(lengths)
-        ids = [one.group_id for one in batch]
+        ids = [group.group_id for group in batch]
         step = Step(self._now, self._now + self._last_step_s, lengths, ages, ids)
         self._training = True
         self._after(self._last_step_s, lambda: self._stepped(step, batch))
@@ -340,5 +340,5 @@ class SimulatedRun:
         assert pack.oldest is not None
         scored = [scored_group(g, pack.kept[place], pack.oldest, newest) for place, g in enumerate(pack.groups)]
         wanted = self._batcher.receive(next(self._numbers), scored)
-        self._batcher.offer(ReadyGroup(one, _PACK, None) for one in wanted)  # pyright: ignore[reportArgumentType]  no tokens
+        self._batcher.offer(ReadyGroup(group, _PACK, None) for group in wanted)  # pyright: ignore[reportArgumentType]  no tokens
         self._collect()

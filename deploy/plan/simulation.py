@@ -255,7 +255,7 @@ class SimulatedEngine:
         heapq.heapify(self.ends)
         count = len(gone)
         for queue in (self.waiting, self.later):
-            left = [one for one in queue if not one.is_abandoned]
+            left = [sequence for sequence in queue if not sequence.is_abandoned]
             count += len(queue) - len(left)
             queue.clear()
             queue.extend(left)

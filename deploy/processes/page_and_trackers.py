@@ -103,7 +103,7 @@ class TrackerProcesses:
         self._settings = trackers.load_settings(None, arguments, environ)
         trackers.check(self._settings)
         self._folder = self._settings.run.folder.absolute()
-        self._labels = [one.label for one in self._settings.tracker]
+        self._labels = [tracker.label for tracker in self._settings.tracker]
         self._children: list[Child] = []
         self._supervisor = Supervisor(rule=_TRACKER_RULE, on_event=lambda _: None)
 

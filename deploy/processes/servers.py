@@ -147,7 +147,6 @@ class Server:
         raise NotImplementedError
 
     def relaunch(self) -> Child:
-        """Start again after a crash, on the same port, without waiting; returns the new process."""
         self.launch()
         return self.child
 
@@ -339,7 +338,6 @@ def port_is_free(port: int) -> bool:
 
 
 def remove_stale_uploads(store: Path) -> int:
-    """Remove the temporary files of interrupted uploads that are older than a day; returns how many."""
     removed = 0
     for path in store.rglob(".rclone_temp_*"):
         with contextlib.suppress(OSError):

@@ -171,7 +171,7 @@ def _read(
         state=state,
         waiting=waiting,
         dead={group_id: letter.reason for letter in letters for group_id in letter.group_ids},
-        all_letters=_has_all_letters(bus, run_id) and all(len(one.group_ids) < MAX_LETTER_IDS for one in letters),
+        all_letters=_has_all_letters(bus, run_id) and all(len(letter.group_ids) < MAX_LETTER_IDS for letter in letters),
         window=window,
         packs_expire=packs_expire,
         max_uses=max_uses,

@@ -274,7 +274,6 @@ def check_steps(steps: Sequence[RecordedStep], reports: Sequence[ReportedSteps])
 
 
 def _digests(step: RecordedStep) -> list[str]:
-    """Return the digest of each group; empty text for one whose pack is not in the step's list."""
     return [
         group_digest(group.scored, step.packs[group.pack], group.use) if group.pack < len(step.packs) else ""
         for group in step.groups

@@ -95,7 +95,7 @@ def fetch_published(
                     problems.append(f"{stat.key} is of run {manifest.run_id}")
             except (BlobMissing, SignatureRefused, WireError) as err:
                 problems.append(str(err))
-    known = [one for one in found if one.version == version and one.epoch <= batch.epoch]
+    known = [manifest for manifest in found if manifest.version == version and manifest.epoch <= batch.epoch]
     reader = WeightReader(store, run_id, trusted_keys=trusted_keys)
     for manifest in sorted(known, key=lambda one: one.epoch, reverse=True):
         try:

@@ -185,10 +185,10 @@ def describe_batch(verdict: BatchVerdict) -> str:
         *(f"  {name:<24} {_shown(value)}" for name, value in verdict.figures.items() if _shown(value)),
         f"  {'group':<24} {'tokens':>7} {'not finite':>11} {'log p':>9} {'engine':>9} {'gap':>9}  rewards",
     ]
-    for one in verdict.groups:
-        means = f"{one.logprob_mean:>9.4g} {one.engine_mean:>9.4g} {one.largest_gap:>9.3g}"
-        rewards = " ".join(f"{reward:.3g}" for reward in one.rewards)
-        lines.append(f"  {one.group_id:<24} {one.tokens:>7} {one.not_finite:>11} {means}  {rewards}")
+    for group in verdict.groups:
+        means = f"{group.logprob_mean:>9.4g} {group.engine_mean:>9.4g} {group.largest_gap:>9.3g}"
+        rewards = " ".join(f"{reward:.3g}" for reward in group.rewards)
+        lines.append(f"  {group.group_id:<24} {group.tokens:>7} {group.not_finite:>11} {means}  {rewards}")
     lines.append(f"the run stopped: {verdict.recorded}")
     lines.append(f"the replay: {verdict.failure or 'no failure'}")
     if verdict.is_reproduced:
@@ -207,7 +207,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

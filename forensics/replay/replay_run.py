@@ -228,7 +228,6 @@ class Replay:
         return self._enter(session, folder, planner.document())
 
     def _enter(self, session: RecordedSession, checkpoint: Path | None, algorithm: Mapping[str, Any]) -> Planner:
-        """Build the learner with the settings of a session, from a checkpoint or the initial model."""
         if self._learner is not None:
             self._learner.dismiss()
             self._learner = None  # frees its memory before the next one is built

@@ -199,7 +199,7 @@ def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggest
 
 
 def _first(tried: Iterator[Suggestion], limit: int) -> Suggestion | None:
-    return next((one for one in tried if one.peak <= limit), None)
+    return next((suggestion for suggestion in tried if suggestion.peak <= limit), None)
 
 
 def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:

@@ -67,7 +67,7 @@ class PlanInputs:
     @property
     def largest(self) -> Pass:
         """The largest part of a micro-batch of any rank; one of several may have the most sampled tokens."""
-        tokens, predictors = max((one for bins in self._passes for one in bins), default=(0, 0))
+        tokens, predictors = max((tokens_of_bin for bins in self._passes for tokens_of_bin in bins), default=(0, 0))
         tokens = -(-tokens // self.method.sequence_parallel)
         return Pass(tokens, min(predictors, tokens), max(map(len, self._passes)))
 

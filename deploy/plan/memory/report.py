@@ -74,7 +74,9 @@ class RankMemory:
             "peak": self._peak,
             "limit": self._limit,
             "fits": None if self._limit is None else self.fits,
-            "fits_with": [{"settings": list(one.settings), "peak": one.peak} for one in self._suggestions],
+            "fits_with": [
+                {"settings": list(suggestion.settings), "peak": suggestion.peak} for suggestion in self._suggestions
+            ],
         }
 
     def _lines(self) -> Iterator[str]:
@@ -114,8 +116,8 @@ class RankMemory:
         yield f"- it does not fit into {size(self._limit)}: the largest phase is `{self._largest.name}`"
         if not self._suggestions:
             yield "- no setting that is known here makes it fit: use a smaller model or shorter rows"
-        for one in self._suggestions:
-            yield f"- it fits with {' '.join(one.settings)}: {size(one.peak)}"
+        for suggestion in self._suggestions:
+            yield f"- it fits with {' '.join(suggestion.settings)}: {size(suggestion.peak)}"
 
     def _attention(self) -> str:
         inputs, where = self._plan.inputs, "a GPU" if self._on_gpu else "a CPU"
