@@ -166,12 +166,15 @@ def _issued(
     addresses = {host: _address(host) for host in hosts}
     names = [x509.DNSName(h) if (a := addresses[h]) is None else x509.IPAddress(a) for h in hosts]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, service)])
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH]
+    if service == "nats":  # the servers of a cluster are each other's clients, and verify both ways
+        purposes.append(ExtendedKeyUsageOID.CLIENT_AUTH)
     return (
         _builder(subject, authority.subject, public, days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(_purposes(service)), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -190,11 +193,6 @@ def _builder(
         .not_valid_before(now - _CLOCKS_APART)
         .not_valid_after(now + timedelta(days=days))
     )
-
-
-def _purposes(service: str) -> list[x509.ObjectIdentifier]:
-    """Return what a certificate is for: the servers of a NATS cluster are each other's clients, and verify both ways."""
-    return [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if service == "nats" else [])]
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:

@@ -260,7 +260,8 @@ def find_input(name: str, run_folder: Path) -> Path:
 
     Raises ConfigError when there is none; it names the inputs that there are.
     """
-    found = {**dict(_inputs(run_folder.parent)), **dict(_inputs_of(run_folder))}
+    others = sorted(run_folder.parent.iterdir()) if run_folder.parent.is_dir() else []
+    found = {run: path for folder in (*others, run_folder) for run, path in _inputs_of(folder)}
     if name in found:
         return found[name]
     near = difflib.get_close_matches(name, found, n=1)
@@ -270,11 +271,6 @@ def find_input(name: str, run_folder: Path) -> Path:
         f"{', '.join(sorted(found)) or 'none'}{hint}; make it with `penstock rescore RUN --reward NAME --into {name}`, or set "
         "nats.url and s3.endpoint to the servers that have it"
     )
-
-
-def _inputs(runs: Path) -> Iterator[tuple[str, Path]]:
-    for folder in sorted(runs.iterdir()) if runs.is_dir() else ():
-        yield from _inputs_of(folder)
 
 
 def _inputs_of(run_folder: Path) -> Iterator[tuple[str, Path]]:

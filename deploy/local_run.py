@@ -169,8 +169,8 @@ class LocalRun:
                 self._launch(self._reward(), restart=lambda: self._reward().relaunch())
             names = [worker_name(index) for index in range(self._local.num_workers)]
             for name in names:
-                child = self._worker(name)
-                self._launch(child, replicas=names)
+                words = [*self._local.arguments, *self._local.worker_overrides, f"worker.id={name}"]
+                self._launch(self._service(name, launch.module("penstock.rollout_service", *words)), replicas=names)
             for child in self._endpoints():
                 self._launch(
                     child, is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events)
@@ -299,10 +299,6 @@ class LocalRun:
     def log_tail(self, name: str) -> str:
         child = self._require_supervisor().child(name)
         return "\n".join(part for part in (child.log_tail(), full_disk(child.log.parent)) if part)
-
-    def _worker(self, name: str) -> Child:
-        words = [*self._local.arguments, *self._local.worker_overrides, f"worker.id={name}"]
-        return self._service(name, launch.module("penstock.rollout_service", *words))
 
     def _reward(self) -> Child:
         """Return the reward service; it keeps its port over restarts, because endpoints renew their leases there."""

@@ -29,7 +29,7 @@ from typing import Annotated
 from penstock.protocol import streams, subjects
 from penstock.protocol.command_line import Help, program
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.rights import ANY_KEY, ANY_RUN, KeyRight, Rights, TailRight, rights
+from penstock.protocol.rights import ANY_KEY, ANY_RUN, KeyRight, Rights, rights
 from penstock.protocol.subjects import check_run_id
 
 _API = "$JS.API"
@@ -153,7 +153,7 @@ def _allowed(rights: Rights) -> Iterator[str]:
     for spec in rights.observes:
         yield f"{_API}.CONSUMER.INFO.{spec.stream}.{spec.durable}"
     for tail in rights.tails:
-        yield from _to_tail(tail)
+        yield from (f"{_API}.STREAM.INFO.{tail.stream}", f"{_API}.DIRECT.GET.{tail.stream}")
     for stream in rights.scans:
         yield from (f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.STREAM.MSG.GET.{stream}")
     for right in rights.reads:
@@ -161,10 +161,6 @@ def _allowed(rights: Rights) -> Iterator[str]:
     for right in rights.writes:
         yield f"{_API}.STREAM.INFO.{_stream(right)}"  # binding to a bucket asks for it
         yield _subject(right)
-
-
-def _to_tail(tail: TailRight) -> Iterator[str]:
-    yield from (f"{_API}.STREAM.INFO.{tail.stream}", f"{_API}.DIRECT.GET.{tail.stream}")
 
 
 def _to_read(right: KeyRight) -> Iterator[str]:

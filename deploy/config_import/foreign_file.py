@@ -84,17 +84,14 @@ def _names(value: Any) -> Iterator[str]:
         yield from value.split(UNASSIGNED)[1::2]
 
 
-def _as_written(name: str) -> str:
-    return name if name.startswith("$") else f"${{{name}}}"
-
-
 def readable(value: Any) -> Any:
     if isinstance(value, list):
         return [readable(item) for item in value]
     if not isinstance(value, str):
         return value
     parts = value.split(UNASSIGNED)
-    return "".join(_as_written(part) if number % 2 else part for number, part in enumerate(parts))
+    parts[1::2] = [name if name.startswith("$") else f"${{{name}}}" for name in parts[1::2]]
+    return "".join(parts)
 
 
 def read_json(name: str, text: str) -> Found:

@@ -101,17 +101,12 @@ def engine(theirs: str) -> str:
     return "sglang" if "sglang" in named else "vllm" if "vllm" in named else "embedded"
 
 
-def _engine_of(values: Values) -> str:
-    named = first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name")
-    return engine(named) if named else "vllm"
-
-
 def engine_option(sglang: str, vllm: str) -> Rule:
     def rule(given: Any, values: Values) -> Outcome:
-        engine = _engine_of(values)
-        if engine == "embedded":
+        chosen = engine(first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name") or "vllm")
+        if chosen == "embedded":
             return ignored("an option of another engine than worker.engine")
-        return Outcome("translated", {"worker.engine": engine, sglang if engine == "sglang" else vllm: given})
+        return Outcome("translated", {"worker.engine": chosen, sglang if chosen == "sglang" else vllm: given})
 
     return rule
 

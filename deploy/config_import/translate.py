@@ -98,7 +98,8 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
     if command is not None:
         done.settings = {command.keys.get(key, key): value for key, value in done.settings.items()}
         done.settings.pop("algorithm.name", None)
-        done.lines = [replace(line, text=_in_own_section(line.text, command)) for line in done.lines]
+        keys, theirs = command.keys, re.compile("|".join(map(re.escape, command.keys)))
+        done.lines = [replace(line, text=theirs.sub(lambda key: keys[key[0]], line.text)) for line in done.lines]
     _make_room(done)
     return done
 
@@ -172,10 +173,6 @@ def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | Non
     if key.rpartition(".")[2] == "precompute_ref_log_probs":
         value = "precomputed" if str(value).lower() == "true" else "live"
     return Outcome("taken", {f"dpo.{name}": value})
-
-
-def _in_own_section(text: str, command: OwnSection) -> str:
-    return re.sub("|".join(map(re.escape, command.keys)), lambda one: command.keys[one[0]], text)
 
 
 def _masked(key: str, value: Any) -> Any:

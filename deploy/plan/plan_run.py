@@ -145,7 +145,10 @@ def plan_run(arguments: Sequence[str], given: PlanOptions) -> int:
         files, overrides = split_arguments(arguments)
         trainer = _trainer(files, overrides, on_gpu=given.gpu)
         worker = load(WorkerSettings, files=files, overrides=overrides, environ=os.environ).settings
-        rollout = _with_packs(trainer.rollout)
+        per_message = choose_groups_per_message(
+            trainer.rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES
+        )
+        rollout = trainer.rollout.model_copy(update={"groups_per_message": per_message})
         fleet = _fleet(given, worker)
         rows = _simulate(given, trainer, rollout, fleet)
         memory = _memory(given, trainer)
@@ -191,11 +194,6 @@ def _memory(given: PlanOptions, trainer: TrainerSettings) -> RankMemory | str:
         if limit is not None:
             raise
         return str(err)
-
-
-def _with_packs(rollout: RolloutSettings) -> RolloutSettings:
-    chosen = choose_groups_per_message(rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES)
-    return rollout.model_copy(update={"groups_per_message": chosen})
 
 
 def _fleet(given: PlanOptions, worker: WorkerSettings) -> Fleet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -257,10 +258,12 @@ def describe_exit(code: int) -> str:
     return f"signal {-code}"
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float, period_s: float = 0.01) -> bool:
-    deadline = time.monotonic() + deadline_s
+def wait_until(condition: Callable[[], object], deadline_s: float | None, period_s: float = 0.01) -> bool:
+    """Poll ``condition``; return True once it holds, False after ``deadline_s`` (None: wait for ever)."""
+    deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
     while not condition():
-        if time.monotonic() > deadline:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0.0:
             return False
-        time.sleep(period_s)
+        time.sleep(min(period_s, left_s))
     return True

@@ -135,7 +135,8 @@ class TrackerProcesses:
 
     def wait_until_read(self) -> None:
         """Return when the run's servers may stop: every process has read the run to its end, or takes too long."""
-        wait_until(lambda: all(self._has_read(child) for child in self._children), _READ_S)
+        markers = {child: read_marker(self._folder, child.name.removeprefix("tracker-")) for child in self._children}
+        wait_until(lambda: all(not child.alive or marker.exists() for child, marker in markers.items()), _READ_S)
 
     def finish(self) -> list[str]:
         """Wait until all have written everything, at most ``tracking.finish_s``; return a line for each that has not."""
@@ -146,6 +147,3 @@ class TrackerProcesses:
             for child in self._children
             if child.alive or child.returncode != 0
         ]
-
-    def _has_read(self, child: Child) -> bool:
-        return not child.alive or read_marker(self._folder, child.name.removeprefix("tracker-")).exists()

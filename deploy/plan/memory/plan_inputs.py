@@ -60,7 +60,9 @@ class PlanInputs:
         num_rows = batch.num_groups * batch.group_size
         shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
         prefixes = Prefixes(list(range(num_rows)), shared)
-        units = units_of([self.row_tokens] * num_rows, prefixes, _pair_cost(self.shape))
+        # Of a token that attends to one, relative to a token's other computation, as in `attention/models.py`.
+        pair_cost = 2 * self.shape.layers * self.shape.query / self.shape.active_body
+        units = units_of([self.row_tokens] * num_rows, prefixes, pair_cost)
         plan = balanced(units, self.budget_tokens, self.method.zero_ranks // self.method.sequence_parallel)
         return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
 
@@ -163,8 +165,3 @@ def _method(settings: TrainerSettings) -> Method:
         with_entropy=algorithm.entropy_coefficient > 0.0
         or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),
     )
-
-
-def _pair_cost(shape: ModelShape) -> float:
-    """Return the cost of a token attending to one, relative to a token's other computation, as `attention/models.py` does."""
-    return 2 * shape.layers * shape.query / shape.active_body
