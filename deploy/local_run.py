@@ -49,15 +49,6 @@ _REWARD_DEADLINE_S = 60.0  # until the API of the reward service listens
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessView:
-    name: str
-    pid: int
-    alive: bool
-    num_crashes: int
-    log: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """Wall and CPU seconds since the start, of all processes that have exited and of this one."""
 
@@ -260,14 +251,8 @@ class LocalRun:
     def events(self) -> list[ProcessEvent]:
         return [] if self._supervisor is None else list(self._supervisor.events)
 
-    def processes(self) -> list[ProcessView]:
-        if self._supervisor is None:
-            return []
-        crashes = [event.name for event in self.events if event.kind == "crashed"]
-        return [
-            ProcessView(name, child.pid, child.alive, crashes.count(name), child.log)
-            for name, child in self._supervisor.processes().items()
-        ]
+    def processes(self) -> list[Child]:
+        return [] if self._supervisor is None else list(self._supervisor.processes().values())
 
     def new_disk_problem(self) -> str:
         """Return a sentence once when the disk of the run's folder becomes full: then the services wait, and log why."""

@@ -37,7 +37,7 @@ from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEAD
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.dispatch import Dispatch, Prompts
+from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.task_packs import TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -57,13 +57,12 @@ class SimulatedRun:
         steps: int,
         seed: int = 0,
         oldest_patience: float = 3.0,
-        prompts: Prompts | None = None,
     ) -> None:
-        """``oldest_patience`` is `trainer.oldest_patience`; the lengths of ``prompts`` follow from their tokens (None: as many as needed)."""
+        """``oldest_patience`` is `trainer.oldest_patience`."""
         self._rollout, self._fleet, self._durations, self._mix = rollout, fleet, durations, mix
         self._redundancy = Redundancy(rollout.group_size, rollout.redundant_completions, rollout.redundant_wait)
         self._num_steps, self._patience = steps, oldest_patience
-        prompts = prompts or SimulatedPrompts(10 * (steps + rollout.max_staleness + 1) * rollout.groups_per_step)
+        prompts = SimulatedPrompts(10 * (steps + rollout.max_staleness + 1) * rollout.groups_per_step)
         self.outcome = Outcome()
         self._dispatch = Dispatch(
             prompts, order=DataOrder(len(prompts), seed=seed), rollout=rollout, stop_token_ids=(0,)

@@ -36,6 +36,7 @@ _GET, _SET = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
 _WRITE_THROUGH = 0x00000008 | 0x00010000  # FS_SYNC_FL, FS_DIRSYNC_FL
 log = structlog.get_logger("deploy.servers")
 HOST = "127.0.0.1"
+USER = "penstock"
 READY_DEADLINE_S = 20.0
 _STALE_UPLOAD_S = 24 * 3600.0
 
@@ -168,7 +169,6 @@ class NatsServer(Server):
         store: Path,
         *,
         log: Path,
-        user: str = "penstock",
         password: str = "",
         port: int = 0,
         max_store_gb: float = 50,
@@ -177,7 +177,6 @@ class NatsServer(Server):
     ) -> None:
         """``password`` empty: a new one is made. ``max_store_gb`` bounds what all streams may reserve. With a certificate: only TLS."""
         super().__init__(store, log, port, keep_open)
-        self._user = user
         self._password = password or secrets.token_urlsafe(24)
         self._max_store_gb = max_store_gb
         self._certificate = certificate
@@ -187,9 +186,7 @@ class NatsServer(Server):
     @property
     def settings(self) -> NatsSettings:
         scheme, ca_file = ("tls", self._certificate.ca_file) if self._certificate else ("nats", None)
-        return NatsSettings(
-            url=f"{scheme}://{HOST}:{self.port}", user=self._user, password=self._password, ca_file=ca_file
-        )
+        return NatsSettings(url=f"{scheme}://{HOST}:{self.port}", user=USER, password=self._password, ca_file=ca_file)
 
     def resize(self, max_store_gb: float) -> None:
         """Set the storage limit from the next start on; what is stored stays, even if it is more."""
@@ -210,7 +207,7 @@ class NatsServer(Server):
             f"  max_file_store: {round(self._max_store_gb * 2**30)}\n"  # the default is 75 % of the free disk space
             "  max_memory_store: 64MB\n"
             "}\n"
-            f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"
+            f"authorization {{ user: {json.dumps(USER)}, password: {json.dumps(self._password)} }}\n"
             + self._tls_block()
             + self.more_config
         )
@@ -258,7 +255,6 @@ class S3Server(Server):
         store: Path,
         *,
         log: Path,
-        access_key: str = "penstock",
         secret_key: str = "",
         port: int = 0,
         keep_open: Sequence[int] = (),
@@ -266,7 +262,6 @@ class S3Server(Server):
     ) -> None:
         """``secret_key`` empty: a new one is made. With a certificate: only TLS."""
         super().__init__(store, log, port, keep_open)
-        self._access_key = access_key
         self._secret_key = secret_key or secrets.token_urlsafe(24)
         self._certificate = certificate
         self.is_durable = False  # from the next start on
@@ -276,7 +271,7 @@ class S3Server(Server):
         scheme, ca_file = ("https", self._certificate.ca_file) if self._certificate else ("http", None)
         return S3Settings(
             endpoint=f"{scheme}://{HOST}:{self.port}",
-            access_key=self._access_key,
+            access_key=USER,
             secret_key=self._secret_key,
             ca_file=ca_file,
         )
@@ -299,7 +294,7 @@ class S3Server(Server):
         environ = {
             **os.environ,
             "RCLONE_CONFIG": os.devnull,  # ignore the user's own configuration
-            "RCLONE_AUTH_KEY": f'"{self._access_key},{self._secret_key}"',  # not on the command line, where ps shows it
+            "RCLONE_AUTH_KEY": f'"{USER},{self._secret_key}"',  # not on the command line, where ps shows it
         }
         return Child(
             self.name, command, log=self._log, environ=environ, death_signal=signal.SIGTERM, keep_open=self._keep_open

@@ -66,8 +66,8 @@ def section(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     }
 
 
-def section_toml(environ: Mapping[str, str] = os.environ) -> str:
-    settings = section(environ)
+def section_toml() -> str:
+    settings = section()
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items() if name != "environ"]
     lines += ["", "[sglang.environ]", *(f"{name} = {json.dumps(value)}" for name, value in settings["environ"].items())]
     return "\n".join(["[sglang]", *lines]) + "\n"

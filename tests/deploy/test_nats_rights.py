@@ -287,7 +287,7 @@ def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
         assert roles.bus("admin").stream_state(f"{run_id}-{name}").wait().num_messages == 0
     assert [e.kind for e in run.events if e.name == WORKERS[0]] == ["started", "crashed", "restarted"]
     (first,) = [view for view in run.processes() if view.name == WORKERS[0]]
-    assert (first.num_crashes, first.alive) == (1, False)
+    assert not first.alive
     assert first.pid != pid
     assert not set(engines) & set(processes_of(tmp_path))
     assert processes_of(tmp_path) == []
