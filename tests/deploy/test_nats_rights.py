@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,13 +245,11 @@ class _RunOfRoles(LocalRun):
         super().__init__(arguments, environ={**os.environ, **connection_environment(roles.settings("admin"), s3)})
         self._roles = roles
 
-    def _service(
-        self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL, waits: bool = False
-    ) -> Child:
+    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
         admin = self.nats
         self.nats = self._roles.settings("rollout" if name in WORKERS else name)
         try:
-            return super()._service(name, command, death_signal=death_signal, waits=waits)
+            return super()._service(name, command, waits=waits)
         finally:
             self.nats = admin
 
