@@ -174,8 +174,12 @@ class LocalStack:
         if not (self._certificates / f"{_HTTP}.pem").exists():
             names = [(_HTTP, name) for name in [socket.gethostname()] if certificates.is_host(name)]
             certificates.write_certificates(self._certificates, services=(_HTTP,), names=names)
-        found = certificates.kept(self._certificates, _HTTP)
-        files = (http_tls.CERTIFICATE, found.file), (http_tls.KEY, found.key_file), (http_tls.AUTHORITY, found.ca_file)
+        certificate = certificates.kept(self._certificates, _HTTP)
+        files = (
+            (http_tls.CERTIFICATE, certificate.file),
+            (http_tls.KEY, certificate.key_file),
+            (http_tls.AUTHORITY, certificate.ca_file),
+        )
         return {name: str(file) for name, file in files}
 
     @property

@@ -85,15 +85,15 @@ def create_users(settings: S3Settings, secrets: Path, run_ids: tuple[str, ...] =
     Raises ConfigError for a missing or short secret before anything is changed, BlobStoreRefused or BlobStoreUnreachable
     when the store has no such interface, refuses, or does not answer.
     """
-    found = policies(settings.bucket, run_ids)
-    keys = {role: _secret(secrets / f"s3_{role}") for role in found}
+    by_role = policies(settings.bucket, run_ids)
+    keys = {role: _secret(secrets / f"s3_{role}") for role in by_role}
     if len({*keys.values(), settings.secret()}) <= len(keys):
         raise ConfigError(f"{secrets}: two roles have one secret key, or that of the store's own user; make new ones")
     admin = S3Admin(settings)
-    for role, policy in found.items():
+    for role, policy in by_role.items():
         admin.put_policy(access_key(role), policy)
         admin.put_user(access_key(role), keys[role], policy=access_key(role))
-    return [access_key(role) for role in found]
+    return [access_key(role) for role in by_role]
 
 
 def _secret(path: Path) -> str:

@@ -76,13 +76,13 @@ def parse_weights(text: str) -> dict[str, float]:
 
 def score_again(groups: Sequence[GroupToScore], rule: Rule, service: Service) -> dict[str, Outcome]:
     if rule.reward is None:
-        found: dict[str, Outcome] = {group.member.group_id: group.member.scored for group in groups}
+        outcomes: dict[str, Outcome] = {group.member.group_id: group.member.scored for group in groups}
     else:
-        found = {}
+        outcomes = {}
         for start in range(0, len(groups), _CALL_GROUPS):
-            found |= _from_service(groups[start : start + _CALL_GROUPS], rule.reward, service)
+            outcomes |= _from_service(groups[start : start + _CALL_GROUPS], rule.reward, service)
     define = rule.define if rule.reward is None else {}
-    return {i: reweight(o, rule.weights, define) if isinstance(o, ScoredGroup) else o for i, o in found.items()}
+    return {i: reweight(o, rule.weights, define) if isinstance(o, ScoredGroup) else o for i, o in outcomes.items()}
 
 
 def reweight(
@@ -113,7 +113,7 @@ def reweight(
 
 
 def _from_service(groups: Sequence[GroupToScore], reward: str, service: Service) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     waiting = list(groups)
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -121,13 +121,13 @@ def _from_service(groups: Sequence[GroupToScore], reward: str, service: Service)
         answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(group) for group in waiting]})
         retried = []
         for one, result in zip(waiting, answer["results"], strict=True):
-            found[one.member.group_id] = _outcome(one, result)
+            outcomes[one.member.group_id] = _outcome(one, result)
             if result["error"] is not None and not result["error"]["permanent"]:
                 retried.append(one)
         waiting = retried
         if not waiting:
             break
-    return found
+    return outcomes
 
 
 def _wire(one: GroupToScore) -> dict[str, Any]:
@@ -228,10 +228,10 @@ def not_trained(record: StoredRecord) -> dict[str, int]:
 
 
 def _by_reason(failed: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for group_id, why in failed.items():
-        found.setdefault(why, []).append(group_id)
-    return found
+        groups.setdefault(why, []).append(group_id)
+    return groups
 
 
 def _name(run: str, rule: Rule) -> str:
@@ -301,18 +301,18 @@ def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefiniti
 def _temperature(record: StoredRecord, blobs: Blobs) -> float:
     documents = {session.config.key: session.config for session in record.sessions}
     try:
-        found = {
+        temperatures = {
             float(json.loads(blobs.get(document))["settings"]["rollout"]["temperature"])
             for document in documents.values()
         }
     except (ValueError, KeyError, TypeError) as err:
         raise RecordBroken(f"run {record.run_id}: its recorded settings have no rollout.temperature ({err})") from None
-    if len(found) != 1:
+    if len(temperatures) != 1:
         raise RecordBroken(
-            f"run {record.run_id} sampled at temperatures {sorted(found)}; log-probabilities of several temperatures "
+            f"run {record.run_id} sampled at temperatures {sorted(temperatures)}; log-probabilities of several temperatures "
             "cannot be trained on together"
         )
-    return found.pop()
+    return temperatures.pop()
 
 
 def _print_result(written: RescoredInput, others: Mapping[str, int], *, as_json: bool, store: Path | None) -> None:

@@ -155,11 +155,11 @@ def _result(
 ) -> EvaluationResult:
     complete = [outcome for outcome in outcomes if outcome.failed is None]
     correct = correctness(complete, rules)
-    found = answer_rule(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
+    answers = answer_rule(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
     if correct.of is None:
-        found = Answers("not defined: nothing says when a completion is correct (reward.success)", None)
+        answers = Answers("not defined: nothing says when a completion is correct (reward.success)", None)
     sources = summarise(
-        outcomes, evaluation.prompts_by_source, k=evaluation.num_samples, correct=correct, answers=found
+        outcomes, evaluation.prompts_by_source, k=evaluation.num_samples, correct=correct, answers=answers
     )
     aim = evaluation.target
     return EvaluationResult(
@@ -173,7 +173,7 @@ def _result(
         sampling={k: v for k, v in evaluation.sampling.model_dump().items() if k != "stop_token_ids"},
         rewards=tuple(sorted({outcome.scorer for outcome in complete})),
         success=correct.rule,
-        answer=found.rule,
+        answer=answers.rule,
         sources=sources,
     )
 

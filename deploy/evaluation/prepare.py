@@ -142,20 +142,20 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
         raise ConfigError(f"-k {options.samples}: expected 1 sample of each prompt or more")
     if options.num_prompts is not None and options.num_prompts < 1:
         raise ConfigError(f"--num-prompts {options.num_prompts}: expected 1 or more")
-    found = target.find(name, rest, os.environ)
+    evaluated = target.find(name, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
-    home = found.home.absolute()
+    home = evaluated.home.absolute()
     scratch = home / results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
-    model = target.export(found, scratch / "model", connection_arguments(rest))
+    model = target.export(evaluated, scratch / "model", connection_arguments(rest))
     files = [str(path.absolute()) for path in data_files(options.data, "--data", "eval")]
     if missing := [file for file in files if not Path(file).is_file()]:
         raise ConfigError(f"--data: there is no file {', '.join(missing)}; check the path")
     recorded = scratch / "recorded.toml"
     names_format = any(word.startswith("data.format=") for word in rest)
     recorded.write_text(
-        target.recorded_settings(found, with_reward=reward is None, with_format=not names_format), encoding="utf-8"
+        target.recorded_settings(evaluated, with_reward=reward is None, with_format=not names_format), encoding="utf-8"
     )
     given = without_servers(rest)
     ours = [
@@ -182,13 +182,13 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     sets = tuple(_opened(Path(file), settings, tokenizer) for file in files)
     planned, data = _plan(sets, [Path(file) for file in files], options.num_prompts)
     sampling = _sampling(options, settings, tokenizer)
-    evaluation_id = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
+    evaluation_id = _evaluation_id(evaluated, data, sampling, options.samples, len(planned), settings)
     folder = home / results.FOLDER / evaluation_id
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it
     replace(recorded, kept)
-    if found.folder is None:
+    if evaluated.folder is None:
         shutil.rmtree(folder / "model", ignore_errors=True)
         replace(model, folder / "model")
         cleaned.callback(shutil.rmtree, folder / "model", ignore_errors=True)
@@ -197,7 +197,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})})
     arguments = [str(kept), *given, *ours, f"run.dir={folder}"]
     return Evaluation(
-        found, folder, settings, tuple(arguments), planned, sets, data, tokenizer, options.samples, sampling
+        evaluated, folder, settings, tuple(arguments), planned, sets, data, tokenizer, options.samples, sampling
     )
 
 
@@ -258,11 +258,11 @@ def _sampling(options: EvalOptions, settings: TrainerSettings, tokenizer: ChatTo
 
 
 def _evaluation_id(
-    found: Target, data: Sequence[DataFile], sampling: Sampling, k: int, num_prompts: int, settings: TrainerSettings
+    evaluated: Target, data: Sequence[DataFile], sampling: Sampling, k: int, num_prompts: int, settings: TrainerSettings
 ) -> str:
     """Return the name of the evaluation's folder: the same for the same weights, prompts, sampling and reward."""
     about = {
-        "weights": found.identity,
+        "weights": evaluated.identity,
         "data": [(file.sha256, file.source) for file in data],
         "num_prompts": num_prompts,
         "k": k,
@@ -272,7 +272,7 @@ def _evaluation_id(
         "prompt": settings.data.model_dump(mode="json", exclude=set(target.OWN_DATA)),
     }
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    return f"{'model' if found.version is None else f'v{found.version}'}-{digest}"
+    return f"{'model' if evaluated.version is None else f'v{evaluated.version}'}-{digest}"
 
 
 def own_environ() -> Mapping[str, str]:

@@ -146,9 +146,9 @@ class Sampler:
             log.warning("pack of an evaluation is unreadable: dead-lettered", error=str(err))
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
-        found = [self._outcome(scored, group) for scored, group in zip(wanted, groups, strict=True)]
-        if found:
-            self._close(found)
+        outcomes = [self._outcome(scored, group) for scored, group in zip(wanted, groups, strict=True)]
+        if outcomes:
+            self._close(outcomes)
         Delivery.ack_all([delivery])
         self._arrived_at = time.monotonic()
 

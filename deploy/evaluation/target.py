@@ -162,11 +162,11 @@ def _of_version(run: str, version: str, home: Path, arguments: Sequence[str]) ->
         return Target(f"{run}@{version}", home, _identity(kept), kept, run, tag.version, recorded=_config(home))
     version = str(tag.version) if tag is not None else version
     rows: list[dict[str, Any]] = json.loads(_penstock("weights", run, "--json", *arguments))
-    found = [row for row in rows if _is_named(row, version, home)]
-    if not found:
+    named = [row for row in rows if _is_named(row, version, home)]
+    if not named:
         stored = ", ".join(str(row["version"]) for row in rows) or "none"
         raise ConfigError(f"run {run} has no version {version}; stored: {stored}; see: penstock weights {run}")
-    row = found[0]
+    row = named[0]
     name = f"{run}@{row['version']}"
     return Target(
         name, home, row["state_root"], None, run, int(row["version"]), row["state_root"], recorded=_config(home)

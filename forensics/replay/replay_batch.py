@@ -81,7 +81,7 @@ def fetch_published(
     """
     version, run_id = PolicyVersion(batch.version), batch.run_id
     store.check(run_id)
-    found, problems = list[VersionManifest](), list[str]()
+    manifests, problems = list[VersionManifest](), list[str]()
     for stat in store.list(blob_keys.weights_prefix(run_id, version)):
         if stat.key.endswith("/manifest.json"):
             try:
@@ -90,12 +90,12 @@ def fetch_published(
                     trusted_keys.verify(data, stat.key)
                 manifest = VersionManifest.from_json(data)
                 if manifest.run_id == run_id:
-                    found.append(manifest)
+                    manifests.append(manifest)
                 else:
                     problems.append(f"{stat.key} is of run {manifest.run_id}")
             except (BlobMissing, SignatureRefused, WireError) as err:
                 problems.append(str(err))
-    known = [manifest for manifest in found if manifest.version == version and manifest.epoch <= batch.epoch]
+    known = [manifest for manifest in manifests if manifest.version == version and manifest.epoch <= batch.epoch]
     reader = WeightReader(store, run_id, trusted_keys=trusted_keys)
     for manifest in sorted(known, key=lambda one: one.epoch, reverse=True):
         try:
