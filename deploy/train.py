@@ -258,7 +258,7 @@ class AttachedTrainer:
         self._child.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._forward)
-        self._supervisor.start(self._child, is_crash=self._is_crash)
+        self._supervisor.watch(self._child, self._child.relaunch, is_crash=self._is_crash)
         return self
 
     def __exit__(self, *_: object) -> None:
