@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 
 .PHONY: quickstart help test check lines setup clean docs docs-test reference screenshots observe
 .PHONY: chaos cluster-test compose-test fuzz fuzz-agents fuzz-ring soak wheel-test mutation-proof test-sglang sglang-env test-vllm test-more
-.PHONY: bench bench-agents bench-async bench-memory bench-quickstart bench-trainer real-model proof
+.PHONY: bench bench-async bench-memory bench-quickstart bench-trainer real-model proof
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -124,23 +124,13 @@ proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run
 	$(BIN)/python -m $(proof.$(NAME)) $(ARGS)
 
 # The question that each answers: benchmarks/README.md.
-$(foreach name,agents checkpoints distillation engine pictures plane replay sandbox sglang,$(eval bench.$(name) := benchmarks.$(name)))
-bench.attention := benchmarks.attention
+$(foreach name,attention engine plane,$(eval bench.$(name) := benchmarks.$(name)))
 bench.async := benchmarks.asynchrony
-bench.async-real := benchmarks.asynchrony_real
-bench.environments := benchmarks.agents --environments
-bench.flow := benchmarks.weights.flow
-bench.idle := benchmarks.idle_workers
-bench.page := benchmarks.console_page
-bench.page-overhead := benchmarks.console_page --overhead
 bench.reward := benchmarks.reward_load --rate 25
 bench.staleness := benchmarks.staleness --all --report
-bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, engine, ..., sandbox
+bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, engine, reward, ...
 	$(call named,bench)
 	$(BIN)/python -m $(bench.$(NAME)) $(ARGS)
-
-bench-agents: $(STAMP)  ## CPU and latency that the agents' proxy adds to a request, and a thousand episodes with slow tools (two minutes)
-	$(BIN)/python -m benchmarks.agents
 
 bench-async: $(STAMP)  ## trained tokens and idle time with every bound on staleness, through the real services with simulated engines (an hour)
 	$(BIN)/python -m benchmarks.asynchrony

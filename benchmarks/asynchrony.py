@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks.rig import machine
 from tests.rigs import simulated_trainer
@@ -42,12 +39,9 @@ reward = {{ name = "exact_match" }}
 [data]
 train = "{folder}/data/train.jsonl"
 max_prompt_tokens = 32
-{evaluation}
 [rollout]
 groups_per_step = {groups_per_step}
 group_size = {group_size}
-redundant_completions = {redundant}
-redundant_wait = {wait}
 groups_per_message = 1
 max_staleness = {max_staleness}
 max_new_tokens = {longest}
@@ -72,15 +66,12 @@ update_mode = "{update_mode}"
 """
 
 
-_EVALUATION = """\
-eval = "{folder}/data/eval.jsonl"
-
-[eval]
-every = {every}
-at_start = false
-at_end = false
-temperature = 1.0
-"""
+_HEADER = (
+    "| workers | mode | trained tokens/s | over synchronous | ideal over synchronous | trainer idle | engines idle "
+    "| slots used | staleness mean, most | dropped of trained groups | s of a step | mean tokens trained "
+    "| CPU |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+_RUN_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -90,15 +81,6 @@ class Mode:
     name: str
     max_staleness: int
     update_mode: str = "in_place"
-    redundant: int = 0  # completions of a group that are started besides
-    wait: float = 0.0  # `rollout.redundant_wait`
-
-    def with_redundancy(self, redundant: int, wait: float) -> Mode:
-        """Return the mode with completions that are started besides, named in its name."""
-        if not redundant:
-            return self
-        name = f"{self.name}, {GROUP_SIZE} + {redundant}" + (f", wait {wait:g}" if wait else "")
-        return replace(self, name=name, redundant=redundant, wait=wait)
 
 
 MODES = (
@@ -126,8 +108,6 @@ class Job:
     step_s: float = 0.1  # of a step besides its tokens
     measured: int = 8  # steps
     first: int = 4  # step from which is measured: the ones before fill the queues
-    eval_every: int = 0  # steps; 0: no evaluation
-    eval_prompts: int = 64
     last: int = 0  # steps after that: near its end a run issues less
 
     @property
@@ -136,7 +116,6 @@ class Job:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that all engines generate in a second with all slots in use."""
         return self.num_workers * self.engine.pace.tokens_per_s
 
     @property
@@ -155,7 +134,6 @@ class Job:
         return min(self.tokens_per_s, per_step / (self.step_s + per_step * self.token_s))
 
     def for_mode(self, mode: Mode) -> Job:
-        """Return the job with as many steps before and after those that are measured as the mode needs."""
         first, last = steps_around(mode)
         if mode.max_staleness == 0:  # each worker takes its share at once, no more: otherwise one would take another's
             return replace(self, packs_in_flight=self.groups_per_worker, first=first, last=last)
@@ -167,27 +145,23 @@ def steps_around(mode: Mode) -> tuple[int, int]:
     return (2, 0) if mode.max_staleness == 0 else (mode.max_staleness + 3, mode.max_staleness + 1)
 
 
-def write_inputs(folder: Path, mode: Mode, *, steps: int, groups_per_step: int, num_eval: int) -> None:
-    """Write model and data of a run with so many steps."""
+def write_inputs(folder: Path, mode: Mode, *, steps: int, groups_per_step: int) -> None:
     num_prompts = (steps + mode.max_staleness + 2) * groups_per_step
-    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=num_eval)
+    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=1)
     quickstart_task.write_model(folder / "model", seed=0)
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": _CONTEXT}))
 
 
 def write_run(folder: Path, job: Job, mode: Mode) -> Path:
-    """Write model, data and run file; return the run file."""
-    write_inputs(folder, mode, steps=job.steps, groups_per_step=job.groups_per_step, num_eval=job.eval_prompts)
+    write_inputs(folder, mode, steps=job.steps, groups_per_step=job.groups_per_step)
     traced = job.engine.model_copy(update={"trace": str(folder / "trace")})
     run_file = folder / "run.toml"
     options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in traced.model_dump().items())
     run_file.write_text(
         _RUN_FILE.format(
-            run_id="asynchrony", folder=folder, groups_per_step=job.groups_per_step, group_size=GROUP_SIZE, redundant=mode.redundant,
-            wait=mode.wait, max_staleness=mode.max_staleness, longest=job.engine.longest_tokens, steps=job.steps, options=options,
+            run_id="asynchrony", folder=folder, groups_per_step=job.groups_per_step, group_size=GROUP_SIZE, max_staleness=mode.max_staleness, longest=job.engine.longest_tokens, steps=job.steps, options=options,
             packs_in_flight=job.packs_in_flight, keep_versions=mode.max_staleness + 8, update_mode=mode.update_mode,
-            evaluation=_EVALUATION.format(folder=folder, every=job.eval_every) if job.eval_every else "",
         )
     )  # fmt: skip
     return run_file
@@ -207,12 +181,7 @@ class Measured:
     trained: int  # groups, in the whole run
     ideal_tokens_per_s: float
     cpu_share: float  # of this machine's cores, by all processes of the run
-    delays: dict[str, float]  # `Durations` of this run that are the machine's, not the job's, s
     lengths: Sequence[int] = field(repr=False, default=())  # of everything trained
-    abandoned: tuple[int, int] = (
-        0,
-        0,
-    )  # completions that were started and not kept, and their tokens, in the whole run
 
     @property
     def staleness_mean(self) -> float:
@@ -231,55 +200,12 @@ def staleness_shares(metrics: Path, first: int) -> dict[int, float]:
     return {age: count / total for age, count in sorted(tokens.items())}
 
 
-def _groups(metrics: Path) -> dict[str, Any]:
-    return json.loads([line for line in metrics.read_text().splitlines() if '"groups"' in line][-1])["groups"]
-
-
 def group_counts(metrics: Path) -> tuple[int, int]:
-    """Return the groups dropped and trained in the run so far."""
-    groups = _groups(metrics)
+    groups = json.loads([line for line in metrics.read_text().splitlines() if '"groups"' in line][-1])["groups"]
     return sum(groups["dropped"].values()), groups["trained"]
 
 
-def delays(metrics: Path, worker_logs: Sequence[Path]) -> dict[str, float]:
-    """Return what lay between a step and its version on the workers in this run, by the names of `Durations`; means in seconds.
-
-    They are the machine's: on a busy one they are several times those of a quiet one, and a simulation without them is too optimistic.
-    """
-    steps = [event for event in map(json.loads, metrics.read_text().splitlines()) if event["kind"] == "step"]
-    recorded = {event["version"] + 1: event["at"] for event in steps}
-    applied = [
-        (event["policy_version"], datetime.fromisoformat(event["timestamp"]).timestamp(), event["pause_s"])
-        for log in worker_logs
-        for event in map(json.loads, (line for line in log.read_text().splitlines() if line.startswith("{")))
-        if event.get("event") == "weights applied"
-    ]
-    first: dict[int, float] = {}  # seconds until the first worker begins to load a version: others may still drain
-    for version, at, pause_s in applied:
-        if version in recorded:
-            first[version] = min(first.get(version, math.inf), at - pause_s - recorded[version])
-    return {
-        "between_s": fmean(event["record_s"] + event["submit_s"] for event in steps),
-        "publish_s": fmean(first.values()),
-        "load_s": fmean(pause_s for version, _, pause_s in applied if version in recorded),
-    }
-
-
-def abandoned_counts(metrics: Path) -> tuple[int, int]:
-    """Return the completions that were started and not kept in the run so far, and the tokens that were sampled for them."""
-    groups = _groups(metrics)
-    return sum(groups["abandoned_completions"].values()), sum(groups["abandoned_tokens"].values())
-
-
-_HEADER = (
-    "| workers | mode | trained tokens/s | over synchronous | ideal over synchronous | trainer idle | engines idle "
-    "| slots used | staleness mean, most | dropped of trained groups | s of a step | mean tokens trained | abandoned completions, tokens "
-    "| CPU |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
 def table(rows: Sequence[Measured], *, header: bool = True) -> str:
-    """Return rows as Markdown; ratios are to the synchronous row of as many workers, where there is one."""
     base = {row.workers: row.tokens_per_s for row in rows if row.mode == "synchronous"}
     lines = [_HEADER] if header else []
     for row in rows:
@@ -288,12 +214,9 @@ def table(rows: Sequence[Measured], *, header: bool = True) -> str:
         lines.append(
             f"| {row.workers} | {row.mode} | {row.tokens_per_s:.0f} | {ratios} | {row.trainer_idle:.1%} | {row.rollout_idle:.1%} "
             f"| {row.slots_used:.1%} | {row.staleness_mean:.2f}, {max(row.staleness)} | {row.dropped} of {row.trained} "
-            f"| {row.step_s:.2f} | {fmean(row.lengths):.1f} | {row.abandoned[0]}, {row.abandoned[1]} | {row.cpu_share:.0%} |"
+            f"| {row.step_s:.2f} | {fmean(row.lengths):.1f} | {row.cpu_share:.0%} |"
         )
     return "\n".join(lines)
-
-
-_RUN_S = 900.0
 
 
 class SimulatedRun(LocalRun):
@@ -308,7 +231,6 @@ class SimulatedRun(LocalRun):
 
 
 def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
-    """Run the job in one mode; raises DeployError when the trainer fails or needs too long."""
     job = job.for_mode(mode)
     run_file, steps_file = write_run(folder, job, mode), folder / "steps.jsonl"
     simulated = {"trace": str(steps_file), "token_s": job.token_s, "step_s": job.step_s}
@@ -330,9 +252,9 @@ def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
         tokens_per_s=sum(sum(step["lengths"]) for step in measured) / (until - since),
         trainer_idle=1.0 - sum(step["ended"] - step["started"] for step in measured) / (until - since),
         rollout_idle=idle, slots_used=used, staleness=staleness_shares(metrics, job.first), dropped=dropped, trained=trained,
-        ideal_tokens_per_s=job.ideal_tokens_per_s, delays=delays(metrics, sorted((run.folder / "logs").glob("worker-*.log"))),
+        ideal_tokens_per_s=job.ideal_tokens_per_s,
         cpu_share=run.usage.cpu_s / run.usage.wall_s / (os.cpu_count() or 1),
-        lengths=[length for step in steps for length in step["lengths"]], abandoned=abandoned_counts(metrics),
+        lengths=[length for step in steps for length in step["lengths"]],
     )  # fmt: skip
 
 
@@ -343,12 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, default=14, help="of a mode that overlaps; the first four are not measured"
     )
-    parser.add_argument("--redundant", type=int, default=0, help="completions started besides those of a group")
-    parser.add_argument("--wait", type=float, default=0.0, help="rollout.redundant_wait")
     parser.add_argument(
         "--packs-in-flight", type=int, default=8, help="worker.packs_in_flight; 0: as many as are of use"
     )
-    parser.add_argument("--eval-every", type=int, default=0, help="steps between evaluations of 64 prompts; 0: none")
     parser.add_argument("--json", type=Path, help="append every row to this file")
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     options = parser.parse_args(arguments)
@@ -357,11 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="asynchrony-") as scratch:
         for num_workers in options.workers:
             job = Job(num_workers, SimulatedOptions(), packs_in_flight=options.packs_in_flight, measured=options.steps)
-            job = replace(job, eval_every=options.eval_every)
             for mode in MODES:
                 if options.modes and mode.name not in options.modes:
                     continue
-                mode = mode.with_redundancy(options.redundant, options.wait)
                 folder = (
                     options.keep or Path(scratch)
                 ) / f"{num_workers}-{mode.name.replace(', ', '-').replace(' ', '-')}"

@@ -81,7 +81,7 @@ def main() -> None:
             {name: {key: round(value, 2) for key, value in one.items()} for name, one in rounds[-1].items()}, flush=True
         )
     for key in ("MB", "s"):
-        ratios = [one["cpu-flash"][key] / one["dense"][key] for one in rounds]
+        ratios = [figures["cpu-flash"][key] / figures["dense"][key] for figures in rounds]
         print(f"{key}: cpu-flash / dense {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 

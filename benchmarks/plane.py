@@ -65,6 +65,11 @@ GROUPS_PER_STEP = 48
 NUM_TEMPLATES = 8
 VOCABULARY = 150_000
 _CODEC_REPEATS = 60
+RUN_ID = "bench"
+IN_FLIGHT = 8  # packs that a worker stores and announces concurrently
+_NEVER_STALE = 10**9
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+_ROLE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,6 @@ class Case:
         return f"{num} x {length}, {self.groups_per_pack} a message, {way}"
 
     def num_groups(self, seconds: float) -> int:
-        """Return whole steps and whole packs of groups, for about ``seconds`` seconds."""
         per_second = 150 if self.size == "long" else 1000
         return GROUPS_PER_STEP * max(2, round(seconds * per_second / GROUPS_PER_STEP))
 
@@ -91,7 +95,6 @@ CASES = (Case("long", 1), Case("long", 4), Case("long", 1, hop=False), Case("lon
 
 
 def make_template(size: str, seed: int) -> Group:
-    """Return one group: token ids with a distribution like that of language, log-probabilities as an engine reports them."""
     num, length, prompt, characters = SIZES[size]
     random = np.random.default_rng(seed)
     mask = np.arange(length) >= prompt
@@ -131,10 +134,6 @@ def codec_ms(case: Case) -> float:
             group_pack.decode_texts(data, range(len(groups)))
         group_pack.decode(data)
     return 1000 * (time.process_time() - started) / (_CODEC_REPEATS * len(groups))
-
-
-RUN_ID = "bench"
-IN_FLIGHT = 8  # packs that a worker stores and announces concurrently
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,6 @@ async def _announce_all(announcer: PackAnnouncer, case: Case, num_packs: int, te
 
 
 def worker(given: Mapping[str, Any]) -> None:
-    """Print "ready", wait for a line on stdin, announce all packs, print the measurements."""
     case, num_packs = Case(**given["case"]), given["count"]
     templates = [make_template(case.size, seed) for seed in range(NUM_TEMPLATES)]
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-worker") as bus:
@@ -199,9 +197,6 @@ def worker(given: Mapping[str, Any]) -> None:
         print(json.dumps({"started": started, "cpu_s": time.process_time() - cpu}), flush=True)
 
 
-_NEVER_STALE = 10**9
-
-
 class _EveryGroup:
     """Replace the issuer: every group that arrives counts as issued."""
 
@@ -210,7 +205,6 @@ class _EveryGroup:
         self._groups = groups.train
 
     def promise(self, group_id: str) -> TaskPromise:
-        """Return what the worker's templates are; as the real issuer it has it at hand."""
         return self._promises[GroupKey.parse(group_id).prompt % len(self._promises)]
 
     def is_late(self, version: PolicyVersion) -> bool:
@@ -273,7 +267,6 @@ def consume(bus: Bus, s3: S3Settings, folder: Path, *, size: str, num_groups: in
 
 
 def commit(path: Path, ids: Sequence[str]) -> None:
-    """Write a step's ids, and sync them to disk before the file is renamed."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
         json.dump(ids, file)
@@ -283,16 +276,11 @@ def commit(path: Path, ids: Sequence[str]) -> None:
 
 
 def trainer(given: Mapping[str, Any]) -> None:
-    """Print "ready", take all groups, print the measurements."""
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-trainer") as bus:
         answer = consume(
             bus, S3Settings(**given["s3"]), Path(given["folder"]), size=given["case"]["size"], num_groups=given["count"]
         )
     print(json.dumps(answer), flush=True)
-
-
-_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-_ROLE_S = 300.0
 
 
 class Role:
@@ -312,7 +300,6 @@ class Role:
         self._process.wait()
 
     def answer(self) -> dict[str, float]:
-        """Start its work, if it waits for that, and return its measurements."""
         output, _ = self._process.communicate("\n", timeout=_ROLE_S)
         if self._process.returncode:
             raise SystemExit(f"a process of the benchmark exited with code {self._process.returncode}")
@@ -320,7 +307,6 @@ class Role:
 
 
 def measure(case: Case, seconds: float, *, tls: bool = False) -> dict[str, Any]:
-    """Run one case and return groups per second and CPU milliseconds per group, by process."""
     num_groups = case.num_groups(seconds)
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
@@ -356,7 +342,6 @@ def measure(case: Case, seconds: float, *, tls: bool = False) -> dict[str, Any]:
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print one result as a line of the table, and its CPU time by process."""
     print(
         f"{result['system'] + ': ' + result['case']:44} {result['groups_per_s']:6.0f} groups/s  "
         f"CPU {result['cpu_ms']:5.2f} ms per group, codec {result['codec_ms']:.2f}, "

@@ -70,8 +70,6 @@ def main() -> int:
 
 
 def ratios(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each comparison: sums over the seeds, and their ratio."""
-
     def total(system: str, key: str) -> float:
         return sum(result[key] for result in results if result["system"] == system)
 

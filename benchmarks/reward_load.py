@@ -1,6 +1,6 @@
 """Send thousands of trajectories a second through HTTP endpoints: healthy ones alone, then together with faulty ones.
 
-    python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
+    python -m benchmarks.reward_load [--seconds 20] [--rate 20]
 
 The faulty ones are slow, hung, flaky, crashing or return invalid scores; each endpoint is a process. Measured: throughput, latency of
 the healthy ones, and whether a score was lost, duplicated or invented, by the correct score of each completion (`score_of`).
@@ -41,10 +41,15 @@ SLOW_S = 2.0
 HUNG_S = 12.0  # after its start; then it works normally
 FAULTY_SHARE = 0.3
 _HUGE = b" " * (8 * 1024 * 1024)
+GROUPS, SIZE = 12, 8  # of a pack
+GOOD = ("good-0", "good-1")
+BAD = ("slow", "hung", "flaky", "dying", "lying")
+BAD_PACKS_PER_S = 1.0  # to each of them
+UP_S, DOWN_S = 3.0, 1.0  # of the crashing endpoint
+SETTLE_S = 240.0
 
 
 def score_of(completion: str) -> float:
-    """Return the one correct score of a text, from 0 to 1."""
     return (zlib.crc32(completion.encode()) % 1000) / 1000
 
 
@@ -94,13 +99,11 @@ class Endpoint:
         return await self._good(request)
 
     async def _flaky(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        """Return errors, or close the connection without an answer."""
         if self._random.random() < FAULTY_SHARE:
             return self._random.choice([(500, b"out of order"), (503, b"busy"), (0, b"")])
         return await self._good(request)
 
     async def _lying(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        """Return too few scores, NaN, other groups, eight megabytes or no JSON, all with status 200."""
         if self._random.random() >= FAULTY_SHARE:
             return await self._good(request)
         answer = answer_to(request)
@@ -120,25 +123,14 @@ class Endpoint:
 
 
 async def serve_endpoint(behaviour: str, port: int) -> None:
-    """Serve on a port, 0 for a free one; print it."""
     endpoint = Endpoint(behaviour)
     server = await asyncio.start_server(endpoint.serve, "127.0.0.1", port, limit=2**24)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
-GROUPS, SIZE = 12, 8  # of a pack
-GOOD = ("good-0", "good-1")
-BAD = ("slow", "hung", "flaky", "dying", "lying")
-BAD_PACKS_PER_S = 1.0  # to each of them
-UP_S, DOWN_S = 3.0, 1.0  # of the crashing endpoint
-SETTLE_S = 240.0
-
-
 @dataclass
 class Ledger:
-    """What was sent and its results; written by the bus's thread and by readers."""
-
     sent_at: dict[str, float] = field(default_factory=dict)
     reward_of: dict[str, str] = field(default_factory=dict)
     texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -209,8 +201,6 @@ class Endpoints:
 
 
 class Bench:
-    """One run on real servers, with one replica of the reward service."""
-
     def __init__(self, stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> None:
         self.bus, self.run_id = bus, run_id
         self.blobs = Blobs(stack.s3)
@@ -236,7 +226,6 @@ class Bench:
                 delivery.ack().wait()
 
     def pack(self, reward: str, number: int) -> GroupGenerated:
-        """Store a pack whose groups all use one reward; return its announcement."""
         texts = [[f"{reward} {number} {i} {n} " + "because " * 40 for n in range(SIZE)] for i in range(GROUPS)]
         groups = [
             make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=own)
@@ -268,41 +257,9 @@ def bench(stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> Iterator[Be
         yield one
 
 
-def cost(one: Bench, num_packs: int) -> None:
-    """Print the service's CPU for a pack of the built-in reward, which needs no HTTP."""
-    one.ledger.take = lambda _: None  # type: ignore[method-assign] the correct scores differ here
-    packs = [one.pack("exact_match", number) for number in range(num_packs)]
-    consumer = streams.generated_consumer(one.run_id)
-    for timed in (False, True):
-        some = packs[: num_packs // 10] if not timed else packs[num_packs // 10 :]
-        before, at = process_cpu_seconds(one.service.pid), time.perf_counter()
-        for pack in some:
-            one.send(pack)
-        wait_for(lambda: _idle(one, consumer), "the service to finish", 120)
-        if timed:
-            per_pack = 1000 * (process_cpu_seconds(one.service.pid) - before) / len(some)
-            rate = len(some) * GROUPS * SIZE / (time.perf_counter() - at)
-            print(f"built-in reward: {per_pack:.1f} ms of CPU for {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s")
-
-
 def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
     state = one.bus.consumer_state(consumer).wait()
     return state.num_pending == 0 and state.num_ack_pending == 0
-
-
-def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
-    """Measure the maximum throughput: all packs are announced at the start."""
-    register(one, endpoints, GOOD)
-    packs = [one.pack(GOOD[number % len(GOOD)], number) for number in range(num_packs)]
-    before, at = process_cpu_seconds(one.service.pid), time.perf_counter()
-    for pack in packs:
-        one.send(pack)
-    wait_for(one.ledger.settled, "all groups to be scored", 120)
-    wall = max(times[0] for times in one.ledger.scored_at.values()) - at
-    print(
-        f"flood, good endpoints: {num_packs * GROUPS * SIZE / wall:,.0f} trajectories/s, "
-        f"{1000 * (process_cpu_seconds(one.service.pid) - before) / num_packs:.1f} ms of CPU per pack"
-    )
 
 
 def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
@@ -314,7 +271,6 @@ def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
 
 
 def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: bool) -> None:
-    """Send a steady stream to the healthy endpoints, with or without one to the faulty ones."""
     register(one, endpoints, (*GOOD, *BAD) if bad else GOOD)
     schedule = [(number / rate, GOOD[number % len(GOOD)], number) for number in range(int(seconds * rate))]
     if bad:
@@ -367,7 +323,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rate", type=float, default=20.0, help="packs per second to the good endpoints")
-    parser.add_argument("--part", choices=("cost", "load"), help="run only this part")
     parser.add_argument("--endpoint", nargs=2, metavar=("BEHAVIOUR", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.endpoint:
@@ -380,18 +335,12 @@ def main() -> None:
             LocalStack(Path(folder)) as stack,
             Bus.connect(stack.nats, name="bench") as bus,
         ):
-            if options.part in {None, "cost"}:
-                with bench(stack, bus, Path(folder), "cost") as one:
-                    cost(one, 220)
-            if options.part in {None, "load"}:
-                for name in (*GOOD, *BAD):
-                    endpoints.start(name)
-                with bench(stack, bus, Path(folder), "flood") as one:
-                    flood(one, endpoints, 200)
-                with bench(stack, bus, Path(folder), "alone") as one:
-                    load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
-                with bench(stack, bus, Path(folder), "mixed") as one:
-                    load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
+            for name in (*GOOD, *BAD):
+                endpoints.start(name)
+            with bench(stack, bus, Path(folder), "alone") as one:
+                load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
+            with bench(stack, bus, Path(folder), "mixed") as one:
+                load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
     finally:
         endpoints.close()
 

@@ -24,7 +24,6 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """Return processor, cores, Python and load of this machine."""
     return f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[2]:.1f}"
 
 

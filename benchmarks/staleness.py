@@ -91,8 +91,6 @@ METHODS: dict[str, PolicyGradient] = {
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt of fixed length and its one correct answer, as token ids."""
-
     name: str
     symbols: str
     length: int
@@ -111,7 +109,6 @@ class Task:
         return len(self.answer("0" * self.length)) + 1
 
     def problems(self, seed: int, *, held_out: bool) -> Callable[[int], list[str]]:
-        """Return a source of random problems from one side of the split."""
         rng = np.random.default_rng([seed, int(held_out), len(self.symbols), self.length])
         letters = np.array(list(self.symbols))
 
@@ -134,8 +131,6 @@ TASKS = {
 
 
 class Codec:
-    """Convert text to token ids with the quickstart's own tokenizer and template."""
-
     def __init__(self, folder: Path, task: Task) -> None:
         from tokenizers import Tokenizer
 
@@ -154,7 +149,6 @@ class Codec:
 
 
 def exact(tokens: Tensor, answers: Tensor) -> Tensor:
-    """Return reward 1 for exactly the answer, its end included."""
     return (tokens == answers).all(1).double()
 
 
@@ -203,7 +197,6 @@ def warm_up(task: Task, seed: int, cache: Path) -> tuple[tiny_policy.Tensors, ti
 
 
 def lags_of(lag: str) -> list[int]:
-    """Return the ages that share a batch: one, or four up to the largest."""
     if not lag.startswith("mixed"):
         return [int(lag)]
     most = int(lag.removeprefix("mixed"))
@@ -262,7 +255,6 @@ def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Ten
 def train(
     task: Task, rule: PolicyGradient, lag: str, seed: int, *, steps: int, every: int, cache: Path, lr: float
 ) -> dict:
-    """Make one run; return its curve and the means of what the objective reported."""
     torch.set_num_threads(1)
     started = time.process_time()
     weights, shape, codec = warm_up(task, seed, cache)
@@ -301,12 +293,11 @@ def train(
     return {
         "task": task.name, "lag": lag, "seed": seed, "steps": steps, "lr": lr, "curve": curve,
         "end": after[-1], "mean": round(float(np.mean(after)), 4), "cpu_s": round(time.process_time() - started, 1),
-        **{name: round(float(np.mean([one[name] for one in reported])), 4) for name in reported[0]},
+        **{name: round(float(np.mean([step[name] for step in reported])), 4) for name in reported[0]},
     }  # fmt: skip
 
 
 def plan() -> list[tuple[str, str, str, int]]:
-    """Return every run of the published table: task, method, lag, seed."""
     seeds = (0, 1, 2)
     runs = [("sort", "ppo", lag, seed) for lag in ("0", "8", "16", "32") for seed in seeds]
     runs += [("sort", "ppo", lag, 0) for lag in ("1", "2", "4")]
@@ -355,7 +346,7 @@ def main() -> None:
     if options.all:
         lines = options.out.read_text().splitlines() if options.out.exists() else []
         done = {(r["task"], r["method"], r["lag"], r["seed"]) for r in map(json.loads, lines)}
-        wanted += [one for one in plan() if one not in done]
+        wanted += [wanted_run for wanted_run in plan() if wanted_run not in done]
     for one in wanted:
         run(*one, cache=options.cache, out=options.out, steps=options.steps, lr=options.lr)
     if options.report:

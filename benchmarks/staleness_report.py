@@ -12,6 +12,7 @@ LAGS = ("0", "1", "2", "4", "8", "16", "32", "mixed16", "mixed32")
 _FRESH = "ppo"  # at lag 0 every ratio is 1: this is the plain policy gradient, whatever the method
 
 Runs = dict[tuple[str, str, str], list[dict]]  # (task, method, lag) -> one run per seed
+_HEAD = "| method | lag | seeds | end | mean | ends by seed | lr factor | KL to sampler |\n|---|---|---|---|---|---|---|---|"
 
 
 def read(path: Path) -> Runs:
@@ -35,9 +36,6 @@ def _row(name: str, runs: list[dict]) -> str:
     )
 
 
-_HEAD = "| method | lag | seeds | end | mean | ends by seed | lr factor | KL to sampler |\n|---|---|---|---|---|---|---|---|"
-
-
 def markdown(runs: Runs) -> str:
     parts = []
     for task in sorted({t for t, _, _ in runs}, reverse=True):
@@ -56,7 +54,6 @@ def markdown(runs: Runs) -> str:
 
 
 def plot(runs: Runs, path: Path) -> None:
-    """Draw the accuracy at the end over the lag, and the curves at lag 16."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -88,7 +85,6 @@ def plot(runs: Runs, path: Path) -> None:
 
 
 def write(results: Path) -> str:
-    """Write ``staleness.md`` (between its marks) and ``staleness.png``; return the tables."""
     runs = read(results)
     tables = markdown(runs)
     page = HERE / "staleness.md"

@@ -1,7 +1,7 @@
 """The quickstart's Qwen3 model as plain functions of its tensors, computing the prompt of a group once.
 
-For single-process experiments only: the same weights give the same log-probabilities as transformers
-(`python -m benchmarks.tiny_policy` checks it), several times faster for groups of short completions.
+For single-process experiments only: the same weights give the same log-probabilities as transformers, several times faster for
+groups of short completions.
 """
 
 from __future__ import annotations
@@ -161,36 +161,3 @@ def generate(
             hidden = _finished(w, layer, hidden, _attend(query, kept[layer], seen, shape, torch.zeros(())), shape)
         logits = logits_of(w, hidden[:, 0], shape)
     return tokens, logprobs, lengths
-
-
-def main() -> None:
-    """Compare this model with transformers on random tokens."""
-    import tempfile
-
-    from transformers import AutoModelForCausalLM
-
-    from penstock.deploy import quickstart_task
-
-    with tempfile.TemporaryDirectory() as folder:
-        quickstart_task.write_model(Path(folder), seed=0)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        weights, shape = read(Path(folder)), Shape.of(Path(folder))
-        prompts, completions = torch.randint(0, 50, (3, 20)), torch.randint(0, 50, (6, 9))
-        whole = torch.cat([prompts.repeat_interleave(2, 0), completions], 1)
-        expected = model(input_ids=whole).logits[:, 19:-1]
-        computed = completion_logits(weights, prompts, completions, shape)
-        print("largest difference of logits:", float((expected - computed).abs().max().detach()))
-        tokens, logprobs, lengths = generate(
-            weights, prompts, groups=2, longest=9, end=2, shape=shape, generator=torch.Generator().manual_seed(0)
-        )
-        again = completion_logits(weights, prompts, tokens, shape).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-        inside = torch.arange(9) < lengths[:, None]
-        print(
-            "largest difference of sampled and scored log-probabilities:",
-            float((again - logprobs)[inside].abs().max().detach()),
-            lengths.tolist(),
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ python -m benchmarks.trainer_memory                 # every configuration; some 
 python -m benchmarks.trainer_memory --only llama-wide lora
 python -m benchmarks.trainer_memory --phases        # the peak of each phase, beside its estimate; --record FILE: added to its JSON
 
-Each configuration runs in processes of its own, one for each rank, forked from one that has imported the libraries: random weights, two steps on rows of the planned size,
+The configurations are those of `trainer_memory.json`. Each runs in processes of its own, one for each rank, forked from one that has imported the libraries: random weights, two steps on rows of the planned size,
 then the copy of the weights that is published. Measured is the peak of the resident memory above that of a process that has
 imported the same libraries and has trained a model of a thousand parameters with them, sampled every 2 ms.
 """
@@ -64,8 +64,6 @@ CPU_S = "CPU seconds of the step"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A model, how it is trained, and on which rows."""
-
     family: str = "qwen3"
     layers: int = 8
     hidden: int = 512
@@ -111,81 +109,10 @@ class Configuration:
         return "; ".join(filter(None, parts))
 
 
-STANDARD = Configuration()
-WIDE = replace(
-    STANDARD, family="llama", layers=3, hidden=1024, heads=16, kv_heads=4, intermediate=2816, vocabulary=8192, budget=2048,
-    groups=2, group_size=3,
-)  # fmt: skip
-NARROW = replace(
-    STANDARD, family="qwen2", layers=14, hidden=256, heads=4, kv_heads=2, intermediate=768, vocabulary=32_768, groups=2
-)
-SMOLLM2 = replace(
-    STANDARD, family="llama", layers=30, hidden=576, heads=9, kv_heads=3, intermediate=1536, vocabulary=49_152,
-    prompt=64, answer=64, group_size=8, groups=2, budget=1024,
-)  # fmt: skip
-EXPERTS = replace(
-    STANDARD, family="qwen3_moe", layers=4, hidden=256, heads=4, intermediate=256, vocabulary=4096, experts=8, top_k=2,
-    prompt=192, answer=192, budget=1024,
-)  # fmt: skip
-BFLOAT16 = replace(STANDARD, dtype="bfloat16")
-AS_TRAINED = replace(BFLOAT16, gradient_dtype="as-trained")
-ON_2_RANKS = {"num_ranks": 2, "checkpointing": True}
-# Short rows, so that gradients and the optimizer are the larger part of the memory.
-SHORT = replace(BFLOAT16, prompt=96, answer=96, groups=4, budget=512, checkpointing=True)
+RECORD = Path(__file__).with_suffix(".json")
 CONFIGURATIONS = {
-    "standard": STANDARD,
-    "stage-0": replace(STANDARD, zero_stage=0),
-    "checkpointing": replace(STANDARD, checkpointing=True),
-    "bfloat16": BFLOAT16,
-    "bfloat16-as-trained": AS_TRAINED,
-    "bfloat16-2-ranks": replace(BFLOAT16, zero_stage=2, **ON_2_RANKS),
-    "bfloat16-2-ranks-as-trained": replace(AS_TRAINED, zero_stage=2, **ON_2_RANKS),
-    "stage-3-2-ranks": replace(BFLOAT16, zero_stage=3, **ON_2_RANKS),
-    "stage-3-2-ranks-as-trained": replace(AS_TRAINED, zero_stage=3, **ON_2_RANKS),
-    "sequence-2-ranks": replace(STANDARD, num_ranks=2, sequence_parallel=2),
-    "sequence-bfloat16-2-ranks": replace(BFLOAT16, sequence_parallel=2, groups=4, **ON_2_RANKS),
-    "sequence-2-ranks-checkpointing": replace(STANDARD, sequence_parallel=2, **ON_2_RANKS),
-    "tensor-2-ranks": replace(STANDARD, num_ranks=2, tensor_parallel=2),
-    "tensor-bfloat16-2-ranks": replace(BFLOAT16, tensor_parallel=2, groups=4, **ON_2_RANKS),
-    "tensor-stage-3-2-ranks": replace(BFLOAT16, tensor_parallel=2, zero_stage=3, **ON_2_RANKS),
-    "tensor-llama-wide-2-ranks": replace(WIDE, num_ranks=2, tensor_parallel=2, zero_stage=2),
-    "one-micro-batch": replace(STANDARD, groups=1),
-    "lora": replace(STANDARD, lora=16),
-    "lora-bfloat16": replace(BFLOAT16, lora=16, checkpointing=True),
-    "lora-bfloat16-as-trained": replace(AS_TRAINED, lora=16, checkpointing=True),
-    "llama-wide": WIDE,
-    "llama-wide-stage-3": replace(WIDE, zero_stage=3, checkpointing=True),
-    "qwen2-narrow": NARROW,
-    "qwen2-narrow-untied": replace(NARROW, tied=False, zero_stage=2, dtype="bfloat16"),
-    "qwen2-narrow-untied-as-trained": replace(
-        NARROW, tied=False, zero_stage=2, dtype="bfloat16", gradient_dtype="as-trained"
-    ),
-    "entropy": replace(STANDARD, layers=4, entropy=True),
-    "smollm2-135m": SMOLLM2,
-    "experts": EXPERTS,
-    "experts-many": replace(EXPERTS, layers=3, intermediate=128, experts=32, top_k=8),
-    "experts-wide": replace(EXPERTS, layers=2, hidden=512, heads=8, intermediate=768, experts=8, top_k=4),
-    "experts-checkpointing": replace(EXPERTS, layers=8, top_k=4, checkpointing=True),
-    "experts-bfloat16": replace(EXPERTS, dtype="bfloat16", layers=6),
-    "experts-many-bfloat16": replace(EXPERTS, dtype="bfloat16", layers=3, intermediate=128, experts=32, top_k=8),
-    "experts-stage-3-2-ranks": replace(EXPERTS, zero_stage=3, groups=4, **ON_2_RANKS),
-    "short": SHORT,
-    "short-offload": replace(SHORT, offload="optimizer"),
-    "short-2-ranks": replace(SHORT, num_ranks=2),
-    "short-2-ranks-offload": replace(SHORT, num_ranks=2, offload="optimizer"),
-    "short-stage-2": replace(SHORT, zero_stage=2),
-    "short-stage-2-2-ranks": replace(SHORT, zero_stage=2, num_ranks=2),
-    "short-stage-2-2-ranks-offload": replace(SHORT, zero_stage=2, num_ranks=2, offload="optimizer"),
-    "short-stage-3": replace(SHORT, zero_stage=3),
-    "short-stage-3-2-ranks": replace(SHORT, zero_stage=3, num_ranks=2),
-    "short-stage-3-2-ranks-offload": replace(SHORT, zero_stage=3, num_ranks=2, offload="optimizer"),
-    "short-stage-3-2-ranks-offload-parameters": replace(SHORT, zero_stage=3, num_ranks=2, offload="parameters"),
-    "short-float32-stage-2-offload": replace(SHORT, dtype="float32", zero_stage=2, offload="optimizer"),
-    "short-float32-offload": replace(SHORT, dtype="float32", offload="optimizer"),
-    "short-wide-stage-3-offload-parameters": replace(
-        WIDE, zero_stage=3, checkpointing=True, prompt=96, answer=96, budget=512, groups=2, offload="parameters"
-    ),
-    "short-lora-stage-3-2-ranks-offload": replace(SHORT, zero_stage=3, num_ranks=2, lora=16, offload="parameters"),
+    name: Configuration(**record["configuration"])
+    for name, record in json.loads(RECORD.read_text())["configurations"].items()
 }
 
 
@@ -238,7 +165,6 @@ class Trained:
         self._dims = dims
 
     def micro_batches(self, chosen: Configuration) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a step, with random tokens."""
         rng = np.random.default_rng(0)
         rows = []
         for _ in range(chosen.groups):
@@ -256,7 +182,6 @@ class Trained:
         return [build([rows[n] for n in piece]) for piece in plan[self._dims.rows.index]]
 
     def copy(self) -> WeightBuckets:
-        """Return a copy of this rank's share of the weights, as it is published."""
         layout = self.policy.weights.layout()
         share = self._dims.buckets
         buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index])
@@ -306,7 +231,6 @@ def _run_rank(name: str, environment: dict[str, str], result: Connection) -> Non
 
 
 def measure(name: str) -> dict[str, float]:
-    """Return what `measure_here` does: the largest of the ranks, each a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -333,7 +257,6 @@ def measure(name: str) -> dict[str, float]:
 
 
 def estimated(name: str) -> dict[str, int]:
-    """Return the estimated peak of each phase in bytes, while no checkpoint is written."""
     plan = MemoryPlan(inputs_of(CONFIGURATIONS[name]))
     phases = {phase.name: phase.total - plan.held.host[CHECKPOINT] for phase in plan.phases}
     others = {"optimizer step": phases.pop("optimizer step"), COPY: phases.pop(COPY, 0)}
@@ -341,7 +264,6 @@ def estimated(name: str) -> dict[str, int]:
 
 
 def lines(name: str, *, by_phase: bool, records: dict[str, Any]) -> Iterator[str]:
-    """Yield the rows of the table of one configuration, and add what was measured to the records."""
     peaks, expected = measure(name), estimated(name)
     cpu_s = peaks.pop(CPU_S)
     largest = max(peaks, key=lambda phase: peaks[phase])

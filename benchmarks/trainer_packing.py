@@ -49,8 +49,6 @@ WAYS = ("padded", "packed", "tree")
 
 @dataclass(frozen=True)
 class Case:
-    """Rows and the model that reads them."""
-
     what: str
     rows: Callable[[int], list[Row]]  # with lengths divided by a number
     layers: int = 2
@@ -60,7 +58,6 @@ class Case:
     scale: int = 1
 
     def scaled(self, model: Path | None, scale: int) -> Case:
-        """Return the same with another model, and with rows and budget divided."""
         what = self.what if scale == 1 else f"{self.what}; lengths divided by {scale}"
         return replace(self, what=what, model=model, scale=scale, budget=self.budget // scale)
 
@@ -83,7 +80,6 @@ def group(prompt: int, completion: int, size: int = 8) -> list[Row]:
 
 
 def log_normal(rng: np.random.Generator, median: float, most: float, num: int) -> np.ndarray:
-    """Return lengths between 16 and ``most``, not rounded."""
     return np.clip(rng.lognormal(np.log(median), 0.7, num), 16, most)
 
 
@@ -151,7 +147,6 @@ def unshared(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Layout, Tensor]:
 
 
 def hidden_states(scorer: CompletionScorer, way: str, rows: Sequence[Row]) -> tuple[Tensor, int]:
-    """Return the hidden states that predict the sampled tokens, and the number of tokens computed."""
     model: Any = scorer.language_model
     if way in ("tree", "row by row"):
         batch = build(rows)
@@ -176,7 +171,6 @@ def hidden_states(scorer: CompletionScorer, way: str, rows: Sequence[Row]) -> tu
 
 
 def run(scorer: CompletionScorer, way: str, rows: Sequence[Row], budget: int) -> tuple[float, int]:
-    """Run forward and backward of all rows; returns CPU seconds and tokens computed."""
     model: Any = scorer.language_model
     model.set_attn_implementation("sdpa" if way == "padded" else "penstock_packed")
     scorer.zero_grad(set_to_none=True)
@@ -195,7 +189,6 @@ def gradient(scorer: CompletionScorer) -> Tensor:
 
 
 def measure(case: Case, rounds: int) -> dict[str, tuple[list[float], int]]:
-    """Return the CPU seconds of every way in each round, and how many tokens it computes."""
     scorer, rows = scorer_of(case), case.made()
     for way in WAYS:
         run(scorer, way, rows[:2], case.budget)
@@ -219,18 +212,15 @@ def report(cases: dict[str, Case], rounds: int) -> Iterator[str]:
 
 
 def paired(found: dict[str, tuple[list[float], int]], way: str) -> str:
-    """Return how much faster the tree is than a way."""
     return ratio(found[way][0], found["tree"][0])
 
 
 def ratio(others: Sequence[float], own: Sequence[float]) -> str:
-    """Return the seconds of others beside one's own, round by round: the median, the smallest and the largest."""
     ratios = sorted(other / mine for other, mine in zip(others, own, strict=True))
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def peak_memory_mb(case: Case, way: str) -> float:
-    """Return how much memory a pass needs at most beyond model and libraries; of this process, sampled every 2 ms."""
     scorer, rows = scorer_of(case), case.made()
     run(scorer, way, rows[:1], case.budget)
     scorer.zero_grad(set_to_none=True)
@@ -241,7 +231,6 @@ def peak_memory_mb(case: Case, way: str) -> float:
 
 
 def memory(chosen: Sequence[str]) -> None:
-    """Print the peak memory of each way, each in a process of its own; small pages, so that it is that of the tensors."""
     small = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "THP_MEM_ALLOC_ENABLE": "0"}
     environment = os.environ | small
     peaks = {}
@@ -254,7 +243,6 @@ def memory(chosen: Sequence[str]) -> None:
 
 
 def error(case: Case) -> None:
-    """Print the relative error of the gradient, in float32, against one row at a time."""
     scorer, rows = scorer_of(case), case.made()
     run(scorer, "row by row", rows, case.budget)
     true = gradient(scorer)

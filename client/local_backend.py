@@ -14,12 +14,13 @@ from typing import Any
 from penstock.client import events
 from penstock.client.errors import RunFailed
 from penstock.client.events import RUN_FILE, Event
-from penstock.client.processes import GOING_ON, LocalProcess, State, wait_until
+from penstock.client.processes import GOING_ON, LocalProcess, State
 from penstock.client.registered_reward import RegisteredReward
 from penstock.client.served_function import ServedFunction
 from penstock.console import launch
 from penstock.console.report import curves
 from penstock.console.tools.runs import is_finished
+from penstock.deploy.processes.child import wait_until
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import pause_request, run_lock
 
@@ -92,7 +93,7 @@ class LocalBackend:
         """Wait until the run's processes have exited; returns False when ``timeout_s`` passed first."""
         if self._process is not None:
             return self._process.wait(timeout_s)
-        return wait_until(lambda: not run_lock.is_held(self.folder), timeout_s)
+        return wait_until(lambda: not run_lock.is_held(self.folder), timeout_s, _POLL_S)
 
     def failure(self) -> RunFailed:
         """Return the error with the last lines of the process."""

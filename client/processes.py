@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from typing import Literal
 
 from penstock.client.errors import RunFailed
-from penstock.deploy.processes.child import Child, describe_exit
+from penstock.deploy.processes.child import Child, describe_exit, wait_until
 
 # Of a run on this machine: running, pausing, paused, finished, stopped, failed. The Runs API has the others too.
 State = Literal[
@@ -64,7 +63,7 @@ class LocalProcess:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it exits; returns False when ``timeout_s`` passed first."""
-        return wait_until(lambda: self._child.returncode is not None, timeout_s)
+        return wait_until(lambda: self._child.returncode is not None, timeout_s, _POLL_S)
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM and return at once."""
@@ -92,17 +91,6 @@ class LocalProcess:
                 return file.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return []
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float | None, period_s: float = _POLL_S) -> bool:
-    """Wait until ``is_so()``; returns False when ``timeout_s`` passed first."""
-    give_up = None if timeout_s is None else time.monotonic() + timeout_s
-    while not is_so():
-        left_s = period_s if give_up is None else give_up - time.monotonic()
-        if left_s <= 0.0:
-            return False
-        time.sleep(min(period_s, left_s))
-    return True
 
 
 @atexit.register

@@ -63,6 +63,31 @@ class ConnectionSettings(BaseModel):
     retention: RetentionSettings = RetentionSettings()
 
 
+def connection_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return those that say where a run's servers and folders are: its run files, and overrides of nats, s3 and run."""
+    files, overrides = _split_joined(arguments)
+    return [*map(str, files), *(override for override in overrides if _is_of_servers(override))]
+
+
+def without_servers(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments for services that must not connect to the servers of the run; with absolute paths of run files."""
+    files, overrides = _split_joined(arguments)
+    return [
+        *(str(file.absolute()) for file in files),
+        *(override for override in overrides if not _is_of_servers(override)),
+    ]
+
+
+def _split_joined(arguments: Sequence[str]) -> tuple[Sequence[Path], list[str]]:
+    files, overrides = split_arguments(arguments)
+    words = iter(overrides)
+    return files, [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
+
+
+def _is_of_servers(override: str) -> bool:
+    return override.lstrip("-").startswith(("nats.", "s3.", "run."))
+
+
 def create_or_delete(arguments: Sequence[str], run: str | None, *, s3_users: str, delete: bool, yes: bool) -> int:
     """Create or delete what a run needs; returns the exit code. ``s3_users``: folder of secret keys, empty for no users."""
     logs.configure("bootstrap")
@@ -75,7 +100,7 @@ def create_or_delete(arguments: Sequence[str], run: str | None, *, s3_users: str
                 return _delete(bus, run_id, ask=not yes)
             bootstrap(bus, Blobs(settings.s3), run_id, settings.retention.limits())
         if s3_users:
-            from penstock.deploy.s3_users import create_users  # noqa: PLC0415  its library is needed only here
+            from penstock.deploy.s3_policies import create_users  # noqa: PLC0415  its library is needed only here
 
             created = create_users(settings.s3, Path(s3_users))
             print(f"users of {settings.s3.endpoint}: {', '.join(created)}")

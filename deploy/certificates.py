@@ -80,7 +80,7 @@ def write_certificates(
     the names they had.
     """
     more = _checked(services, names)
-    if not renew and (taken := [one for one in (folder / f"{name}.pem" for name in services) if one.exists()]):
+    if not renew and (taken := [path for path in (folder / f"{name}.pem" for name in services) if path.exists()]):
         raise DeployError(f"{taken[0]} exists; replace the certificates with --renew, or choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     key, authority = _authority(folder)
@@ -119,7 +119,6 @@ def is_host(text: str) -> bool:
 
 
 def _checked(services: Sequence[str], names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the further names of each service; raises DeployError for what is no name of a service or a host."""
     for service in services:
         if not _SERVICE.fullmatch(service) or service in (_CA, _SIGNING):
             raise DeployError(f"{service!r} is no name of a service: a-z, 0-9 and '-', not {_CA!r} or {_SIGNING!r}")
@@ -167,12 +166,15 @@ def _issued(
     addresses = {host: _address(host) for host in hosts}
     names = [x509.DNSName(h) if (a := addresses[h]) is None else x509.IPAddress(a) for h in hosts]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, service)])
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH]
+    if service == "nats":  # the servers of a cluster are each other's clients, and verify both ways
+        purposes.append(ExtendedKeyUsageOID.CLIENT_AUTH)
     return (
         _builder(subject, authority.subject, public, days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(_purposes(service)), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -191,11 +193,6 @@ def _builder(
         .not_valid_before(now - _CLOCKS_APART)
         .not_valid_after(now + timedelta(days=days))
     )
-
-
-def _purposes(service: str) -> list[x509.ObjectIdentifier]:
-    """Return what a certificate is for: the servers of a NATS cluster are each other's clients, and verify both ways."""
-    return [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if service == "nats" else [])]
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
@@ -220,7 +217,6 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def hosts_of(path: Path) -> list[str]:
-    """Return the host names and IP addresses that a certificate is for."""
     names = _read(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in names]
 
@@ -249,7 +245,7 @@ def print_certificates(folder: Path, services: Sequence[str], names: Sequence[st
     """
     if not 0 < days <= _CA_DAYS:
         raise UsageError(f"--days: between 0 and {_CA_DAYS}")
-    if wrong := [one for one in names if "=" not in one]:
+    if wrong := [name for name in names if "=" not in name]:
         raise UsageError(f"--name {wrong[0]}: expected SERVICE=HOST")
     pairs = [(service, host) for service, _, host in (one.partition("=") for one in names)]
     try:

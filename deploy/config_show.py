@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from penstock.console.tracking.trackers import TrackSettings
-from penstock.deploy.resumption import notes
+from penstock.deploy.resumption import settings_without_effect
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
@@ -25,7 +25,7 @@ from penstock.trainer.settings import TrainerSettings
 
 SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings, TrackSettings)
 TRAIN = "train"
-FINE_TUNING: dict[str, OwnSection] = {one.section: one for one in (SFT, DPO, RM)}
+FINE_TUNING: dict[str, OwnSection] = {section.section: section for section in (SFT, DPO, RM)}
 _ERROR = 2  # exit code of settings that are refused
 
 
@@ -92,8 +92,10 @@ def print_settings(arguments: Sequence[str], command: str, *, as_json: bool) -> 
         document = as_document(services) | ({} if command == TRAIN else {"unread": unread})
         sys.stdout.write(json.dumps(document) + "\n")
     else:
-        told = notes(services[0]) if command == TRAIN else [f"penstock {command} does not read {key}" for key in unread]
-        sys.stdout.write(as_text(services) + "".join(f"# note: {note}\n" for note in told))
+        notes = [f"penstock {command} does not read {key}" for key in unread]
+        if command == TRAIN:
+            notes = settings_without_effect(services[0])
+        sys.stdout.write(as_text(services) + "".join(f"# note: {note}\n" for note in notes))
     return 0
 
 

@@ -10,20 +10,11 @@ import os
 import sys
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.protocol import streams
 from penstock.protocol.command_line import Help, program
-from penstock.protocol.config.connection import NatsSettings, RunSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.transport.bus import Bus
-
-
-class HealthSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    run: RunSettings = RunSettings()
-    nats: NatsSettings = NatsSettings()
 
 
 def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
@@ -35,8 +26,7 @@ def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
 def check(
     role: Literal["rollout", "reward", "trainer"], *, id: Annotated[str, Help("Start of the service's id.")] = ""
 ) -> int:
-    """Exit with 0 while the service sends heartbeats, else with 1 and the reason on stderr."""
-    settings = load(HealthSettings, environ=os.environ).settings
+    settings = load(ConnectionSettings, environ=os.environ).settings
     with Bus.connect(settings.nats, name="health", deadline_s=5.0) as bus:
         if has_heartbeat(bus, settings.run.id, role, id):
             return 0

@@ -125,7 +125,6 @@ class LocalStack:
         (self.data / "environment").write_text(lines)
 
     def stop(self) -> None:
-        """Stop both servers and unlock the folder; idempotent."""
         if self._supervisor is not None and self._own_supervisor:
             self._supervisor.close()
         for server in (self._nats, self._s3):
@@ -147,7 +146,6 @@ class LocalStack:
 
     @property
     def pids(self) -> tuple[int, int]:
-        """Process ids of nats-server and of the S3 server."""
         assert self._nats is not None, "not started"
         assert self._s3 is not None, "not started"
         return self._nats.child.pid, self._s3.child.pid
@@ -169,7 +167,6 @@ class LocalStack:
         return environment
 
     def _http_environment(self) -> dict[str, str]:
-        """Return the variables that give TLS to HTTP servers which a person lets other machines reach; empty without TLS."""
         if not self._tls:
             return {}
         from penstock.deploy import certificates  # noqa: PLC0415  its library is of the extra `local`
@@ -177,8 +174,12 @@ class LocalStack:
         if not (self._certificates / f"{_HTTP}.pem").exists():
             names = [(_HTTP, name) for name in [socket.gethostname()] if certificates.is_host(name)]
             certificates.write_certificates(self._certificates, services=(_HTTP,), names=names)
-        found = certificates.kept(self._certificates, _HTTP)
-        files = (http_tls.CERTIFICATE, found.file), (http_tls.KEY, found.key_file), (http_tls.AUTHORITY, found.ca_file)
+        certificate = certificates.kept(self._certificates, _HTTP)
+        files = (
+            (http_tls.CERTIFICATE, certificate.file),
+            (http_tls.KEY, certificate.key_file),
+            (http_tls.AUTHORITY, certificate.ca_file),
+        )
         return {name: str(file) for name, file in files}
 
     @property
@@ -195,7 +196,6 @@ class LocalStack:
         return 0
 
     def _certificate(self, service: str) -> Certificate | None:
-        """Return a certificate of the data folder, made or renewed where needed; None without TLS."""
         if not self._tls:
             return None
         from penstock.deploy import certificates  # noqa: PLC0415  its library is of the extra `local`
@@ -269,7 +269,6 @@ def stop_on_signals() -> threading.Event:
 
 
 def serve(stack: LocalStack, run: str | None) -> int:
-    """Start the servers, print the environment that uses them, and run until Ctrl-C; creates the streams of ``run`` if it is named."""
     logs.configure("local")
     stop_requested = stop_on_signals()
     try:

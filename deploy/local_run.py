@@ -1,4 +1,4 @@
-"""All processes of one run on this machine; `deploy/train_local.py` and `deploy/quickstart.py` drive it.
+"""All processes of one run on this machine; `deploy/train.py` and `deploy/quickstart.py` drive it.
 
 Starts nats-server and the S3 server (unless the run file names others), creates the run's streams,
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
@@ -21,14 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
-from penstock.deploy import local_inputs, local_settings
+from penstock.deploy import early_checks
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.early_checks import (
-    check_engine,
-    check_engine_is_installed,
-    check_inputs,
-    check_metrics_ports,
-)
+from penstock.deploy.early_checks import check_engine, check_engine_is_installed, check_inputs, check_metrics_ports
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.processes.child import (
     Child,
@@ -40,7 +35,7 @@ from penstock.deploy.processes.child import (
     wait_until,
 )
 from penstock.deploy.processes.servers import port_is_free
-from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, log_event, stop_all
+from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.record import run_lock
 from penstock.protocol.transport.blobs import Blobs
@@ -51,15 +46,6 @@ TRAINER = "trainer"
 REWARD = "reward"
 _STOP_GRACE_S = 15.0
 _REWARD_DEADLINE_S = 60.0  # until the API of the reward service listens
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessView:
-    name: str
-    pid: int
-    alive: bool
-    num_crashes: int
-    log: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +79,7 @@ class LocalRun:
         names others (None: unless it does); ``tls``: these take encrypted connections only.
         """
         self._environ = dict(os.environ if environ is None else environ)
-        self._local = local_settings.read(
+        self._local = early_checks.read_local_settings(
             arguments,
             self._environ,
             num_workers=num_workers,
@@ -114,7 +100,7 @@ class LocalRun:
         self._trainer_overrides = trainer_overrides
         self._num_trainer_sessions = 0
         self._disk_is_full = False
-        self._listeners: list[Callable[[ProcessEvent], object]] = []
+        self._listener: Callable[[ProcessEvent], object] | None = None
         self._stack: LocalStack | None = None
         self._supervisor: Supervisor | None = None
         self._services: list[Child] = []
@@ -144,7 +130,7 @@ class LocalRun:
             check_engine_is_installed(self._local.arguments, self._environ)
             check_metrics_ports(self._local.rollout, self._local.num_workers)
         elif self._local.starts_servers:
-            local_inputs.find(self._input, self.folder)
+            early_checks.find_input(self._input, self.folder)
 
     def start(self) -> None:
         """Start all processes; returns while the services are still starting up.
@@ -155,16 +141,15 @@ class LocalRun:
         self.start_trainer()
 
     def start_services(self) -> None:
-        """Start all processes but the trainer: the workers load the model and wait for version 0."""
         self._lock.enter_context(run_lock.hold(self.folder))
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
-        self._supervisor = Supervisor(rule=self._rule, on_event=self._on_event)
+        self._supervisor = Supervisor(rule=self._rule, on_event=self._listener)
         try:
             if self._local.starts_servers:
                 if self._input is not None:
-                    local_inputs.copy_input(self._input, self.folder)
+                    early_checks.copy_input(self._input, self.folder)
                 self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs", tls=self._tls)
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3
@@ -175,13 +160,11 @@ class LocalRun:
                 self._launch(self._reward(), restart=lambda: self._reward().relaunch())
             names = [worker_name(index) for index in range(self._local.num_workers)]
             for name in names:
-                child = self._worker(name)
-                self._launch(child, restart=child.relaunch, replicas=names)
+                words = [*self._local.arguments, *self._local.worker_overrides, f"worker.id={name}"]
+                self._launch(self._service(name, launch.module("penstock.rollout_service", *words)), replicas=names)
             for child in self._endpoints():
                 self._launch(
-                    child,
-                    restart=child.relaunch,
-                    is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events),
+                    child, is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events)
                 )
         except BaseException:
             self.stop()
@@ -204,14 +187,12 @@ class LocalRun:
         self,
         child: Child,
         *,
-        restart: Callable[[], Child],
+        restart: Callable[[], Child] | None = None,
         is_crash: Callable[[int], bool] = lambda _: True,
         replicas: Sequence[str] = (),
     ) -> None:
-        if not child.alive:
-            child.start()
+        self._require_supervisor().start(child, restart, is_crash=is_crash, replicas=replicas)
         self._services.append(child)
-        self._require_supervisor().watch(child, restart, is_crash=is_crash, replicas=replicas)
 
     def wait(self, deadline_s: float | None = None) -> int | None:
         """Wait until the trainer exits and return its exit code; None when ``deadline_s`` passed first.
@@ -220,16 +201,11 @@ class LocalRun:
         """
         supervisor = self._require_supervisor()
         supervisor.child(TRAINER)  # raises when it was not started
-
-        def exited() -> list[str]:
-            return [event.name for event in self.events if event.kind == "exited"]
-
-        if not supervisor.wait_for(lambda: supervisor.failure is not None or bool(exited()), deadline_s):
+        exited = supervisor.wait_exit(deadline_s)
+        if exited is None:
             return None
-        if supervisor.failure is not None:
-            raise supervisor.failure
-        if TRAINER not in exited():
-            raise supervisor.child(exited()[0]).failure("could not start")
+        if not any(event.name == TRAINER and event.kind == "exited" for event in self.events):
+            raise exited.failure("could not start")
         return supervisor.child(TRAINER).returncode
 
     def check_processes(self) -> None:
@@ -238,7 +214,6 @@ class LocalRun:
             raise failure
 
     def stop(self) -> None:
-        """Stop all processes, services first, and reap their orphans; idempotent."""
         if self._supervisor is not None:
             self._supervisor.close()
             if self._prepared_trainer is not None:
@@ -264,24 +239,20 @@ class LocalRun:
 
     def listen(self, listener: Callable[[ProcessEvent], object]) -> None:
         """Call ``listener`` for every event from now on, on the supervisor's thread; without one, events are logged."""
-        self._listeners.append(listener)
+        self._listener = listener
+        if self._supervisor is not None:
+            self._supervisor.on_event = listener
 
-    def _on_event(self, event: ProcessEvent) -> None:
-        for listener in self._listeners or [log_event]:
-            listener(event)
+    def on_incident(self, note: Callable[[str], object]) -> None:
+        """Call ``note`` for every crash and restart from now on, on the supervisor's thread."""
+        self._require_supervisor().on_incident(note)
 
     @property
     def events(self) -> list[ProcessEvent]:
         return [] if self._supervisor is None else list(self._supervisor.events)
 
-    def processes(self) -> list[ProcessView]:
-        if self._supervisor is None:
-            return []
-        crashes = [event.name for event in self.events if event.kind == "crashed"]
-        return [
-            ProcessView(name, child.pid, child.alive, crashes.count(name), child.log)
-            for name, child in self._supervisor.processes().items()
-        ]
+    def processes(self) -> list[Child]:
+        return [] if self._supervisor is None else list(self._supervisor.processes().values())
 
     def new_disk_problem(self) -> str:
         """Return a sentence once when the disk of the run's folder becomes full: then the services wait, and log why."""
@@ -311,13 +282,8 @@ class LocalRun:
         return self.folder / "logs" / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
-        """Return the last lines of a process's log, indented, and whether its disk is full; raises DeployError for an unknown name."""
         child = self._require_supervisor().child(name)
         return "\n".join(part for part in (child.log_tail(), full_disk(child.log.parent)) if part)
-
-    def _worker(self, name: str) -> Child:
-        words = [*self._local.arguments, *self._local.worker_overrides, f"worker.id={name}"]
-        return self._service(name, launch.module("penstock.rollout_service", *words))
 
     def _reward(self) -> Child:
         """Return the reward service; it keeps its port over restarts, because endpoints renew their leases there."""
@@ -333,7 +299,6 @@ class LocalRun:
         return 0
 
     def _endpoints(self) -> list[Child]:
-        """Return a process for each reward file, once the reward service listens; raises DeployError."""
         if not self._local.reward_files:
             return []
         if not wait_until(lambda: self.reward_url, _REWARD_DEADLINE_S):
@@ -351,19 +316,16 @@ class LocalRun:
         command = launch.trainer_command([*self._local.arguments, *overrides], self._environ)
         if waits:
             command.insert(command.index("train"), "--prepare")
-        # torchrun needs SIGTERM, so that it can stop its ranks; a single process does not
-        by_torchrun = "torch.distributed.run" in command
-        death_signal = signal.SIGTERM if by_torchrun else signal.SIGKILL
-        return self._service(TRAINER, command, death_signal=death_signal, waits=waits)
+        return self._service(TRAINER, command, waits=waits)
 
-    def _service(
-        self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL, waits: bool = False
-    ) -> Child:
+    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
         stack = None if self._stack is None or self._local.names_keys else self._stack.environment()
         environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3))}
         # else torch uses all cores in every process, and they wait for one another
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._local.num_workers + 1))))
-        return Child(name, command, log=self.log(name), environ=environ, death_signal=death_signal, waits=waits)
+        return Child(
+            name, command, log=self.log(name), environ=environ, death_signal=death_signal(command), waits=waits
+        )
 
     def _require_supervisor(self) -> Supervisor:
         if self._supervisor is None:
@@ -371,13 +333,16 @@ class LocalRun:
         return self._supervisor
 
 
+def death_signal(command: Sequence[str]) -> signal.Signals:
+    """Return the signal for a process whose parent exits: torchrun needs SIGTERM, so that it can stop its ranks."""
+    return signal.SIGTERM if "torch.distributed.run" in command else signal.SIGKILL
+
+
 def fails_at_first_start(name: str, code: int, events: Sequence[ProcessEvent]) -> bool:
-    """Return True for a process that exits by itself at its first start: a user's file that cannot be used stays so."""
     return code > 0 and not any(event.name == name and event.kind == "crashed" for event in events)
 
 
 def worker_name(index: int) -> str:
-    """Return the name of a worker, in messages, of its log file and of its process."""
     return f"worker-{index}"
 
 

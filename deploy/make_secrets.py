@@ -32,9 +32,8 @@ REWARD_TOKENS = {  # file of a token: name and role of its holder
     "reward_read_token": ("prometheus", "read"),
 }
 OTHERS = ("s3_secret_key", *(f"s3_{user}" for user in S3_USERS), *REWARD_TOKENS, "grafana_password")
-METRICS = (
-    "metrics"  # of trainer and workers, whatever the container's name: Prometheus takes it for tls_config.server_name
-)
+# The certificate of the metrics of trainer and workers: Prometheus expects this name (tls_config.server_name) of every container.
+METRICS = "metrics"
 METRICS_HOSTS = ("trainer-cpu", "trainer-gpu", "rollout-cpu", "rollout-gpu", "trainer", "rollout")
 SERVERS = ("nats", "s3", "reward", "reward-model", METRICS, "prometheus", "grafana")
 _BYTES = 24
@@ -99,7 +98,6 @@ def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
 
 
 def _make_certificates(folder: Path, nats_servers: Sequence[str]) -> list[Path]:
-    """Create the missing files of TLS and of signatures, and renew what ends soon; returns those that were written."""
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
     hosts = {METRICS: METRICS_HOSTS, "nats": [server.partition(":")[0] for server in nats_servers]}
     for service in SERVERS:

@@ -29,7 +29,7 @@ from typing import Annotated
 from penstock.protocol import streams, subjects
 from penstock.protocol.command_line import Help, program
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.rights import ANY_KEY, ANY_RUN, KeyRight, Rights, TailRight, rights
+from penstock.protocol.rights import ANY_KEY, ANY_RUN, KeyRight, Rights, rights
 from penstock.protocol.subjects import check_run_id
 
 _API = "$JS.API"
@@ -153,7 +153,7 @@ def _allowed(rights: Rights) -> Iterator[str]:
     for spec in rights.observes:
         yield f"{_API}.CONSUMER.INFO.{spec.stream}.{spec.durable}"
     for tail in rights.tails:
-        yield from _to_tail(tail)
+        yield from (f"{_API}.STREAM.INFO.{tail.stream}", f"{_API}.DIRECT.GET.{tail.stream}")
     for stream in rights.scans:
         yield from (f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.STREAM.MSG.GET.{stream}")
     for right in rights.reads:
@@ -161,10 +161,6 @@ def _allowed(rights: Rights) -> Iterator[str]:
     for right in rights.writes:
         yield f"{_API}.STREAM.INFO.{_stream(right)}"  # binding to a bucket asks for it
         yield _subject(right)
-
-
-def _to_tail(tail: TailRight) -> Iterator[str]:
-    yield from (f"{_API}.STREAM.INFO.{tail.stream}", f"{_API}.DIRECT.GET.{tail.stream}")
 
 
 def _to_read(right: KeyRight) -> Iterator[str]:
@@ -177,7 +173,6 @@ def _to_read(right: KeyRight) -> Iterator[str]:
 
 
 def _denied(rights: Rights) -> Iterator[str]:
-    """Refuse what the wildcards for any run would let through."""
     read = {right.bucket for right in rights.reads}
     written = {right.bucket for right in rights.writes}
     for bucket in streams.shared_buckets():
@@ -251,7 +246,6 @@ def nats_config(
 
 
 def _exports(by_role: dict[str, list[Permissions]]) -> Iterator[str]:
-    """Name, for every family of requests, the accounts that may make them."""
     for family in (*_ONE_ANSWER, *_MANY_ANSWERS):
         kept = _MANY_ANSWERS.get(family)
         answers = f', response_type: stream, response_threshold: "{kept}"' if kept else ""
@@ -288,7 +282,6 @@ def _account(role: str, of_runs: Sequence[Permissions]) -> str:
 
 
 def _imports(of_runs: Sequence[Permissions]) -> list[str]:
-    """Return the families of requests that a role makes at all; its permissions say which of them."""
     made = {subject for found in of_runs for subject in found.publish}
     return [family for family in (*_ONE_ANSWER, *_MANY_ANSWERS) if any(_belongs(subject, family) for subject in made)]
 
@@ -328,7 +321,6 @@ def print_config(
     ] = _ROUTES,
     check: Annotated[Path | None, Help("Compare with this file and print nothing when it is the same.")] = None,
 ) -> int:
-    """Print a NATS server's configuration with the rights of every role."""
     text = nats_config(run, passwords=passwords, store=store, tls=tls, is_cluster=cluster, routes=routes)
     if check is None:
         print(text, end="")

@@ -1,6 +1,6 @@
 """``penstock quickstart``: train a tiny language model through every service, with a live panel.
 
-1. Makes a tiny model and the data of a task (`deploy/quickstart_tasks.py`); nothing is downloaded.
+1. Makes a tiny model and the data of a task (`deploy/quickstart_task.py`); nothing is downloaded.
 2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
    and warms the model up on examples meanwhile (`penstock sft`).
 3. Trains it with asynchronous GRPO. Half way it kills one worker with SIGKILL: its groups are redelivered.
@@ -30,10 +30,9 @@ from penstock.deploy import resumption, sglang_cpu
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.processes.child import Child, DeployError, describe_exit
-from penstock.deploy.processes.page_process import PageProcess
-from penstock.deploy.quickstart_task import write_model
-from penstock.deploy.quickstart_tasks import SORT, TASKS, QuickstartTask
-from penstock.deploy.train_local import next_steps
+from penstock.deploy.processes.page_and_trackers import PageProcess
+from penstock.deploy.quickstart_task import SORT, TASKS, QuickstartTask, write_model
+from penstock.deploy.train import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request
@@ -114,7 +113,6 @@ class Options:
 
 
 def quickstart(given: QuickstartOptions) -> int:
-    """Run the quickstart; returns 0, the trainer's exit code, or 130 when it was stopped on request."""
     options = _derived(given)
     logs.configure("quickstart", level="warning")
     stop_requested = stop_on_signals()
@@ -141,7 +139,6 @@ def quickstart(given: QuickstartOptions) -> int:
 
 
 def _again(options: Options) -> str:
-    """Return how to go on after a stop: the run is resumed from its file once the warm-up has made its model."""
     if (options.folder / "sft" / "config.json").is_file():
         return resumption.stopped("train", [os.path.relpath(options.folder / "run.toml"), "--local"])
     return "stopped on request before the training; start it again with: penstock quickstart"
@@ -170,7 +167,7 @@ def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> 
                 folder=options.folder,
             )
             with panel:
-                run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
+                run.on_incident(panel.note)
                 run.start_trainer()
                 code = _watch(options, run, page, bus, panel, stop_requested)
             summary = panel.summary()
@@ -192,7 +189,6 @@ def _make(options: Options, show: _Progress) -> Path:
 
 
 def run_file_text(options: Options, file: Path) -> str:
-    """Return the run file without its sections about the engine."""
     task = options.task
     return _RUN_FILE.format(
         file=file,
@@ -219,7 +215,6 @@ def run_file_text(options: Options, file: Path) -> str:
 
 
 def _engine_sections(engine: str) -> str:
-    """Return the run file's sections about the engine; raises ConfigError when SGLang is not installed."""
     if engine == "embedded":
         return ""
     return f'\n[worker]\nengine = "{engine}"\n{_UPDATE_MODE}\n{sglang_cpu.section_toml()}'
@@ -251,7 +246,6 @@ def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: 
 
 
 def _exit_code(child: Child, deadline: float, stop_requested: threading.Event) -> int | None:
-    """Start a child and return its exit code; stop it and return None when a stop was requested first."""
     child.start()
     while child.alive and not stop_requested.wait(0.1):
         if time.monotonic() > deadline:
@@ -266,7 +260,6 @@ def _exit_code(child: Child, deadline: float, stop_requested: threading.Event) -
 def _watch(
     options: Options, run: LocalRun, page: PageProcess, bus: Bus, panel: LivePanel, stop_requested: threading.Event
 ) -> int | None:
-    """Wait until the trainer exits, killing a worker half way; None when a stop was requested."""
     to_kill = options.kill
     while (code := run.wait(_POLL_S)) is None and not stop_requested.is_set():
         if problem := run.new_disk_problem() or page.new_problem():
@@ -319,8 +312,6 @@ def _next_steps(options: Options) -> list[str]:
 
 
 class _Progress:
-    """Print lines with the time since the start; print nothing when ``quiet``."""
-
     def __init__(self, *, quiet: bool, started: float) -> None:
         self._quiet = quiet
         self._started = started

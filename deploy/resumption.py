@@ -13,18 +13,16 @@ from penstock.trainer.settings import TrainerSettings
 _EVALUATION = ("num_prompts", "at_start", "at_end", "temperature", "samples", "max_new_tokens", "environment")
 
 
-def notes(loaded: Loaded[TrainerSettings]) -> list[str]:
-    """Return a line for each setting that was given and does nothing here."""
+def settings_without_effect(loaded: Loaded[TrainerSettings]) -> list[str]:
     settings, origins = loaded.settings, loaded.origins
     return [
         f"{key} has no effect {why} [{origins[key]}]"
-        for key, why in _idle(settings)
+        for key, why in _keys_without_effect(settings)
         if origins.get(key, "default") != "default"
     ]
 
 
-def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
-    """Yield keys that do nothing beside the others, and why."""
+def _keys_without_effect(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
     if settings.trainer.schedule == "constant" and settings.sft.schedule == "constant":
         yield "trainer.min_lr_ratio", "with trainer.schedule = constant"
     if settings.trainer.max_mismatch is None:
@@ -40,12 +38,10 @@ def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
 
 
 def stopped(verb: str, arguments: Sequence[str]) -> str:
-    """Return the line that a stopped command ends with: how to resume it."""
     return f"stopped on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
 
 
 def paused(verb: str, arguments: Sequence[str]) -> str:
-    """Return the line that a paused run ends with: how to resume it."""
     return f"paused on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
 
 
@@ -57,7 +53,7 @@ def start_notes(arguments: Sequence[str], environ: Mapping[str, str]) -> list[st
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=environ)
     folder = loaded.settings.run.folder
-    found = [f"note: {note}" for note in notes(loaded)]
+    found = [f"note: {note}" for note in settings_without_effect(loaded)]
     if not any((folder / "checkpoints").glob("step*")):
         return found
     changed = changed_settings(folder / "config.json", json.dumps(config_document(loaded)).encode())

@@ -24,7 +24,6 @@ _STOP_GRACE_S = 10.0  # of the command, after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code, 1 when the servers do not start."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[1:2] != ["--"] or len(given) == 2:
         print("usage: python -m penstock.deploy.stored DIR -- COMMAND", file=sys.stderr)
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command; returns its exit code as a shell reports it."""
     process = subprocess.Popen(command, env=environ)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:

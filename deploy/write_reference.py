@@ -50,13 +50,13 @@ def reference_document() -> dict[str, Any]:
     )
     return {
         "sections": {name: _first_line(_section(name)) for name in SECTIONS},
-        "settings": [one.to_document() for one in settings],
+        "settings": [setting.to_document() for setting in settings],
     }
 
 
 def run_file_schema() -> dict[str, Any]:
     """Return the JSON Schema of a run file, whose every key may be left to another file or an override."""
-    models: list[tuple[type[BaseModel], Literal["validation"]]] = [(one, "validation") for one in SERVICES]
+    models: list[tuple[type[BaseModel], Literal["validation"]]] = [(service, "validation") for service in SERVICES]
     by_class, document = models_json_schema(models, ref_template="#/$defs/{model}")
     definitions = document["$defs"]
     sections: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def run_file_schema() -> dict[str, Any]:
 def _for_toml(schema: Any) -> Any:
     """Return a schema without generated titles, with the words that stand for null in its place."""
     if isinstance(schema, list):
-        return [_for_toml(one) for one in schema]
+        return [_for_toml(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if schema == {"type": "null"}:
@@ -107,7 +107,6 @@ def _first_line(model: type[BaseModel]) -> str:
 
 
 def main() -> int:
-    """Write both files; returns 0."""
     for file, document in ((reference.FILE, reference_document()), (reference.SCHEMA, run_file_schema())):
         file.write_text(as_text(document), encoding="utf-8")
         print(file)

@@ -163,7 +163,7 @@ def trainer_rights(run_id: str) -> Rights:
         tails=(
             TailRight(stream_name(run_id, "weights"), subjects.weights(run_id)),
             TailRight(stream_name(run_id, "dead"), subjects.dead(run_id)),
-            # For the report of a run whose services run elsewhere: deploy/train_attached.py.
+            # For the report of a run whose services run elsewhere: deploy/train.py.
             TailRight(stream_name(run_id, "events"), subjects.events(run_id)),
         ),
         scans=tuple(stream_name(run_id, stage) for stage in ("tasks", "generated", "scored", "weights", "dead")),

@@ -45,6 +45,8 @@ def _config_errors() -> Iterator[None]:
 
 
 class WorkerSettings(Section):
+    """The worker and its engine."""
+
     id: str = Field(
         default_factory=default_worker_id,
         description="Name of this worker in messages, heartbeats and folders; unique among running workers.",

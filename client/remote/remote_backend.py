@@ -12,11 +12,12 @@ from typing import Any
 from penstock.client.errors import RunFailed
 from penstock.client.events import Event
 from penstock.client.local_backend import LocalBackend
-from penstock.client.processes import GOING_ON, State, wait_until
+from penstock.client.processes import GOING_ON, State
 from penstock.client.registered_reward import RegisteredReward
 from penstock.client.remote.remote_events import RemoteEvents
 from penstock.client.remote.runs_api import RunsApi
 from penstock.client.served_function import ServedFunction
+from penstock.deploy.processes.child import wait_until
 from penstock.protocol.errors import PenstockError
 
 _POLL_S = 0.5

@@ -150,7 +150,7 @@ def backup_run(
     Then:     penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
     """
     from penstock.console.record import stored_run
-    from penstock.forensics.backup import backup_run as backup
+    from penstock.forensics import backup
 
     stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return backup.backup_run(run, arguments, to)
@@ -166,7 +166,7 @@ def restore_run(folder: Annotated[Path, Help("Folder of the backup.")], *argumen
     Example:  penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
     Then:     penstock audit RUN
     """
-    from penstock.forensics.backup import backup_run as backup
+    from penstock.forensics import backup
 
     return backup.restore_run(folder, arguments)
 
@@ -231,7 +231,7 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
     Then:     penstock train run.toml --local run.id=NEW data.from_run=INPUT
     """
     from penstock.console.record import stored_run
-    from penstock.forensics.rescore.rescore import RescoreOptions, Rule, parse_weights, rescore, service_for
+    from penstock.forensics.rescore import RescoreOptions, Rule, parse_weights, rescore, service_for
 
     rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
     words = typed() if reward or not serve else [*typed(), "--reward", serve[0].stem]

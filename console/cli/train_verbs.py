@@ -57,7 +57,7 @@ def recipe(
               penstock recipe smollm2 --task chain_sum:max_terms=2,max_digits=2       a task of reasoning-gym
     Then:     penstock chat smollm2
     """
-    from penstock.deploy.recipe.recipe import run_recipe
+    from penstock.deploy.recipe import run_recipe
 
     del name  # there is one so far
     return run_recipe(options)
@@ -93,14 +93,14 @@ def train(
             "reward service and the workers separately (docs/guides/several_machines.md), and the trainer without --local"
         )
     if local:
-        from penstock.deploy.train_local import train_local
+        from penstock.deploy.train import train_local
 
         return train_local(arguments, options, as_json=json, again=again)
     if options != LocalOptions():
         raise ConfigError("--workers, --serve, --tls and --page are options of penstock train --local; add --local")
     launch.num_ranks(arguments, os.environ)
     require_servers(arguments, os.environ)
-    from penstock.deploy.train_attached import train_attached
+    from penstock.deploy.train import train_attached
 
     return train_attached(arguments, place, as_json=json, again=again)
 

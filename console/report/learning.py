@@ -62,7 +62,7 @@ LABELS: dict[str, str] = {
     "critic_grad_norm": "critic gradient norm before clipping",
     "baseline_mean": "reward of the greedy baselines",
 }
-_NESTED = {
+NESTED = {
     "engine_gap": ("mismatch", "mean_abs"), "engine_gap_max": ("mismatch", "max_abs"), "engine_kl": ("mismatch", "kl_k3"),
     "ratio_p1": ("ratio_percentiles", "1"), "ratio_p99": ("ratio_percentiles", "99"),
 }  # fmt: skip
@@ -124,8 +124,8 @@ def mean(values: Sequence[float]) -> float:
 
 def read(data: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of one step event by key, with rejections by rule and reward parts; missing ones are left out."""
-    values: dict[str, Any] = {name: data.get(name) for name in LABELS if name not in _NESTED}
-    for name, (outer, inner) in _NESTED.items():
+    values: dict[str, Any] = {name: data.get(name) for name in LABELS if name not in NESTED}
+    for name, (outer, inner) in NESTED.items():
         values[name] = _section(data, outer).get(inner)
     loss = data.get("loss")
     if isinstance(loss, float) and number(loss) is None:

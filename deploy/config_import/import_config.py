@@ -1,31 +1,125 @@
-"""`penstock config import FILE`: turn a configuration of another system into a run file."""
+"""`penstock config import FILE`: turn a configuration of another system into a run file, with a report.
+
+Every service accepts the run file: settings that a service refuses are left out and reported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from penstock.deploy.config_import import translation
-from penstock.deploy.config_import.found import Found, read_json, read_yaml
-from penstock.deploy.config_import.read_shell import read_shell
-from penstock.deploy.config_import.run_file_text import (
-    decisions,
-    known_keys,
-    leave_out_refused,
-    offer_silent_defaults,
-    run_file_text,
-)
+from penstock.deploy.config_import.foreign_file import Found, differing, read_json, read_shell, read_yaml
+from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
 from penstock.deploy.config_import.translate import detect, own_section, translate
+from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.foreign_config import SYSTEMS
-from penstock.protocol.config.sources import MAX_FILE_BYTES
+from penstock.protocol.config.run_file import SECTIONS, toml_text
+from penstock.protocol.config.sources import MAX_FILE_BYTES, leaves
 from penstock.protocol.errors import ConfigError
 
+PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 _DECIDE, _ERROR = 1, 2  # exit codes
 _NAMES = [name for name in SYSTEMS if name != "shared"]
+_TITLES: dict[Kind, str] = {
+    "decide": "needs a decision",
+    "unknown": "unknown",
+    "silent": "not in the file: what its system does then, and the run file does not (it has them as comments)",
+    "translated": "translated",
+    "taken": "taken",
+    "ignored": "ignored",
+}
 
 
-def read(file: Path) -> Found:
+def known_keys() -> set[str]:
+    return {key for service in load_all([], [f"model.path={PLACEHOLDER}"], {}) for key in service.origins}
+
+
+def run_file_text(settings: Mapping[str, Any], offered: Mapping[str, tuple[Any, str]] = MappingProxyType({})) -> str:
+    lists = [f"{key} = {toml_text(value)}" for key, value in settings.items() if "." not in key]
+    blocks = ["\n".join(lists)] if lists else []  # before the first table, or they would belong to it
+    for section in SECTIONS:
+        rows = [f"{_name(key)} = {toml_text(settings[key])}" for key in sorted(_of(section, settings))]
+        rows += [f"# {_name(key)} = {toml_text(offered[key][0])}  # {offered[key][1]}" for key in _of(section, offered)]
+        if rows:
+            blocks.append("\n".join([f"[{section}]", *rows]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def decisions(done: Translation) -> str:
+    open_lines = [line for line in done.lines if line.kind in ("decide", "unknown")]
+    if not open_lines:
+        return ""
+    rows = [f"# - {' '.join(f'{line.key}={line.value}'.split())[:120]}: {line.text}\n" for line in open_lines]
+    return "".join(["# Needs a decision before the first run:\n", *rows, "\n"])
+
+
+def offer_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
+    """Report what the system does for keys that its file does not name, where the run file does something else."""
+    effective = _effective(done.settings)
+    for one, others in differing(done.system, named, effective):
+        texts = []
+        for ours, value in others.items():
+            here = toml_text(effective.get(ours))
+            done.offered[ours] = (value, f"{done.system}'s default; here {here}")
+            texts.append(f"{ours} = {toml_text(value)} does the same; here {here}")
+        done.lines.append(Line("silent", one.key, toml_text(one.value).strip('"'), "; ".join(texts)))
+
+
+def _of(section: str, settings: Mapping[str, Any]) -> list[str]:
+    return [key for key in settings if key.startswith(f"{section}.")]
+
+
+def _name(key: str) -> str:
+    return key.partition(".")[2]
+
+
+def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
+    with _written(settings) as file:
+        document = as_document(load_all([file], [], {}))
+    return {".".join(path): value for path, value in leaves(document["settings"])}
+
+
+@contextlib.contextmanager
+def _written(settings: Mapping[str, Any]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.toml"
+        file.write_text(run_file_text(settings), encoding="utf-8")
+        yield file
+
+
+def leave_out_refused(done: Translation) -> None:
+    """Remove what the services refuse, one setting at a time, and report each with the reason."""
+    if "model.path" not in done.settings:
+        done.settings["model.path"] = PLACEHOLDER
+        done.lines.append(Line("decide", "model.path", "", "the file names no model: set model.path"))
+    while problem := _refused(done.settings):
+        named = [key for key in done.settings if re.search(rf"\b{re.escape(key)}\b", problem) and key != "model.path"]
+        if not named:
+            raise ConfigError(f"the translated settings are refused, and by none that can be left out: {problem}")
+        culprit = named[0]
+        value = done.settings.pop(culprit)
+        kind = "ignored" if " does nothing " in problem else "decide"
+        done.lines.append(Line(kind, culprit, value, f"left out, because it is refused: {problem}"))
+
+
+def _refused(settings: Mapping[str, Any]) -> str:
+    with _written(settings) as file:
+        try:
+            load_all([file], [], {})
+        except ConfigError as err:
+            problem = re.sub(rf"{re.escape(str(file))}(:\d+)?:? ?", "", str(err).splitlines()[0])
+            return re.sub(r"( \[[a-z_.]+: \])+$", "", problem)
+    return ""
+
+
+def read_foreign_file(file: Path) -> Found:
     """Read a file by the end of its name: .yaml, .yml, .json, else a shell script; raises ConfigError."""
     try:
         if file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
@@ -48,7 +142,7 @@ def read(file: Path) -> Found:
 def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) -> int:
     """Write the run file and print the report; returns 1 when a key needs a decision, 2 when nothing was written."""
     try:
-        found = read(file)
+        found = read_foreign_file(file)
         system = system or detect(found)
         if not system:
             raise ConfigError(
@@ -66,10 +160,42 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         sys.stderr.write(f"{err}\n")
         return _ERROR
     if as_json:
-        sys.stdout.write(json.dumps(translation.as_document(done)) + "\n")
+        sys.stdout.write(json.dumps(report_document(done)) + "\n")
     else:
         command = own_section(found)
         verb = command.section if command is not None else "train"
-        sys.stdout.write(f"{file}: a configuration of {system}\n\n{translation.as_text(done)}\n")
+        sys.stdout.write(f"{file}: a configuration of {system}\n\n{report_text(done)}\n")
         sys.stdout.write(f"wrote {to}; see it: penstock config show {to}; then: penstock {verb} {to}\n")
     return _DECIDE if done.needs_decision else 0
+
+
+def report_text(done: Translation) -> str:
+    blocks = []
+    for kind, title in _TITLES.items():
+        lines = [line for line in done.lines if line.kind == kind]
+        if lines:
+            rows = [f"  {_key_and_value(line.key, line.value)}  →  {line.text}" for line in lines]
+            blocks.append("\n".join([f"{title} ({len(lines)})", *rows]))
+    return "\n\n".join(blocks) + "\n" if blocks else "no key was found\n"
+
+
+def report_document(done: Translation) -> dict[str, Any]:
+    return {
+        "system": done.system,
+        "settings": done.settings,
+        "needs_decision": done.needs_decision,
+        "keys": [{"kind": line.kind, "key": line.key, "value": line.value, "text": line.text} for line in done.lines],
+    }
+
+
+def _key_and_value(key: str, value: Any) -> str:
+    if value in ("", None):
+        return key
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return f"{key}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+if __name__ == "__main__":
+    from penstock.console.cli.main import run_verb
+
+    run_verb("config", "import")

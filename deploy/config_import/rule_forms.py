@@ -1,24 +1,66 @@
 """The forms of rules: how a key becomes settings that mean the same with other values, or together with other keys; pure.
 
 A rule is given the value and the whole file. The table `protocol/config/foreign_keys.json` says which key has which: the name of a
-function of `rules`, or a list of the name of a form and its arguments.
+function of `rules`, or a list of the name of a form and its arguments. Together the outcomes of the rules are a `Translation`:
+settings, and one line of the report for each key of the file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
-
-Values = Mapping[str, Any]
-Rule = Callable[[Any, Values], Outcome]
-
+Kind = Literal["taken", "translated", "ignored", "decide", "unknown", "silent"]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
 _REWARD_FILE = "custom_reward_function.path"  # of verl
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    kind: Kind
+    key: str
+    value: Any
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    kind: Kind
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Translation:
+    system: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    offered: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Settings that the run file holds as comments: the value, and why someone might want it."""
+
+    @property
+    def needs_decision(self) -> bool:
+        return any(line.kind in ("decide", "unknown") for line in self.lines)
+
+
+def set_to(text: str = "", /, **settings: Any) -> Outcome:
+    return Outcome("translated", {key.replace("__", "."): value for key, value in settings.items()}, text)
+
+
+def ignored(text: str) -> Outcome:
+    return Outcome("ignored", text=text)
+
+
+def decide(text: str) -> Outcome:
+    return Outcome("decide", text=text)
+
+
+Values = Mapping[str, Any]
+Rule = Callable[[Any, Values], Outcome]
 
 
 def first(values: Values, *keys: str, default: Any = None) -> Any:
@@ -26,7 +68,6 @@ def first(values: Values, *keys: str, default: Any = None) -> Any:
 
 
 def is_on(value: Any) -> bool:
-    """Return True for the ways in which switches are turned on."""
     return value is True or str(value).lower() in ("true", "1", "yes", "on")
 
 
@@ -39,12 +80,10 @@ def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
 
 
 def unless_on(setting: str, value: Any) -> Rule:
-    """Return a rule for a switch that sets one value when it is off."""
     return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
 
 
 def as_rule(setting: str, text: str = "") -> Rule:
-    """Return a rule for a key with the same values under another name."""
     return lambda given, values: Outcome("translated", {setting: given}, text)
 
 
@@ -58,22 +97,16 @@ def with_rule(*keys: str) -> Rule:
 
 
 def engine(theirs: str) -> str:
-    """Return the engine that a name of another system means."""
     named = str(theirs).lower()
     return "sglang" if "sglang" in named else "vllm" if "vllm" in named else "embedded"
 
 
-def _engine_of(values: Values) -> str:
-    named = first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name")
-    return engine(named) if named else "vllm"
-
-
 def engine_option(sglang: str, vllm: str) -> Rule:
     def rule(given: Any, values: Values) -> Outcome:
-        engine = _engine_of(values)
-        if engine == "embedded":
+        chosen = engine(first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name") or "vllm")
+        if chosen == "embedded":
             return ignored("an option of another engine than worker.engine")
-        return Outcome("translated", {"worker.engine": engine, sglang if engine == "sglang" else vllm: given})
+        return Outcome("translated", {"worker.engine": chosen, sglang if chosen == "sglang" else vllm: given})
 
     return rule
 
@@ -95,8 +128,6 @@ def positive(setting: str, off: str = OFF) -> Rule:
 
 
 def share_of_steps(setting: str) -> Rule:
-    """Return a rule for a share of all steps, such as a warm-up ratio."""
-
     def rule(given: Any, values: Values) -> Outcome:
         steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
         if not given:
@@ -128,7 +159,6 @@ def batch_rule(prompts: str, rows: str) -> Rule:
 
 
 def nonzero(setting: str) -> Rule:
-    """Return a rule for a number that is off at 0."""
     return lambda given, values: Outcome("translated", {setting: given}) if given else ignored(OFF)
 
 
@@ -140,7 +170,6 @@ def unless_given(other: str, setting: str) -> Rule:
 
 
 def ignore(text: str) -> Rule:
-    """Return a rule for a key that needs no setting, whatever its value."""
     return lambda given, values: ignored(text)
 
 

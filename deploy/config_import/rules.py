@@ -6,12 +6,30 @@ import re
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.config_import.rule_forms import ACTOR, OFF, READ, Values, engine, first, is_given, is_on
-from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
+from penstock.deploy.config_import.rule_forms import (
+    ACTOR,
+    OFF,
+    READ,
+    Outcome,
+    Values,
+    decide,
+    engine,
+    first,
+    ignored,
+    is_given,
+    is_on,
+    set_to,
+)
 from penstock.protocol.config.foreign_config import ESTIMATOR
 
 REWARD_ARGUMENTS = "custom_reward_function.reward_kwargs."  # of verl
 _REWARD_CODE = r"[A-Za-z0-9_./-]+\.py:[A-Za-z_][A-Za-z0-9_]*"
+# ROLL's sets over which rewards are normalised; the later names are those of its agentic pipeline.
+_GROUPINGS = {"state": "group", "traj_group_id": "group", "inductive": "source", "tags": "source", "batch": "batch"}
+_TURN_NORMS = {
+    "gigpo": ("algorithm.episode_baseline", "algorithm.normalise_by_std"),
+    "step_reinforce": ("algorithm.turn_baseline", "algorithm.turn_scale"),
+}
 
 
 def kl_ctrl_coefficient(given: Any, values: Values) -> Outcome:
@@ -95,7 +113,6 @@ def resume_from(given: Any, values: Values) -> Outcome:
 
 
 def generation_batch(given: Any, values: Values) -> Outcome:
-    """Set the prompts of a step from TRL's completions that are generated together."""
     if "per_device_train_batch_size" in values:
         return ignored(f"{READ} per_device_train_batch_size")
     return set_to(rollout__groups_per_step=max(1, given // first(values, "num_generations", default=8)))
@@ -108,7 +125,6 @@ def batch_size(given: Any, values: Values) -> Outcome:
 
 
 def context_length(given: Any, values: Values) -> Outcome:
-    """Ask for the limits of prompts and completions, unless the file has them."""
     if first(values, "max_prompt_length", "max_response_length", "max_new_tokens"):
         return ignored("prompts and completions have limits of their own")
     return decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together")
@@ -128,12 +144,7 @@ def run_name(value: Any, values: Values) -> Outcome:
     return set_to("names of runs are a-z, 0-9 and '-'", run__id=name) if name else decide("set run.id")
 
 
-def run_folder(value: Any, values: Values) -> Outcome:
-    return set_to("other commands find the run with the run file: penstock runs run.toml", run__dir=value)
-
-
 def estimator(given: Any, values: Values) -> Outcome:
-    """Set the algorithm that an estimator, with the loss beside it, is called here."""
     theirs = str(given).lower()
     name = ESTIMATOR.value(theirs)
     mode = str(first(values, f"{ACTOR}.policy_loss.loss_mode", "importance_sampling_level", default=""))
@@ -195,11 +206,10 @@ def completions_per_step(given: Any, values: Values) -> Outcome:
 
 
 def trl_batch(given: Any, values: Values) -> Outcome:
-    """Set the prompts of a step from completions on a device, accumulated over processes."""
     accumulated = first(values, "gradient_accumulation_steps", default=1)
     processes = first(values, "num_processes", "nproc_per_node", default=1)
     n = first(values, "num_generations", default=8)
-    if not all(isinstance(one, int) and one > 0 for one in (given, accumulated, processes, n)):
+    if not all(isinstance(number, int) and number > 0 for number in (given, accumulated, processes, n)):
         return decide("set rollout.groups_per_step: prompts of one optimizer step")
     generated = values.get("generation_batch_size")
     together = (
@@ -243,7 +253,6 @@ def reward_file(given: Any, values: Values) -> Outcome:
 
 
 def reward_code(given: Any, values: Values) -> Outcome:
-    """Name a reward function by file, in a definition where it is called with arguments."""
     if not given:
         return ignored(OFF)
     function = str(values.get("custom_reward_function.name") or "compute_score")
@@ -275,17 +284,10 @@ def gpus(given: Any, values: Values) -> Outcome:
 
 
 def overlong(given: Any, values: Values) -> Outcome:
-    """Set the length of the soft punishment as a share of the longest completion."""
     longest = first(values, "data.max_response_length", "rollout.response_length", "generate_max_len", default=0)
     if not isinstance(longest, (int, float)) or longest <= 0:
         return decide("set algorithm.overlong_buffer: this length as a fraction of rollout.max_new_tokens")
     return set_to(f"{given} of {longest} tokens", algorithm__overlong_buffer=round(given / longest, 6))
-
-
-def filter_overlong(given: Any, values: Values) -> Outcome:
-    if is_on(given):
-        return set_to(data__overlong="drop")
-    return ignored(f"{READ} data.truncation")
 
 
 def truncation(given: Any, values: Values) -> Outcome:
@@ -331,14 +333,6 @@ def scale_rewards(given: Any, values: Values) -> Outcome:
 
 def never_rule(given: Any, values: Values) -> Outcome:
     return set_to(eval__every=0) if str(given).lower() in ("no", "false") else ignored(f"{READ} eval_steps")
-
-
-# ROLL's sets over which rewards are normalised; the later names are those of its agentic pipeline.
-_GROUPINGS = {"state": "group", "traj_group_id": "group", "inductive": "source", "tags": "source", "batch": "batch"}
-_TURN_NORMS = {
-    "gigpo": ("algorithm.episode_baseline", "algorithm.normalise_by_std"),
-    "step_reinforce": ("algorithm.turn_baseline", "algorithm.turn_scale"),
-}
 
 
 def method_rule(given: Any, values: Values) -> Outcome:

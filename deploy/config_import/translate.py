@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.deploy.config_import import rule_forms, rules
-from penstock.deploy.config_import.foreign_defaults import at_default
-from penstock.deploy.config_import.found import Found, readable, unassigned
-from penstock.deploy.config_import.rule_forms import Rule
-from penstock.deploy.config_import.translation import Line, Outcome, Translation
+from penstock.deploy.config_import.foreign_file import Found, at_default, readable, unassigned
+from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
 from penstock.fine_tuning.sections import DPO, SFT, OwnSection
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, Alias, advice, prefix_advice
 
@@ -28,19 +26,6 @@ _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _IN_TURNS = ("trl", "verl", "roll", "openrlhf")  # systems that generate and train in turns unless told otherwise
 _GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because there is only this one
-
-
-def detect(found: Found) -> str:
-    """Return the system whose words or keys a file has; empty when none fits."""
-    text = " ".join(found.commands)
-    for system, words in _WORDS.items():
-        if any(word in text for word in words):
-            return system
-    scores = {name: _score(name, found.values) for name in SYSTEMS if name != "shared"}
-    best = max(scores, key=lambda name: scores[name])
-    return best if scores[best] else ""
-
-
 _COMMANDS = (
     (SFT, ("sft_trainer", "trl sft", "train_sft", "sft.py")),
     (DPO, ("dpo_trainer", "trl dpo", "train_dpo", "dpo.py")),
@@ -53,6 +38,16 @@ _OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dp
     "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight",
     "precompute_ref_log_probs": "reference",
 }  # fmt: skip
+
+
+def detect(found: Found) -> str:
+    text = " ".join(found.commands)
+    for system, words in _WORDS.items():
+        if any(word in text for word in words):
+            return system
+    scores = {name: _score(name, found.values) for name in SYSTEMS if name != "shared"}
+    best = max(scores, key=lambda name: scores[name])
+    return best if scores[best] else ""
 
 
 def _score(name: str, keys: Collection[str]) -> int:
@@ -72,7 +67,6 @@ def own_section(found: Found) -> OwnSection | None:
 
 
 def translate(found: Found, system: str, known: Collection[str]) -> Translation:
-    """Return the settings of a file; ``known`` are Penstock's own keys, which a file may have too."""
     done = Translation(system)
     command = own_section(found)
     untouched = at_default(system, found.values)
@@ -104,7 +98,8 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
     if command is not None:
         done.settings = {command.keys.get(key, key): value for key, value in done.settings.items()}
         done.settings.pop("algorithm.name", None)
-        done.lines = [replace(line, text=_in_own_section(line.text, command)) for line in done.lines]
+        keys, theirs = command.keys, re.compile("|".join(map(re.escape, command.keys)))
+        done.lines = [replace(line, text=theirs.sub(lambda key: keys[key[0]], line.text)) for line in done.lines]
     _make_room(done)
     return done
 
@@ -138,7 +133,6 @@ def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known
 
 
 def _rule_for(system: str, key: str) -> Rule | None:
-    """Return the rule of a key in a system's file; None when the table answers without one."""
     if key.startswith(rules.REWARD_ARGUMENTS):
         return rule_forms.reward_argument(key.removeprefix(rules.REWARD_ARGUMENTS))
     form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
@@ -151,7 +145,6 @@ def _rule_for(system: str, key: str) -> Rule | None:
 def _answered(
     key: str, value: Any, taken: Mapping[str, Alias], renamed: Mapping[str, str], why: str | None
 ) -> Outcome | None:
-    """Return what one set of tables says of a key; None for nothing."""
     if key in taken:
         return Outcome("taken", dict.fromkeys(taken[key].keys, taken[key].value(value)))
     if key in renamed:
@@ -167,7 +160,6 @@ def _said(settings: Mapping[str, Any], text: str) -> str:
 
 
 def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSection | None) -> Outcome | None:
-    """Return what passes over the data set, for commands that have a setting for them; None for other keys and commands."""
     if command is None or key.rpartition(".")[2] not in _EPOCHS:
         return None
     given = rules.epochs(value, values)
@@ -175,18 +167,12 @@ def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSect
 
 
 def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | None:
-    """Return what a key of training on pairs sets; None for other keys, and for other commands."""
     name = _OF_PAIRS.get(key.rpartition(".")[2])
     if command is not DPO or name is None:
         return None
     if key.rpartition(".")[2] == "precompute_ref_log_probs":
         value = "precomputed" if str(value).lower() == "true" else "live"
     return Outcome("taken", {f"dpo.{name}": value})
-
-
-def _in_own_section(text: str, command: OwnSection) -> str:
-    """Return a line of the report with the settings of the own section where others have those of training by rewards."""
-    return re.sub("|".join(map(re.escape, command.keys)), lambda one: command.keys[one[0]], text)
 
 
 def _masked(key: str, value: Any) -> Any:
@@ -197,10 +183,9 @@ def _masked(key: str, value: Any) -> Any:
 
 
 def _make_room(done: Translation) -> None:
-    """Raise the limits that follow from what was taken."""
     settings = done.settings
     longest = settings.get("data.max_prompt_tokens", 1024), settings.get("rollout.max_new_tokens", 256)
-    if all(isinstance(one, int) for one in longest) and sum(longest) > settings.get(
+    if all(isinstance(tokens, int) for tokens in longest) and sum(longest) > settings.get(
         "trainer.micro_batch_tokens", 16_384
     ):
         settings["trainer.micro_batch_tokens"] = sum(longest)

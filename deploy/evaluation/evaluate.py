@@ -19,10 +19,9 @@ from pathlib import Path
 
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import result_table, results
-from penstock.console.evaluation.results import Correctness, EvaluationResult, Outcome, summarise
+from penstock.console.evaluation.results import Answers, Correctness, EvaluationResult, Outcome, summarise
 from penstock.console.terminal import console
-from penstock.deploy.evaluation import answers
-from penstock.deploy.evaluation.prepare import WORK, Evaluation, own_environ, prepare
+from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
 from penstock.deploy.evaluation.target import publish_folder
 from penstock.deploy.local import stop_on_signals
@@ -69,11 +68,10 @@ def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int
 
 
 def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Event) -> tuple[EvaluationResult, str]:
-    """Sample what is missing and store the result; returns it, and why prompts are missing."""
     folder = evaluation.folder
     done = {number: one for number, one in results.read_outcomes(folder).items() if one.failed is None}
     results.rewrite_outcomes(folder, done.values())
-    missing = [one for one in evaluation.planned if one.number not in done]
+    missing = [prompt for prompt in evaluation.planned if prompt.number not in done]
     if done:
         print(f"penstock eval: {len(done)} of {len(evaluation.planned)} prompts were evaluated before", file=sys.stderr)
     earlier = results.read_result(folder)
@@ -93,7 +91,6 @@ def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Even
 def _sample(
     evaluation: Evaluation, missing: Sequence[PlannedPrompt], options: EvalOptions, stop: threading.Event
 ) -> tuple[SuccessRules, str, str]:
-    """Start the services, sample the missing prompts, and stop them; returns rules, state root, and why prompts are missing."""
     folder = evaluation.folder
     shutil.rmtree(folder / WORK / "store", ignore_errors=True)  # of a session that was killed
     with LocalRun(
@@ -158,11 +155,11 @@ def _result(
 ) -> EvaluationResult:
     complete = [outcome for outcome in outcomes if outcome.failed is None]
     correct = correctness(complete, rules)
-    found = answers.answers(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
+    answers = answer_rule(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
     if correct.of is None:
-        found = answers.Answers("not defined: nothing says when a completion is correct (reward.success)", None)
+        answers = Answers("not defined: nothing says when a completion is correct (reward.success)", None)
     sources = summarise(
-        outcomes, evaluation.prompts_by_source, k=evaluation.num_samples, correct=correct, answers=found
+        outcomes, evaluation.prompts_by_source, k=evaluation.num_samples, correct=correct, answers=answers
     )
     aim = evaluation.target
     return EvaluationResult(
@@ -174,9 +171,9 @@ def _result(
         data=evaluation.data,
         k=evaluation.num_samples,
         sampling={k: v for k, v in evaluation.sampling.model_dump().items() if k != "stop_token_ids"},
-        rewards=tuple(sorted({one.scorer for one in complete})),
+        rewards=tuple(sorted({outcome.scorer for outcome in complete})),
         success=correct.rule,
-        answer=found.rule,
+        answer=answers.rule,
         sources=sources,
     )
 
@@ -185,15 +182,15 @@ def correctness(complete: Sequence[Outcome], rules: SuccessRules) -> Correctness
     """Return which samples are correct; none where a prompt's reward has no such rule, or lacks a part of it."""
     of: dict[int, tuple[bool, ...]] = {}
     texts: dict[str, None] = {}
-    for one in complete:
-        rule = rules.rule(RewardRequest(name=one.reward, data_source=one.data_source))
+    for outcome in complete:
+        rule = rules.rule(RewardRequest(name=outcome.reward, data_source=outcome.data_source))
         if rule is None:
-            text = f"not defined: nothing says when the reward {one.reward} of {one.source} is; set reward.success.{one.reward}"
+            text = f"not defined: nothing says when the reward {outcome.reward} of {outcome.source} is; set reward.success.{outcome.reward}"
             return Correctness(text, None)
-        if lacking := _lacking(rule, one):
+        if lacking := _lacking(rule, outcome):
             return Correctness(f"not defined: the reward {rule.reward} has no part {lacking}", None)
         texts[rule.text] = None
-        of[one.prompt] = rule.correct(one.rewards, one.parts)
+        of[outcome.prompt] = rule.correct(outcome.rewards, outcome.parts)
     return Correctness(", ".join(texts), of)
 
 
@@ -203,7 +200,6 @@ def _lacking(rule: SuccessRule, one: Outcome) -> str:
 
 
 def _rewarded_by(one: Outcome, rules: SuccessRules) -> str:
-    """Return the reward that scored a prompt: of the name ``auto`` the one of its data source."""
     rule = rules.rule(RewardRequest(name=one.reward, data_source=one.data_source))
     return rule.reward if rule is not None else one.reward
 

@@ -1,4 +1,9 @@
-"""Check what `penstock eval` was asked for, and plan it: model, data, prompts, sampling, and the folder of the result."""
+"""Check what `penstock eval` was asked for, and plan it: model, data, prompts, sampling, and the folder of the result.
+
+For maj@k the answer of a completion is found by the reward that scored it, or by ``--answer``. The built-in rewards that
+compare an answer define one; for them the answer that votes is the one that is scored. For any other reward maj@k is not
+defined, unless ``--answer`` says where the answer is.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import cast, get_args
 
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import results
-from penstock.console.evaluation.results import DataFile
-from penstock.deploy.evaluation import answers, target
+from penstock.console.evaluation.results import Answers, DataFile, Extract, Outcome
+from penstock.deploy.bootstrap import connection_arguments, without_servers
+from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.samples import PlannedPrompt
 from penstock.deploy.evaluation.target import Target
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -25,14 +33,85 @@ from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Sampling
 from penstock.protocol.files import replace
+from penstock.reward_service.rewards import choice, gsm8k, math_answer
+from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.vision_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
+LAST_NUMBER = "last_number"
+PLACES = (*get_args(Where), LAST_NUMBER)
 WORK = "work"  # the run id of the services, and their folder
 _SERVERS = ("PENSTOCK_NATS__", "PENSTOCK_S3__", "PENSTOCK_RUN__")  # of the run; the evaluation has its own
+
+
+def _normalised(find: Callable[[str], str | None]) -> Extract:
+    def extract(text: str) -> Hashable | None:
+        answer = find(text)
+        return None if answer is None else latex.normalise(answer)
+
+    return extract
+
+
+def _chosen_letter(text: str) -> Hashable | None:
+    answer = final_answer.find(text, "auto")
+    return None if answer is None else choice.chosen(answer, choice.Parameters().letters)
+
+
+BY_REWARD: Mapping[str, tuple[str, Extract]] = MappingProxyType(
+    {
+        "gsm8k": ("the number after the last ####", gsm8k.last_answer),
+        "gsm8k_flexible": ("the last number", gsm8k.last_number),
+        "math": ("the last \\boxed{}, normalised", _normalised(latex.last_boxed)),
+        "math_flexible": ("boxed, in tags, after ####, after a phrase, or the last number", _normalised(math_answer.anywhere)),
+        "multiple_choice": ("the letter chosen", _chosen_letter),
+        "exact_match": ("the whole completion without surrounding white space", str.strip),
+    }
+)  # fmt: skip
+
+
+def answer_rule(place: str | None, reward_of: Callable[[Outcome], str], rewards: set[str]) -> Answers:
+    """Return how answers are found.
+
+    Args:
+        place: ``--answer``; None: by reward.
+        reward_of: The reward that scored a prompt.
+        rewards: All of them.
+
+    Raises:
+        ConfigError: ``place`` is unknown.
+    """
+    if place is not None:
+        extract = _at(place)
+        return Answers(f"answer at {place} (--answer)", lambda _: extract)
+    unknown = sorted(rewards - BY_REWARD.keys())
+    if unknown or not rewards:
+        text = (
+            f"not defined: the reward {', '.join(unknown) or '(none)'} does not say what the answer of a completion is; "
+            f"name its place with --answer ({', '.join(PLACES)})"
+        )
+        return Answers(text, None)
+    rules = {name: BY_REWARD[name] for name in sorted(rewards)}
+    return Answers(
+        "; ".join(f"{name}: {rule}" for name, (rule, _) in rules.items()),
+        lambda outcome: BY_REWARD[reward_of(outcome)][1],
+    )
+
+
+def check_answer_place(place: str | None) -> None:
+    if place is not None and place not in PLACES:
+        raise ConfigError(f"--answer {place}: expected one of {', '.join(PLACES)}")
+
+
+def _at(place: str) -> Extract:
+    check_answer_place(place)
+    if place == LAST_NUMBER:
+        return gsm8k.last_number
+    where = cast(Where, place)
+    return _normalised(lambda text: final_answer.find(text, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +133,29 @@ class Evaluation:
 
     @property
     def prompts_by_source(self) -> dict[str, int]:
-        return dict(Counter(one.source for one in self.planned))
+        return dict(Counter(prompt.source for prompt in self.planned))
 
 
 def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: contextlib.ExitStack) -> Evaluation:
-    """Find model and data and check everything that can be checked before a process starts; raises PenstockError."""
-    answers.check_place(options.answer)
+    check_answer_place(options.answer)
     if options.samples < 1:
         raise ConfigError(f"-k {options.samples}: expected 1 sample of each prompt or more")
     if options.num_prompts is not None and options.num_prompts < 1:
         raise ConfigError(f"--num-prompts {options.num_prompts}: expected 1 or more")
-    found = target.find(name, rest, os.environ)
+    evaluated = target.find(name, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
-    home = found.home.absolute()
+    home = evaluated.home.absolute()
     scratch = home / results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
-    model = target.export(found, scratch / "model", connection_arguments(rest))
+    model = target.export(evaluated, scratch / "model", connection_arguments(rest))
     files = [str(path.absolute()) for path in data_files(options.data, "--data", "eval")]
     if missing := [file for file in files if not Path(file).is_file()]:
         raise ConfigError(f"--data: there is no file {', '.join(missing)}; check the path")
     recorded = scratch / "recorded.toml"
     names_format = any(word.startswith("data.format=") for word in rest)
     recorded.write_text(
-        target.recorded_settings(found, with_reward=reward is None, with_format=not names_format), encoding="utf-8"
+        target.recorded_settings(evaluated, with_reward=reward is None, with_format=not names_format), encoding="utf-8"
     )
     given = without_servers(rest)
     ours = [
@@ -104,13 +182,13 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     sets = tuple(_opened(Path(file), settings, tokenizer) for file in files)
     planned, data = _plan(sets, [Path(file) for file in files], options.num_prompts)
     sampling = _sampling(options, settings, tokenizer)
-    evaluation_id = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
+    evaluation_id = _evaluation_id(evaluated, data, sampling, options.samples, len(planned), settings)
     folder = home / results.FOLDER / evaluation_id
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it
     replace(recorded, kept)
-    if found.folder is None:
+    if evaluated.folder is None:
         shutil.rmtree(folder / "model", ignore_errors=True)
         replace(model, folder / "model")
         cleaned.callback(shutil.rmtree, folder / "model", ignore_errors=True)
@@ -119,7 +197,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})})
     arguments = [str(kept), *given, *ours, f"run.dir={folder}"]
     return Evaluation(
-        found, folder, settings, tuple(arguments), planned, sets, data, tokenizer, options.samples, sampling
+        evaluated, folder, settings, tuple(arguments), planned, sets, data, tokenizer, options.samples, sampling
     )
 
 
@@ -180,12 +258,12 @@ def _sampling(options: EvalOptions, settings: TrainerSettings, tokenizer: ChatTo
 
 
 def _evaluation_id(
-    found: Target, data: Sequence[DataFile], sampling: Sampling, k: int, num_prompts: int, settings: TrainerSettings
+    evaluated: Target, data: Sequence[DataFile], sampling: Sampling, k: int, num_prompts: int, settings: TrainerSettings
 ) -> str:
     """Return the name of the evaluation's folder: the same for the same weights, prompts, sampling and reward."""
     about = {
-        "weights": found.identity,
-        "data": [(one.sha256, one.source) for one in data],
+        "weights": evaluated.identity,
+        "data": [(file.sha256, file.source) for file in data],
         "num_prompts": num_prompts,
         "k": k,
         "sampling": sampling.model_dump(mode="json"),
@@ -194,34 +272,11 @@ def _evaluation_id(
         "prompt": settings.data.model_dump(mode="json", exclude=set(target.OWN_DATA)),
     }
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    return f"{'model' if found.version is None else f'v{found.version}'}-{digest}"
+    return f"{'model' if evaluated.version is None else f'v{evaluated.version}'}-{digest}"
 
 
 def own_environ() -> Mapping[str, str]:
-    """Return the environment without the servers of the run."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_SERVERS)}
-
-
-def connection_arguments(rest: Sequence[str]) -> list[str]:
-    """Return the arguments that say where the run's servers and folders are: run files and overrides of nats, s3 and run."""
-    files, overrides = _split(rest)
-    return [
-        *map(str, files),
-        *(override for override in overrides if override.lstrip("-").startswith(("nats.", "s3.", "run."))),
-    ]
-
-
-def without_servers(rest: Sequence[str]) -> list[str]:
-    """Return the arguments for the evaluation's own services, which must not connect to the servers of the run."""
-    files, overrides = _split(rest)
-    own = [override for override in overrides if not override.lstrip("-").startswith(("nats.", "s3.", "run."))]
-    return [*(str(file.absolute()) for file in files), *own]
-
-
-def _split(rest: Sequence[str]) -> tuple[Sequence[Path], list[str]]:
-    files, overrides = split_arguments(rest)
-    words = iter(overrides)
-    return files, [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
 
 
 @contextlib.contextmanager

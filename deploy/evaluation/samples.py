@@ -38,8 +38,6 @@ _FETCH_WAIT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """A prompt to evaluate: its number over all files, and its source."""
-
     number: int
     source: str
     prompt: Prompt
@@ -47,8 +45,6 @@ class PlannedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class HowToSample:
-    """What is sampled of every prompt, and how long is waited."""
-
     num_samples: int
     sampling: Sampling
     environment: str
@@ -78,8 +74,6 @@ class _DeadLetters:
 
 
 class Sampler:
-    """Issues the tasks of one evaluation and collects their groups."""
-
     def __init__(
         self,
         connections: Connections,
@@ -88,12 +82,11 @@ class Sampler:
         reader: PackReader,
         on_outcomes: Callable[[Sequence[Outcome]], None],
     ) -> None:
-        """Bind to the consumer of evaluations; raises MissingStream. ``on_outcomes`` stores what it is given."""
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._how = how
         self._reader = reader
         self._on_outcomes = on_outcomes
-        self._planned: Mapping[str, PlannedPrompt] = {group_id(one.number): one for one in planned}
+        self._planned: Mapping[str, PlannedPrompt] = {group_id(prompt.number): prompt for prompt in planned}
         self._waiting = dict.fromkeys(self._planned)  # in order
         self._dead = _DeadLetters()
         self._arrived_at = time.monotonic()
@@ -122,14 +115,14 @@ class Sampler:
         pending = []
         ids = iter(self._planned)
         while batch := list(itertools.islice(ids, per_pack)):
-            pack = pack_tasks([self._task(one) for one in batch])
+            pack = pack_tasks([self._task(group) for group in batch])
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
             message = pack.announced(self._run_id, stored)
             subject = subjects.tasks(self._run_id, "eval")
             pending.append(self._bus.publish(subject, message, msg_id=pack.pack_id, traceparent=new_trace()))
-        for one in pending:
-            one.wait()
+        for publication in pending:
+            publication.wait()
         self._arrived_at = time.monotonic()
 
     def _task(self, of: str) -> Task:
@@ -153,9 +146,9 @@ class Sampler:
             log.warning("pack of an evaluation is unreadable: dead-lettered", error=str(err))
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
-        found = [self._outcome(scored, group) for scored, group in zip(wanted, groups, strict=True)]
-        if found:
-            self._close(found)
+        outcomes = [self._outcome(scored, group) for scored, group in zip(wanted, groups, strict=True)]
+        if outcomes:
+            self._close(outcomes)
         Delivery.ack_all([delivery])
         self._arrived_at = time.monotonic()
 
@@ -190,7 +183,6 @@ class Sampler:
         )
 
     def _fail_dead_lettered(self) -> None:
-        """Count the missing prompts as failed when dead letters name all of them and none is on its way."""
         dead = self._dead.of(self._waiting)
         silent_s = time.monotonic() - max(self._arrived_at, self._dead.changed_at)
         if not dead or len(dead) < len(self._waiting) or silent_s < self._how.silent_s:

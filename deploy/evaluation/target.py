@@ -162,11 +162,11 @@ def _of_version(run: str, version: str, home: Path, arguments: Sequence[str]) ->
         return Target(f"{run}@{version}", home, _identity(kept), kept, run, tag.version, recorded=_config(home))
     version = str(tag.version) if tag is not None else version
     rows: list[dict[str, Any]] = json.loads(_penstock("weights", run, "--json", *arguments))
-    found = [row for row in rows if _is_named(row, version, home)]
-    if not found:
+    named = [row for row in rows if _is_named(row, version, home)]
+    if not named:
         stored = ", ".join(str(row["version"]) for row in rows) or "none"
         raise ConfigError(f"run {run} has no version {version}; stored: {stored}; see: penstock weights {run}")
-    row = found[0]
+    row = named[0]
     name = f"{run}@{row['version']}"
     return Target(
         name, home, row["state_root"], None, run, int(row["version"]), row["state_root"], recorded=_config(home)
@@ -187,14 +187,13 @@ def _config(home: Path) -> Path | None:
 
 def _identity(folder: Path) -> str:
     """Return a digest of names, sizes and times of a folder's files, and of its config: it changes with the weights."""
-    files = sorted(one for one in folder.iterdir() if one.is_file())
+    files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return hashlib.sha256(json.dumps([str(folder.resolve()), config, stats]).encode()).hexdigest()
 
 
 def _penstock(*arguments: str) -> str:
-    """Return the output of another command of penstock; raises ConfigError with its message."""
     done = subprocess.run(launch.module("penstock", *arguments), capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("penstock: ") or f"penstock {' '.join(arguments)} failed")
@@ -238,7 +237,6 @@ def publish_folder(connections: Connections, folder: Path, signing_key: SigningK
 
 
 def _dtype(folder: Path, layout: WeightLayout) -> str:
-    """Return the dtype of a model: that of its config.json, else the one of most of its values."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         named = config.get("dtype") or config.get("torch_dtype")

@@ -75,7 +75,6 @@ class Prometheus(Server):
 
 
 def target_writer(run_file: Sequence[str], folder: Path, targets: Path) -> Child | None:
-    """Return the process that writes the targets of a local run; None until its servers are there."""
     file = folder / "store" / "environment"
     if not file.exists():
         return None
@@ -91,7 +90,6 @@ def observe(
     workers: Annotated[int, Help("Number of rollout workers.")] = 2,
     serve: Annotated[tuple[str, ...], Help("FILE.py, as of `penstock train --local`.")] = (),
 ) -> int:
-    """Run until the run ends; returns its exit code."""
     given = [f"--workers={workers}", *(f"--serve={file}" for file in serve)]
     files, overrides = split_arguments(arguments)
     run = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings.run

@@ -32,7 +32,6 @@ _ADDRESS = re.compile(
 
 
 def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
-    """Return one entry for each service that serves metrics; the others and unusable addresses are left out."""
     found = []
     for beat in sorted(beats, key=lambda one: (one.role, one.service_id)):
         match = _ADDRESS.fullmatch(beat.metrics_url or "")
@@ -49,7 +48,6 @@ def write_targets(
     write: Annotated[Path | None, Help("Replace this file instead of printing.")] = None,
     every: Annotated[float | None, Help("Write again and again, after so many seconds; needs --write.")] = None,
 ) -> int:
-    """Write the addresses of a run's services for Prometheus, from their heartbeats."""
     if every is not None and (write is None or every <= 0):
         raise UsageError("--every needs --write FILE and a positive number of seconds")
     logs.configure("targets")

@@ -16,9 +16,18 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from penstock.deploy.plan.lengths import Durations, Fleet, LengthMix, Outcome, Step
-from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine, SimulatedSequence
-from penstock.deploy.plan.simulated_groups import SimulatedPrompts, scored_group
+from penstock.deploy.plan.simulation import (
+    Durations,
+    Fleet,
+    LengthMix,
+    Outcome,
+    Pack,
+    SimulatedEngine,
+    SimulatedPrompts,
+    SimulatedSequence,
+    Step,
+    scored_group,
+)
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
 from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup
@@ -28,7 +37,7 @@ from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEAD
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.dispatch import Dispatch, Prompts
+from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.task_packs import TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -38,8 +47,6 @@ _PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
 
 class SimulatedRun:
-    """A run of so many steps; `run` returns its outcome."""
-
     def __init__(
         self,
         rollout: RolloutSettings,
@@ -50,13 +57,12 @@ class SimulatedRun:
         steps: int,
         seed: int = 0,
         oldest_patience: float = 3.0,
-        prompts: Prompts | None = None,
     ) -> None:
-        """``oldest_patience`` is `trainer.oldest_patience`; the lengths of ``prompts`` follow from their tokens (None: as many as needed)."""
+        """``oldest_patience`` is `trainer.oldest_patience`."""
         self._rollout, self._fleet, self._durations, self._mix = rollout, fleet, durations, mix
         self._redundancy = Redundancy(rollout.group_size, rollout.redundant_completions, rollout.redundant_wait)
         self._num_steps, self._patience = steps, oldest_patience
-        prompts = prompts or SimulatedPrompts(10 * (steps + rollout.max_staleness + 1) * rollout.groups_per_step)
+        prompts = SimulatedPrompts(10 * (steps + rollout.max_staleness + 1) * rollout.groups_per_step)
         self.outcome = Outcome()
         self._dispatch = Dispatch(
             prompts, order=DataOrder(len(prompts), seed=seed), rollout=rollout, stop_token_ids=(0,)
@@ -87,7 +93,6 @@ class SimulatedRun:
         self._wakes_at = 0.0  # when `_collect` is called again, if that is later than now
 
     def run(self) -> Outcome:
-        """Train all steps; return what happened."""
         self._issue()
         if not self._fleet.packs_in_flight:
             self._after(SAMPLE_S, self._sample)
@@ -133,13 +138,13 @@ class SimulatedRun:
         self._after(delay_s, self._collect)
 
     def _train(self, batch: Sequence[ReadyGroup]) -> None:
-        lengths = [count for one in batch for count in one.scored.generated.completion_tokens]
+        lengths = [count for group in batch for count in group.scored.generated.completion_tokens]
         ages: Counter[int] = Counter()
-        for one in batch:
-            age = staleness(self._version, PolicyVersion(one.scored.generated.oldest_version))
-            ages[age] += sum(one.scored.generated.completion_tokens)
+        for group in batch:
+            age = staleness(self._version, PolicyVersion(group.scored.generated.oldest_version))
+            ages[age] += sum(group.scored.generated.completion_tokens)
         self._last_step_s = self._durations.step_s + self._durations.token_s * sum(lengths)
-        ids = [one.group_id for one in batch]
+        ids = [group.group_id for group in batch]
         step = Step(self._now, self._now + self._last_step_s, lengths, ages, ids)
         self._training = True
         self._after(self._last_step_s, lambda: self._stepped(step, batch))
@@ -187,7 +192,6 @@ class SimulatedRun:
             self._requests.append(worker)
 
     def _sample(self) -> None:
-        """Have the limit of every worker follow its engine."""
         sequences = self._rollout.started_completions * max(1, self._rollout.groups_per_message)
         for worker, (engine, limit) in enumerate(zip(self._engines, self._limits, strict=True)):
             assert isinstance(limit, PackLimit)
@@ -228,7 +232,6 @@ class SimulatedRun:
         self._turn(pack.worker)
 
     def _turn(self, worker: int) -> None:
-        """Bring an engine up to now: start what fits, end what has ended, and plan its next end."""
         engine = self._engines[worker]
         engine.advance(self._now)
         for sequence in engine.take_ended():
@@ -243,7 +246,6 @@ class SimulatedRun:
             self._after(delay_s, lambda: self._turn(worker) if engine.stamp == stamp else None)
 
     def _end(self, sequence: SimulatedSequence, engine: SimulatedEngine) -> None:
-        """End a sequence; close its group if it was the last one that this waits for."""
         pack, place, number = sequence
         if sequence.is_abandoned:  # it ended together with the last one that was needed
             self._abandon("surplus", 1, sequence.length)
@@ -256,14 +258,12 @@ class SimulatedRun:
             self._after(closes_at - self._now, lambda: self._close_late(pack, place, engine))
 
     def _close_late(self, pack: Pack, place: int, engine: SimulatedEngine) -> None:
-        """Close a group whose rest had some more time, unless all of it has ended."""
         if place not in pack.kept:
             engine.advance(self._now)
             self._close(pack, place, engine)
             self._turn(pack.worker)
 
     def _close(self, pack: Pack, place: int, engine: SimulatedEngine) -> None:
-        """Keep what the group keeps, and abort the rest."""
         group, lengths = pack.running[place], pack.lengths[place]
         pack.kept[place] = [lengths[number] for number in group.kept]
         if len(group.ended) < len(lengths):
@@ -322,7 +322,6 @@ class SimulatedRun:
         self._after(self._durations.load_s, read)
 
     def _swapped(self, worker: int) -> None:
-        """Serve the version of the swap under way; the next swap begins at once if there is a newer version."""
         engine = self._engines[worker]
         assert engine.target is not None
         engine.version, engine.target, engine.loading = engine.target, None, False
@@ -340,5 +339,5 @@ class SimulatedRun:
         assert pack.oldest is not None
         scored = [scored_group(g, pack.kept[place], pack.oldest, newest) for place, g in enumerate(pack.groups)]
         wanted = self._batcher.receive(next(self._numbers), scored)
-        self._batcher.offer(ReadyGroup(one, _PACK, None) for one in wanted)  # pyright: ignore[reportArgumentType]  no tokens
+        self._batcher.offer(ReadyGroup(group, _PACK, None) for group in wanted)  # pyright: ignore[reportArgumentType]  no tokens
         self._collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -107,7 +108,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the current or last process; 0 before the first start."""
         return self._process.pid if self._process else 0
 
     @property
@@ -116,7 +116,6 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of the last process, negative for a signal; None while it runs."""
         return self._process.poll() if self._process else None
 
     def wait(self, deadline_s: float) -> int:
@@ -151,7 +150,6 @@ class Child:
             self.kill()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM and return at once, so that several processes can exit at the same time."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -171,7 +169,6 @@ class Child:
             os.killpg(self.pid, number)
 
     def log_tail(self, num_lines: int = 15) -> str:
-        """Return the last lines that the last process wrote to the log, indented, for error texts."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._log_start, self.log.stat().st_size - 16_384))
@@ -218,7 +215,6 @@ def adopt_orphans() -> None:
 
 
 def release_orphans() -> None:
-    """Leave orphans to process 1 again, for what this process starts after a run."""
     _be_subreaper(0)
 
 
@@ -255,7 +251,6 @@ def exit_status(code: int) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """Return an exit code in words: ``exit code 1`` or ``SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
@@ -263,11 +258,12 @@ def describe_exit(code: int) -> str:
     return f"signal {-code}"
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float, period_s: float = 0.01) -> bool:
-    """Poll ``condition``; return True once it holds, False after ``deadline_s``."""
-    deadline = time.monotonic() + deadline_s
+def wait_until(condition: Callable[[], object], deadline_s: float | None, period_s: float = 0.01) -> bool:
+    """Poll ``condition``; return True once it holds, False after ``deadline_s`` (None: wait for ever)."""
+    deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
     while not condition():
-        if time.monotonic() > deadline:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0.0:
             return False
-        time.sleep(period_s)
+        time.sleep(min(period_s, left_s))
     return True

@@ -36,6 +36,7 @@ _GET, _SET = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
 _WRITE_THROUGH = 0x00000008 | 0x00010000  # FS_SYNC_FL, FS_DIRSYNC_FL
 log = structlog.get_logger("deploy.servers")
 HOST = "127.0.0.1"
+USER = "penstock"
 READY_DEADLINE_S = 20.0
 _STALE_UPLOAD_S = 24 * 3600.0
 
@@ -94,8 +95,6 @@ class Certificate:
 
 
 class Server:
-    """A server process: launch, wait until ready, kill, restart on the same port, stop."""
-
     name: str
 
     def __init__(self, store: Path, log: Path, port: int, keep_open: Sequence[int]) -> None:
@@ -109,18 +108,15 @@ class Server:
 
     @property
     def child(self) -> Child:
-        """The current or last process; raises DeployError before the first start."""
         if self._child is None:
             raise DeployError(f"{self.name} was not started")
         return self._child
 
     def start(self) -> None:
-        """Start and wait until it answers; raises DeployError with the log's tail when it does not."""
         self.launch()
         self.wait_ready()
 
     def launch(self) -> None:
-        """Start the process without waiting for it."""
         if self.port:
             self._check_port_is_free()
         self.store.mkdir(parents=True, exist_ok=True)
@@ -129,7 +125,6 @@ class Server:
         self._child.start()
 
     def wait_ready(self) -> None:
-        """Wait until the server answers; raises DeployError with the log's tail when it does not."""
         if not wait_until(lambda: not self.child.alive or self._ready(), READY_DEADLINE_S) or not self.child.alive:
             error = self.child.failure(f"was not ready within {READY_DEADLINE_S:.0f} s")
             self.kill()
@@ -139,12 +134,10 @@ class Server:
         self.child.kill()
 
     def restart(self) -> None:
-        """Start again on the same port and store."""
         self.child.kill()
         self.start()
 
     def stop(self) -> None:
-        """Stop the process with SIGTERM; idempotent."""
         if self._child is not None:
             self._child.stop()
 
@@ -155,7 +148,6 @@ class Server:
         raise NotImplementedError
 
     def relaunch(self) -> Child:
-        """Start again after a crash, on the same port, without waiting; returns the new process."""
         self.launch()
         return self.child
 
@@ -177,7 +169,6 @@ class NatsServer(Server):
         store: Path,
         *,
         log: Path,
-        user: str = "penstock",
         password: str = "",
         port: int = 0,
         max_store_gb: float = 50,
@@ -186,7 +177,6 @@ class NatsServer(Server):
     ) -> None:
         """``password`` empty: a new one is made. ``max_store_gb`` bounds what all streams may reserve. With a certificate: only TLS."""
         super().__init__(store, log, port, keep_open)
-        self._user = user
         self._password = password or secrets.token_urlsafe(24)
         self._max_store_gb = max_store_gb
         self._certificate = certificate
@@ -196,9 +186,7 @@ class NatsServer(Server):
     @property
     def settings(self) -> NatsSettings:
         scheme, ca_file = ("tls", self._certificate.ca_file) if self._certificate else ("nats", None)
-        return NatsSettings(
-            url=f"{scheme}://{HOST}:{self.port}", user=self._user, password=self._password, ca_file=ca_file
-        )
+        return NatsSettings(url=f"{scheme}://{HOST}:{self.port}", user=USER, password=self._password, ca_file=ca_file)
 
     def resize(self, max_store_gb: float) -> None:
         """Set the storage limit from the next start on; what is stored stays, even if it is more."""
@@ -219,7 +207,7 @@ class NatsServer(Server):
             f"  max_file_store: {round(self._max_store_gb * 2**30)}\n"  # the default is 75 % of the free disk space
             "  max_memory_store: 64MB\n"
             "}\n"
-            f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"
+            f"authorization {{ user: {json.dumps(USER)}, password: {json.dumps(self._password)} }}\n"
             + self._tls_block()
             + self.more_config
         )
@@ -267,7 +255,6 @@ class S3Server(Server):
         store: Path,
         *,
         log: Path,
-        access_key: str = "penstock",
         secret_key: str = "",
         port: int = 0,
         keep_open: Sequence[int] = (),
@@ -275,18 +262,16 @@ class S3Server(Server):
     ) -> None:
         """``secret_key`` empty: a new one is made. With a certificate: only TLS."""
         super().__init__(store, log, port, keep_open)
-        self._access_key = access_key
         self._secret_key = secret_key or secrets.token_urlsafe(24)
         self._certificate = certificate
         self.is_durable = False  # from the next start on
 
     @property
     def settings(self) -> S3Settings:
-        """How to connect; the bucket has its default name."""
         scheme, ca_file = ("https", self._certificate.ca_file) if self._certificate else ("http", None)
         return S3Settings(
             endpoint=f"{scheme}://{HOST}:{self.port}",
-            access_key=self._access_key,
+            access_key=USER,
             secret_key=self._secret_key,
             ca_file=ca_file,
         )
@@ -309,7 +294,7 @@ class S3Server(Server):
         environ = {
             **os.environ,
             "RCLONE_CONFIG": os.devnull,  # ignore the user's own configuration
-            "RCLONE_AUTH_KEY": f'"{self._access_key},{self._secret_key}"',  # not on the command line, where ps shows it
+            "RCLONE_AUTH_KEY": f'"{USER},{self._secret_key}"',  # not on the command line, where ps shows it
         }
         return Child(
             self.name, command, log=self._log, environ=environ, death_signal=signal.SIGTERM, keep_open=self._keep_open
@@ -338,7 +323,6 @@ class S3Server(Server):
 
 
 def port_is_free(port: int) -> bool:
-    """Return True if no process listens on a port of the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -349,7 +333,6 @@ def port_is_free(port: int) -> bool:
 
 
 def remove_stale_uploads(store: Path) -> int:
-    """Remove the temporary files of interrupted uploads that are older than a day; returns how many."""
     removed = 0
     for path in store.rglob(".rclone_temp_*"):
         with contextlib.suppress(OSError):

@@ -22,8 +22,6 @@ log = structlog.get_logger("deploy")
 
 @dataclass(frozen=True, slots=True)
 class ProcessEvent:
-    """One event of a process; ``at`` is Unix time in seconds."""
-
     at: float
     name: str
     kind: Literal["started", "crashed", "restarted", "delayed", "gave_up", "exited"]
@@ -80,13 +78,13 @@ class Supervisor:
     """Watch child processes in a thread of its own. ``events`` grows; ``failure`` is set when one is not restarted any more."""
 
     def __init__(
-        self, *, rule: RestartRule | None = None, on_event: Callable[[ProcessEvent], None] | None = None
+        self, *, rule: RestartRule | None = None, on_event: Callable[[ProcessEvent], object] | None = None
     ) -> None:
-        """``on_event`` is called on the supervisor's thread; without it, crashes and restarts are logged."""
+        """``on_event`` is called on the supervisor's thread and may be set later; without it, crashes and restarts are logged."""
         self.events: list[ProcessEvent] = []
         self.failure: DeployError | None = None
         self._rule = rule or RestartRule()
-        self._on_event = on_event or log_event
+        self.on_event = on_event or log_event
         self._watched: dict[str, _Watched] = {}
         self._due: list[tuple[float, int, str]] = []  # heap of restarts: when, tie-breaker, name
         self._ties = itertools.count()
@@ -98,6 +96,23 @@ class Supervisor:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
+
+    def on_incident(self, note: Callable[[str], object]) -> None:
+        """Call ``note`` with a line for every crash and restart from now on, on the supervisor's thread."""
+        self.on_event = lambda event: event.as_incident and note(event.as_incident)
+
+    def start(
+        self,
+        child: Child,
+        restart: Callable[[], Child] | None = None,
+        *,
+        is_crash: Callable[[int], bool] = lambda _: True,
+        replicas: Iterable[str] = (),
+    ) -> None:
+        """Start a child unless it runs, and `watch` it; after a crash it is relaunched, or replaced by ``restart``."""
+        if not child.alive:
+            child.start()
+        self.watch(child, restart or child.relaunch, is_crash=is_crash, replicas=replicas)
 
     def watch(
         self,
@@ -120,7 +135,6 @@ class Supervisor:
         os.write(self._wake_writer, b"w")
 
     def child(self, name: str) -> Child:
-        """Return the current process of a name; raises DeployError for a name that is not watched."""
         with self._lock:
             if name not in self._watched:
                 raise DeployError(f"no process {name!r}; there are {', '.join(self._watched) or 'none'}")
@@ -131,9 +145,23 @@ class Supervisor:
             return {name: watched.child for name, watched in self._watched.items()}
 
     def wait_for(self, condition: Callable[[], bool], deadline_s: float | None = None) -> bool:
-        """Wait for ``condition()``, checked at every event; return False when ``deadline_s`` passed first."""
         with self._changed:
             return self._changed.wait_for(condition, deadline_s)
+
+    def wait_exit(self, deadline_s: float | None = None) -> Child | None:
+        """Wait until a process has exited that is not restarted, and return it; None after ``deadline_s``.
+
+        Raises DeployError when a process crashed so often that it is not restarted any more.
+        """
+
+        def exited() -> str | None:
+            return next((event.name for event in self.events if event.kind == "exited"), None)
+
+        self.wait_for(lambda: self.failure is not None or exited() is not None, deadline_s)
+        if self.failure is not None:
+            raise self.failure
+        name = exited()
+        return None if name is None else self.child(name)
 
     def close(self) -> None:
         """Stop watching and restarting; the children keep running. Idempotent."""
@@ -213,7 +241,7 @@ class Supervisor:
 
     def _note(self, event: ProcessEvent) -> None:
         self.events.append(event)
-        self._on_event(event)
+        self.on_event(event)
         self._changed.notify_all()
 
 

@@ -42,7 +42,6 @@ def find_python(environ: Mapping[str, str]) -> Path:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables a server needs in addition to the worker's."""
     return {
         "PYTHONPATH": str(STUBS),
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -67,9 +66,8 @@ def section(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     }
 
 
-def section_toml(environ: Mapping[str, str] = os.environ) -> str:
-    """Return that section as the text of a run file."""
-    settings = section(environ)
+def section_toml() -> str:
+    settings = section()
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items() if name != "environ"]
     lines += ["", "[sglang.environ]", *(f"{name} = {json.dumps(value)}" for name, value in settings["environ"].items())]
     return "\n".join(["[sglang]", *lines]) + "\n"

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from docs.generate import table
 from docs.generate.settings import type_name
 from penstock.console.report.diagnoses import MEANINGS
-from penstock.console.report.learning import _NESTED, LABELS
+from penstock.console.report.learning import LABELS, NESTED
 from penstock.deploy.monitoring.alerts import ALERTS
 from penstock.protocol import errors as protocol_errors
 from penstock.protocol import facts as nats_facts
@@ -26,7 +26,7 @@ reward sees the whole row. An invalid value is refused with its file, line and c
 
 
 def alerts() -> str:
-    """Return a table of all alerts: name, when it fires, cause, cure; from the table that ``rules.yml`` is written from."""
+    """Return a table of all alerts: name, when it fires, cause, cure."""
     rows: list[tuple[object, ...]] = []
     for alert in ALERTS:
         summary = alert.summary.replace("{{ $labels.", "").replace(" }}", "")
@@ -107,7 +107,7 @@ def _fact(model: type[BaseModel], lead: str) -> str:
 
 def metrics() -> str:
     figures: list[tuple[object, ...]] = [
-        (f"`{'.'.join(_NESTED.get(name, (name,)))}`", label) for name, label in LABELS.items()
+        (f"`{'.'.join(NESTED.get(name, (name,)))}`", label) for name, label in LABELS.items()
     ]
     reasons: list[tuple[object, ...]] = [(f"`{name}`", meaning) for name, meaning in MEANINGS.items()]
     return (

@@ -41,7 +41,6 @@ def audit_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *,
 
 
 def show(result: AuditResult, console: Console) -> None:
-    """Print the accounting, groups in motion, and every violation."""
     at = "nothing committed" if result.step is None else f"checkpoint of step {result.step}, version {result.version}"
     console.print(f"run {result.run_id}: {at}, {result.chapters} chapters\n")
     console.print(_table(result.splits))

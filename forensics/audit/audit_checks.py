@@ -7,7 +7,7 @@
 | the dead letters             | every group dropped as dead has one                                               |
 | the object store             | every pack of a trained group is there, with its size and sha256; packs of        |
 |                              | evaluated and dropped groups, unless retention has deleted them                   |
-| the trainer's step events    | rewards, packs and order of the groups of every step (`step_checks.py`)           |
+| the trainer's step events    | rewards, packs and order of the groups of every step (`record_checks.py`)         |
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.forensics.audit.record_fold import SPLITS, Breach, RecordFold
-from penstock.forensics.audit.step_checks import ReportedSteps, check_steps
+from penstock.forensics.audit.record_checks import SPLITS, Breach, RecordFold, ReportedSteps, check_steps
 from penstock.protocol.facts import Split
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
@@ -32,8 +31,6 @@ _MOST_NOTED = 3
 
 @dataclass(frozen=True, slots=True)
 class AuditInputs:
-    """The state of a run's stores at one moment of its record."""
-
     run_id: str
     chapters: Sequence[LineageChapter] = ()  # the oldest first
     state: CheckpointState | None = None  # None: its folder is not on this machine
@@ -86,7 +83,6 @@ class AuditResult:
 
     @property
     def closes(self) -> bool:
-        """True if there is no violation and every split balances."""
         return not self.breaches and all(line.closes for line in self.splits)
 
     def to_document(self) -> dict[str, Any]:
@@ -94,7 +90,6 @@ class AuditResult:
 
 
 def check_record(audit_inputs: AuditInputs) -> AuditResult:
-    """Return the accounting of a run and every violation."""
     fold = RecordFold(audit_inputs.chapters)
     breaches = [*audit_inputs.faults, *fold.breaches]
     locations: dict[Split, dict[str, str]] = {split: _locations(fold, audit_inputs, split) for split in SPLITS}
@@ -174,7 +169,6 @@ def _line(split: Split, fold: RecordFold, locations: Mapping[str, str], tokens: 
 
 
 def _too_many_uses(fold: RecordFold, allowed: int | None) -> list[Breach]:
-    """Return groups trained more often than the run's max_trained_count allows."""
     if allowed is None:
         return []
     return [

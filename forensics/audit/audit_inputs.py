@@ -15,8 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from penstock.forensics.audit.audit_checks import LETTERS, STAGES, AuditInputs
-from penstock.forensics.audit.record_fold import Breach
-from penstock.forensics.audit.step_checks import from_events, from_metrics
+from penstock.forensics.audit.record_checks import Breach, from_events, from_metrics
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, MissingStream, WireError
 from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
@@ -30,6 +29,7 @@ from penstock.protocol.transport.delivery import MAX_LETTER_IDS
 from penstock.protocol.transport.tail import StoredMessage
 
 _MAX_GROWTH_BYTES = 1024 * 1024  # an object that is larger than named by more than this is not read
+_MAX_READS = 5  # of a run that commits faster than it can be read
 
 
 def read_chapters(run_id: str, last: BlobRef | None, blobs: Blobs, faults: list[Breach]) -> list[LineageChapter]:
@@ -93,9 +93,6 @@ def pointer_faults(
             if named != found
         ]
     return faults
-
-
-_MAX_READS = 5  # of a run that commits faster than it can be read
 
 
 class _Rollout(BaseModel):
@@ -174,7 +171,7 @@ def _read(
         state=state,
         waiting=waiting,
         dead={group_id: letter.reason for letter in letters for group_id in letter.group_ids},
-        all_letters=_has_all_letters(bus, run_id) and all(len(one.group_ids) < MAX_LETTER_IDS for one in letters),
+        all_letters=_has_all_letters(bus, run_id) and all(len(letter.group_ids) < MAX_LETTER_IDS for letter in letters),
         window=window,
         packs_expire=packs_expire,
         max_uses=max_uses,
@@ -238,7 +235,6 @@ def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[
 def _waiting(
     bus: Bus, blobs: Blobs, run_id: str, stage: str, unreadable: dict[str, list[str]], faults: list[Breach]
 ) -> dict[str, int]:
-    """Return the groups that a queue holds, with their sampled tokens; a message that does not decode is listed."""
     found: dict[str, int] = {}
     for message in _messages(bus, run_id, stage, faults):
         try:

@@ -11,7 +11,6 @@ from penstock.trainer.commands.run_command import start_process, with_errors_exp
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay a run; return the exit code, 2 for an error that is explained on stderr."""
     start_process()
     return with_errors_explained("replay", arguments, _run)
 

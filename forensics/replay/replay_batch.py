@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.forensics.replay.replay_verdict import BatchVerdict, group_metrics
+from penstock.forensics.replay.replay_findings import BatchVerdict, group_metrics
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef
@@ -81,7 +81,7 @@ def fetch_published(
     """
     version, run_id = PolicyVersion(batch.version), batch.run_id
     store.check(run_id)
-    found, problems = list[VersionManifest](), list[str]()
+    manifests, problems = list[VersionManifest](), list[str]()
     for stat in store.list(blob_keys.weights_prefix(run_id, version)):
         if stat.key.endswith("/manifest.json"):
             try:
@@ -90,12 +90,12 @@ def fetch_published(
                     trusted_keys.verify(data, stat.key)
                 manifest = VersionManifest.from_json(data)
                 if manifest.run_id == run_id:
-                    found.append(manifest)
+                    manifests.append(manifest)
                 else:
                     problems.append(f"{stat.key} is of run {manifest.run_id}")
             except (BlobMissing, SignatureRefused, WireError) as err:
                 problems.append(str(err))
-    known = [one for one in found if one.version == version and one.epoch <= batch.epoch]
+    known = [manifest for manifest in manifests if manifest.version == version and manifest.epoch <= batch.epoch]
     reader = WeightReader(store, run_id, trusted_keys=trusted_keys)
     for manifest in sorted(known, key=lambda one: one.epoch, reverse=True):
         try:
@@ -194,7 +194,6 @@ class BatchReplay:
     def _failure(
         self, planner: Planner, learner: Learner, measured: StepMetrics
     ) -> tuple[Exception | None, StepMetrics | None]:
-        """Return the error of this batch alone, and the figures of its step if one was made."""
         trainer = self._settings.trainer
         try:
             figures = learn(planner, learner, self._ready, self._batch.version).metrics
@@ -218,7 +217,6 @@ class BatchReplay:
         return step_fields(self._batch.step, self._batch.version, figures, self._ready, ages)
 
     def _find_weights(self, store: Blobs, scratch: Path) -> _Weights:
-        """Return the weights of the batch's version: of a checkpoint, as published, or the initial ones."""
         version = self._batch.version
         for folder, state in committed(self._run_folder / CHECKPOINTS):
             if state.version == version and state.step == self._steps_before:
@@ -264,7 +262,6 @@ class BatchReplay:
 
 
 def follow(ranks: Ranks) -> None:
-    """Carry out the orders of rank 0's `BatchReplay` until its end."""
     while (order := ranks.broadcast(None)) is not None:
         try:
             _build_by_order(order, ranks).follow()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BaseModel, ConfigDict
 
 from penstock.forensics.replay.options import ReplayOptions
-from penstock.forensics.replay.replay_verdict import describe
+from penstock.forensics.replay.replay_findings import describe
 from penstock.protocol import logs, streams
 from penstock.protocol.command_line import FLAT, RunArguments, program
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
@@ -72,7 +72,6 @@ main = program("penstock replay", replay, error=None)
 
 
 def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
-    """Return where the run is; raises ConfigError for an override of a recorded setting."""
     recorded = [
         override
         for override in from_overrides(overrides, [])
@@ -118,7 +117,7 @@ def _lead(options: ReplayOptions, settings: RunLocation, files: Sequence[Path], 
 
 def _lead_batch(options: ReplayOptions, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
     from penstock.forensics.replay.replay_batch import BatchReplay  # noqa: PLC0415
-    from penstock.forensics.replay.replay_verdict import describe_batch  # noqa: PLC0415  as above
+    from penstock.forensics.replay.replay_findings import describe_batch  # noqa: PLC0415  as above
 
     del files  # they say where the run is
     folder = find_batch(settings.run.folder, options.batch or "")

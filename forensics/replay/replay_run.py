@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.forensics.replay.replay_findings import (
+    Difference,
+    Verdict,
     config_findings,
     drift,
     figure_differences,
@@ -31,7 +33,6 @@ from penstock.forensics.replay.replay_findings import (
     other_updates,
     signed_versions,
 )
-from penstock.forensics.replay.replay_verdict import Difference, Verdict
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError, RecordBroken
 from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import RecordedSession, RecordedStep
@@ -160,7 +161,6 @@ class Replay:
         return start
 
     def _items(self, start: _Start) -> list[RecordedSession | RecordedStep]:
-        """Return the sessions and steps after the start, in order, up to the last wanted version."""
         items: list[RecordedSession | RecordedStep] = []
         for chapter in self._record.chapters:
             items += [life for life in chapter.lives if start.version < life.version <= self._last]
@@ -228,7 +228,6 @@ class Replay:
         return self._enter(session, folder, planner.document())
 
     def _enter(self, session: RecordedSession, checkpoint: Path | None, algorithm: Mapping[str, Any]) -> Planner:
-        """Build the learner with the settings of a session, from a checkpoint or the initial model."""
         if self._learner is not None:
             self._learner.dismiss()
             self._learner = None  # frees its memory before the next one is built
@@ -291,7 +290,6 @@ def _num_threads(session: RecordedSession) -> int:
 
 
 def follow(ranks: Ranks, blobs: Blobs) -> None:
-    """Carry out the orders of rank 0's `Replay` until its end."""
     while (order := ranks.broadcast(None)) is not None:
         _build_by_order(order, ranks, blobs).follow()
 

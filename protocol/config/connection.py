@@ -98,6 +98,8 @@ class NatsSettings(Section):
 
 
 class S3Settings(Section):
+    """The object store and the credentials for it."""
+
     endpoint: str = Field(
         default="http://127.0.0.1:9000", description="URL of any S3 server: MinIO, a fork of it, or AWS."
     )

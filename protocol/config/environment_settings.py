@@ -89,6 +89,8 @@ class EnvironmentDefinition(EpisodeSettings):
 
 
 class EnvironmentSettings(Section):
+    """Environments by name."""
+
     define: dict[Identifier, EnvironmentDefinition] = Field(
         default_factory=dict,
         description="Environments of this run, by the name that rollout.environment and eval.environment use.",

@@ -252,7 +252,7 @@ class S3Requests:
 
 
 class S3Admin:
-    """Users and policies of MinIO and its forks, through their admin interface, with the store's own user (deploy/s3_users.py only).
+    """Users and policies of MinIO and its forks, through their admin interface, with the store's own user (deploy/s3_policies.py only).
 
     Every call may be repeated. AWS and other stores have other interfaces: they answer with an error, which says to create
     the users there by hand.

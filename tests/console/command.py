@@ -10,7 +10,7 @@ from tests import forked
 _PRELOADED = (
     "penstock.forensics.audit.audit",
     "penstock.console.record.lineage",
-    "penstock.forensics.rescore.rescore",
+    "penstock.forensics.rescore",
     "penstock.console.tools.dead_letters",
     "penstock.console.tools.removal",
     "penstock.console.tools.rewards",

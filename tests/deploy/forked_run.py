@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +31,7 @@ class ForkedService(Child):
 class ForkedRun(LocalRun):
     """Starts trainer, workers, reward service and endpoints so that each costs a tenth of what a new interpreter does."""
 
-    def _service(
-        self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL, waits: bool = False
-    ) -> Child:
-        made = super()._service(name, command, death_signal=death_signal, waits=waits)
+    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
+        made = super()._service(name, command, waits=waits)
         assert not waits
-        return ForkedService(name, made.command, log=made.log, environ=made._environ, death_signal=death_signal)
+        return ForkedService(name, made.command, log=made.log, environ=made._environ)

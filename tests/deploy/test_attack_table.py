@@ -14,7 +14,7 @@ from tests.policed_s3 import PolicedS3
 from tests.servers import require
 
 from penstock.deploy.processes.servers import S3Server
-from penstock.deploy.s3_users import access_key, create_users
+from penstock.deploy.s3_policies import access_key, create_users
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobStoreRefused
 from penstock.protocol.transport.blobs import Blobs

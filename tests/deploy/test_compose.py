@@ -18,9 +18,8 @@ from pydantic import BaseModel
 
 from penstock.deploy import certificates
 from penstock.deploy.bootstrap import ConnectionSettings
-from penstock.deploy.health import HealthSettings
 from penstock.deploy.make_secrets import make_secrets
-from penstock.deploy.s3_users import access_key
+from penstock.deploy.s3_policies import access_key
 from penstock.protocol.command_line import application
 from penstock.protocol.config.run_file import load
 from penstock.reward_model.commands import serve_model
@@ -348,4 +347,4 @@ def test_the_reward_service_knows_hashes_of_tokens_only(tmp_path: Path) -> None:
 def test_health_settings_come_from_the_environment() -> None:
     for name in ("rollout-gpu", "trainer-gpu", "trainer-cpu"):
         environment = {k: filled_in(v) for k, v in SERVICES[name]["environment"].items() if k.startswith("PENSTOCK_")}
-        assert load(HealthSettings, environ=environment).settings.nats.url == "tls://nats:4222"
+        assert load(ConnectionSettings, environ=environment).settings.nats.url == "tls://nats:4222"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.console.cli.main import run
-from penstock.deploy.config_import.found import read_yaml
-from penstock.deploy.config_import.read_shell import read_shell
+from penstock.deploy.config_import.foreign_file import read_shell, read_yaml
 from penstock.deploy.config_show import load_all
 from penstock.protocol.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.console.tools.removal import _others_in
-from penstock.deploy.local_inputs import copy_input, find
+from penstock.deploy.early_checks import copy_input, find_input
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import ConfigError
 
@@ -33,10 +33,10 @@ def test_an_input_is_copied_into_the_store_of_the_new_run(tmp_path: Path):
     assert sorted(path.relative_to(copied) for path in copied.rglob("*") if path.is_file()) == files
     assert _others_in(second / "store", "again") == []
     assert _others_in(first / "store", "first") == ["first-strict"]
-    assert find("first-strict", second) == copied  # a resumed run leaves what it reads as it is
+    assert find_input("first-strict", second) == copied  # a resumed run leaves what it reads as it is
     source.rename(tmp_path / "removed")
     copy_input("first-strict", second)
-    assert find("first-strict", second) == copied
+    assert find_input("first-strict", second) == copied
 
 
 def test_an_unknown_input_is_answered_with_those_that_there_are(tmp_path: Path):
@@ -44,6 +44,6 @@ def test_an_unknown_input_is_answered_with_those_that_there_are(tmp_path: Path):
     make_input(tmp_path / "first", "first-strict")
     make_input(tmp_path / "first", "first-early", complete=False)
     with pytest.raises(ConfigError, match=r"found: first-strict; did you mean first-strict\?; make it with"):
-        find("first-strikt", tmp_path / "second")
+        find_input("first-strikt", tmp_path / "second")
     with pytest.raises(ConfigError, match=r"data\.from_run = first-early"):
         copy_input("first-early", tmp_path / "second")

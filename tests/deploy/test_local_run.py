@@ -13,6 +13,7 @@ from tests.deploy.live_processes import processes_of
 from tests.servers import require, secret_file, wait_for
 
 from penstock.deploy import quickstart_task
+from penstock.deploy.early_checks import adapter_overrides
 from penstock.deploy.local_run import (
     REWARD,
     LocalRun,
@@ -20,7 +21,6 @@ from penstock.deploy.local_run import (
     fails_at_first_start,
     worker_name,
 )
-from penstock.deploy.local_settings import adapter_overrides
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
@@ -80,7 +80,16 @@ def test_sglang_servers_of_a_run_load_the_adapters_that_it_trains(run_file: Path
 def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the starter leave no server, no service and no engine."""
     with subprocess.Popen(
-        [sys.executable, "-m", "penstock.deploy.train_local", str(run_file), "--workers", "1", "trainer.steps=100000"],
+        [
+            sys.executable,
+            "-m",
+            "penstock.deploy.train",
+            "--local",
+            str(run_file),
+            "--workers",
+            "1",
+            "trainer.steps=100000",
+        ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -162,7 +171,8 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
         [
             sys.executable,
             "-m",
-            "penstock.deploy.train_local",
+            "penstock.deploy.train",
+            "--local",
             str(run_file),
             "--workers=1",
             f"model.path={tmp_path}/nowhere",

@@ -11,8 +11,7 @@ import pytest
 from penstock.deploy import quickstart, sglang_cpu
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.quickstart import Options, _engine_sections
-from penstock.deploy.quickstart_task import write_model
-from penstock.deploy.quickstart_tasks import TASKS, QuickstartTask
+from penstock.deploy.quickstart_task import TASKS, QuickstartTask, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
 from penstock.rollout_service.environments.environment import load_environments

@@ -15,7 +15,7 @@ from tests.servers import needs
 
 from penstock.console.cli.main import run
 from penstock.deploy import config_show
-from penstock.deploy.recipe import reasoning_gym_tasks as tasks
+from penstock.deploy import reasoning_gym_tasks as tasks
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import RewardRequest

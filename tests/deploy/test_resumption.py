@@ -6,14 +6,13 @@ import contextlib
 import json
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from penstock.console.cli.main import run
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import RunSummary
-from penstock.deploy import quickstart, resumption, train_attached, train_local
+from penstock.deploy import quickstart, resumption, train
 from penstock.fine_tuning import __main__ as fine_tuning
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import config_document, load
@@ -76,10 +75,10 @@ class StoppedTrainer(contextlib.AbstractContextManager):
 
 @pytest.mark.usefixtures("addresses")
 @pytest.mark.parametrize(
-    ("command", "local"), [(train_local, ["--local"]), (train_attached, [])], ids=["--local", "attached"]
+    ("watch", "local"), [("_watch_local", ["--local"]), ("_watch_attached", [])], ids=["--local", "attached"]
 )
 def test_a_stopped_run_says_how_to_resume_it(
-    command: ModuleType,
+    watch: str,
     local: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,11 +88,11 @@ def test_a_stopped_run_says_how_to_resume_it(
     (tmp_path / "rows.jsonl").touch()
     given = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
     for method in ("start_services", "check", "log_tail"):
-        monkeypatch.setattr(train_local.LocalRun, method, lambda *_: "")
-    monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
-    monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
-    monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
-    monkeypatch.setattr(command, "_watch", lambda *_, **__: (None if command is train_local else 130, None))
+        monkeypatch.setattr(train.LocalRun, method, lambda *_: "")
+    monkeypatch.setattr(train, "stop_on_signals", threading.Event)
+    monkeypatch.setattr(train, "create_what_is_missing", lambda _: None)
+    monkeypatch.setattr(train, "AttachedTrainer", StoppedTrainer)
+    monkeypatch.setattr(train, watch, lambda *_, **__: (None if local else 130, None))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     assert run(["train", *given, *local]) == 130
     assert f"resume it with: penstock train {' '.join([*given, *local])}\n" in capfd.readouterr().err
@@ -118,10 +117,10 @@ def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
             (tmp_path / "run" / resume_checks.SUMMARY_FILE).write_text(json.dumps(summary))
         return code, RunView("run").summary()
 
-    monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
-    monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
-    monkeypatch.setattr(train_attached, "_watch", watched)
-    monkeypatch.setattr(train_attached, "write_report", lambda *given, **_: reports.append(given))
+    monkeypatch.setattr(train, "create_what_is_missing", lambda _: None)
+    monkeypatch.setattr(train, "AttachedTrainer", StoppedTrainer)
+    monkeypatch.setattr(train, "_watch_attached", watched)
+    monkeypatch.setattr(train, "write_report", lambda *given, **_: reports.append(given))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     assert [run(["train", *given]), run(["train", *given])] == [0, 143]
     assert len(reports) == 2
@@ -140,10 +139,10 @@ def test_they_are_listed_before_anything_starts(
     given = [f"model.path={model}", f"data.train={data}", f"run.dir={tmp_path}", "run.id=r"]
     (tmp_path / "r" / "checkpoints" / "step00000001").mkdir(parents=True)
     (tmp_path / "r" / "config.json").write_text(json.dumps(config_document(load(TrainerSettings, overrides=given))))
-    monkeypatch.setattr(train_local.LocalRun, "start_services", start)
-    monkeypatch.setattr(train_local.LocalRun, "check", lambda _: None)
-    monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
-    monkeypatch.setattr(train_attached, "create_what_is_missing", start)
+    monkeypatch.setattr(train.LocalRun, "start_services", start)
+    monkeypatch.setattr(train.LocalRun, "check", lambda _: None)
+    monkeypatch.setattr(train, "stop_on_signals", threading.Event)
+    monkeypatch.setattr(train, "create_what_is_missing", start)
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     with pytest.raises(Started):
         run(["train", *local, *given, "trainer.lr=3e-4"])

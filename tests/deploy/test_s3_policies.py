@@ -15,8 +15,7 @@ from tests.servers import secret_file
 from penstock.console.cli.main import run
 from penstock.deploy import s3_policies
 from penstock.deploy.make_secrets import make_secrets
-from penstock.deploy.s3_policies import policies
-from penstock.deploy.s3_users import access_key, create_users
+from penstock.deploy.s3_policies import access_key, create_users, policies
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobMissing, BlobStoreRefused, ConfigError

@@ -57,8 +57,8 @@ def test_a_served_file_scores_and_nothing_is_left(tmp_path: Path, monkeypatch: p
     """The reward of the file, one that the run's settings define and the built-in ones are offered; the folder is removed."""
     require("nats-server")
     require("rclone")
-    (tmp_path / "store").mkdir()
-    monkeypatch.setattr(scoring.tempfile, "mkdtemp", lambda **_: str(tmp_path / "store"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(scoring.tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "strict.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return 0.25 if solution_str == ground_truth else 0.0\n"
@@ -68,4 +68,4 @@ def test_a_served_file_scores_and_nothing_is_left(tmp_path: Path, monkeypatch: p
         for reward, scores in (("strict", [0.25, 0.0]), ("gated", [1.0, 0.0]), ("exact_match", [1.0, 0.0])):
             answer = RewardService(url).call("POST", "/v1/score", {"reward": reward, "groups": [group]})
             assert [one["score"] for one in answer["results"][0]["scores"]] == scores
-    assert not (tmp_path / "store").exists()
+    assert list((tmp_path / "scratch").iterdir()) == []

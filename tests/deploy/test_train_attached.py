@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 
-from penstock.deploy import train_attached
+from penstock.deploy import train
 from penstock.deploy.bootstrap import delete_run
-from penstock.deploy.train_attached import Trainer, create_what_is_missing
+from penstock.deploy.train import AttachedTrainer, create_what_is_missing
 from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.errors import MissingStream
@@ -64,7 +64,7 @@ def test_a_trainer_that_a_signal_killed_is_started_again(tmp_path: Path) -> None
     """Its exit code is that of the last start; the panel is told of the crash and the restart."""
     then = "os.kill(os.getpid(), signal.SIGKILL) if mark.read_text() == 'x' else sys.exit(3)"
     told: list[str] = []
-    with Trainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
         trainer.on_incident(told.append)
         assert trainer.wait(60.0) == 3
     assert (tmp_path / "starts").read_text() == "xx"
@@ -76,15 +76,15 @@ def test_a_trainer_that_a_signal_killed_is_started_again(tmp_path: Path) -> None
 def test_a_trainer_that_ends_in_an_outage_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the first minute, when an address may be wrong, and for an hour at most."""
     then = "sys.exit(75 if len(mark.read_text()) < 3 else 0)"
-    with Trainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
         assert trainer.wait(60.0) == 75
     assert (tmp_path / "starts").read_text() == "x"
-    monkeypatch.setattr(train_attached, "_STARTED_S", 0.0)
-    with Trainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+    monkeypatch.setattr(train, "_STARTED_S", 0.0)
+    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
         assert trainer.wait(60.0) == 0
     assert (tmp_path / "starts").read_text() == "xxx"
-    monkeypatch.setattr(train_attached, "_OUTAGE_S", 0.0)
-    with Trainer(program(tmp_path, "sys.exit(75)"), RunSettings(dir=tmp_path)) as trainer:
+    monkeypatch.setattr(train, "_OUTAGE_S", 0.0)
+    with AttachedTrainer(program(tmp_path, "sys.exit(75)"), RunSettings(dir=tmp_path)) as trainer:
         assert trainer.wait(60.0) == 75
     assert (tmp_path / "starts").read_text() == "xxxx"
 
@@ -92,7 +92,7 @@ def test_a_trainer_that_ends_in_an_outage_is_started_again(tmp_path: Path, monke
 @pytest.mark.usefixtures("keep_handlers")
 def test_a_signal_to_the_command_is_passed_to_the_trainer(tmp_path: Path) -> None:
     """The trainer writes its checkpoint and ends with its own exit code; it is not started again."""
-    with Trainer(program(tmp_path, "time.sleep(60)"), RunSettings(dir=tmp_path)) as trainer:
+    with AttachedTrainer(program(tmp_path, "time.sleep(60)"), RunSettings(dir=tmp_path)) as trainer:
         wait_for((tmp_path / "starts").exists, "the start")
         os.kill(os.getpid(), signal.SIGTERM)
         assert trainer.wait(60.0) == 143

@@ -13,8 +13,8 @@ from tests.servers import secret_file, wait_for
 from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
-from penstock.forensics.backup import saved_run
-from penstock.forensics.backup.saved_run import BackupBroken, SavedRun, restore, save
+from penstock.forensics import backup
+from penstock.forensics.backup import BackupBroken, SavedRun, restore, save
 from penstock.protocol import heartbeats, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobError, BusRefused, ConfigError
@@ -62,7 +62,7 @@ def messages(bus: Bus, run: str) -> dict[str, list[tuple[int, str, bytes, str]]]
     """Everything that is stored, with its number and time."""
     return {
         name: [(one.sequence, one.subject, one.data, one.at.isoformat()) for one in bus.read_stream(name).wait()]
-        for name in saved_run.names(run)
+        for name in backup.saved_streams(run)
     }
 
 
@@ -105,9 +105,9 @@ def test_an_interrupted_restore_is_continued(
     """What an earlier try left is replaced, streams that services could have written to included."""
     there, objects = elsewhere
     save(run, bus, blobs, tmp_path / "backup", quiet)
-    first = saved_run.read(tmp_path / "backup").objects[0]
+    first = backup.read_backup(tmp_path / "backup").objects[0]
     objects.ensure_bucket()
-    objects.put_file(first.key, saved_run.object_file(tmp_path / "backup", first.sha256))
+    objects.put_file(first.key, backup.object_file(tmp_path / "backup", first.sha256))
     there.ensure_stream(streams.streams(run)[0]).wait()
     with pytest.raises(BusRefused, match="stream name already in use"):
         there.restore_stream(f"{run}-tasks", bus.save_stream(f"{run}-tasks", lambda _: None).wait(), []).wait()
@@ -148,16 +148,16 @@ def test_a_run_whose_services_have_just_exited_is_saved(bus: Bus, blobs: Blobs, 
 
 
 def _alter_object(folder: Path, saved: SavedRun) -> None:
-    path = saved_run.object_file(folder, saved.objects[3].sha256)
+    path = backup.object_file(folder, saved.objects[3].sha256)
     path.write_bytes(path.read_bytes()[::-1])
 
 
 def _remove_object(folder: Path, saved: SavedRun) -> None:
-    saved_run.object_file(folder, saved.objects[3].sha256).unlink()
+    backup.object_file(folder, saved.objects[3].sha256).unlink()
 
 
 def _cut_stream(folder: Path, saved: SavedRun) -> None:
-    path = saved_run.stream_file(folder, saved.streams[0].name)
+    path = backup.stream_file(folder, saved.streams[0].name)
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -202,14 +202,14 @@ def test_a_backup_that_somebody_wrote_is_refused(
 ) -> None:
     """It can name no other stream, object or file than the run's own."""
     save(run, bus, blobs, tmp_path, quiet)
-    contents = json.loads((tmp_path / saved_run.CONTENTS).read_text())
+    contents = json.loads((tmp_path / backup.CONTENTS).read_text())
     part = contents
     for step in path[:-1]:
         part = part[step]
     part[path[-1]] = value
-    (tmp_path / saved_run.CONTENTS).write_text(json.dumps(contents))
+    (tmp_path / backup.CONTENTS).write_text(json.dumps(contents))
     with pytest.raises(ConfigError, match=message):
-        saved_run.read(tmp_path)
+        backup.read_backup(tmp_path)
 
 
 def test_the_commands_say_what_to_type_next(

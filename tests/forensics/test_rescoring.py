@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.groups import make_group
 
-from penstock.forensics.rescore.rescore import GroupToScore, Rule, reweight, score_again
+from penstock.forensics.rescore import GroupToScore, Rule, reweight, score_again
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.packs.group_pack import GroupTexts

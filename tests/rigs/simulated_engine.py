@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from pydantic import Field
 
-from penstock.deploy.plan.lengths import EnginePace, LengthMix
+from penstock.deploy.plan.simulation import EnginePace, LengthMix
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.versions import PolicyVersion

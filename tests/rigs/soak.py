@@ -40,8 +40,8 @@ import psutil
 from penstock.console.live.panel import LivePanel
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.deploy import quickstart_task
-from penstock.deploy.local_run import TRAINER, LocalRun, ProcessView
-from penstock.deploy.processes.child import DeployError
+from penstock.deploy.local_run import TRAINER, LocalRun
+from penstock.deploy.processes.child import Child, DeployError
 from penstock.protocol import logs
 from penstock.protocol.transport.bus import Bus
 
@@ -67,7 +67,7 @@ class Sample:
     blocks: dict[str, int] = field(default_factory=dict)  # by stream: its largest file of messages, in bytes
 
 
-def take(started: float, snapshot: Snapshot, processes: Iterable[ProcessView], folder: Path) -> Sample:
+def take(started: float, snapshot: Snapshot, processes: Iterable[Child], folder: Path) -> Sample:
     memory = {view.name: resident(view.pid) for view in processes if view.alive}
     return Sample(time.monotonic() - started, snapshot.step, memory, disk(folder), stream_blocks(folder))
 

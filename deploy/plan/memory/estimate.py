@@ -25,8 +25,6 @@ _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
 
 @dataclass(frozen=True, slots=True)
 class ZeroStates:
-    """The states of the parameters that learn, on one rank."""
-
     held: Needs  # all the time
     later_passes: Needs  # besides, in the passes of every micro-batch but the first
     backward: Needs  # besides, at the end of a backward pass
@@ -152,14 +150,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What training a network takes on one rank."""
-
     held: Needs  # all the time
     phases: Mapping[str, Needs]  # besides, at the largest moment of each phase
 
 
 def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
-    """Return what a policy takes on one rank; ``largest`` is its largest micro-batch."""
     several, trained = largest.count > 1, _trained(shape, method)
     states = zero_states(trained, _largest_tensor(shape, method), method, several=several)
     kept, one_layer = _activations(shape, method, largest.tokens)
@@ -224,7 +219,6 @@ def _largest_tensor(shape: ModelShape, method: Method) -> int:
 
 
 def _activations(shape: ModelShape, method: Method, tokens: int) -> tuple[int, int]:
-    """Return what the forward pass keeps of all layers, and what the backward pass of one layer adds."""
     kept, h, m = tokens * _kept_of_token(shape, method), shape.hidden, shape.intermediate
     temporary = tokens * method.width * max(3 * m, 2 * shape.query + 2 * h)
     if (
@@ -255,7 +249,6 @@ def _kept_of_experts(shape: ModelShape, method: Method) -> int:
 
 
 def _kept_of_token(shape: ModelShape, method: Method) -> int:
-    """Return what one layer keeps of one token for its backward pass."""
     b, trains_norms = method.width, not method.lora_rank
     # A norm keeps its input in float32, and what its weight multiplies.
     normalised = FLOAT32 + (b if trains_norms else 0)

@@ -57,7 +57,6 @@ class MemoryPlan:
 
     @property
     def _largest(self) -> Pass:
-        """The largest micro-batch of the rank that holds copies of the weights."""
         return self.inputs.largest if self._all_ranks_copy else self.inputs.largest_of_first_rank
 
     @cached_property
@@ -93,7 +92,6 @@ class MemoryPlan:
 
     @property
     def largest(self) -> Phase:
-        """The phase that needs the most memory of device and host together."""
         return max(self.phases, key=lambda phase: phase.total)
 
     def peak(self, *, on_gpu: bool) -> int:
@@ -160,8 +158,6 @@ def _present(sizes: Mapping[str, int]) -> Sizes:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings, and the most memory that the run then needs."""
-
     settings: tuple[str, ...]  # as SECTION.KEY=VALUE
     peak: int
 
@@ -203,7 +199,7 @@ def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggest
 
 
 def _first(tried: Iterator[Suggestion], limit: int) -> Suggestion | None:
-    return next((one for one in tried if one.peak <= limit), None)
+    return next((suggestion for suggestion in tried if suggestion.peak <= limit), None)
 
 
 def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
@@ -231,7 +227,6 @@ def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
 
 
 def _with_shared_tokens(inputs: PlanInputs) -> Iterator[_Change]:
-    """Yield more ranks for each micro-batch, of those that the run has."""
     method = inputs.method
     for ranks in range(method.sequence_parallel + 1, method.zero_ranks + 1):
         layout = ParallelLayout(ranks, method.tensor_parallel)
@@ -243,7 +238,6 @@ def _with_shared_tokens(inputs: PlanInputs) -> Iterator[_Change]:
 
 
 def _with_shared_weights(inputs: PlanInputs) -> Iterator[_Change]:
-    """Yield more ranks for each weight, of those that the run has, where the models allow it."""
     method = inputs.method
     if method.lora_rank:
         return
@@ -268,7 +262,6 @@ def _with_checkpointing(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[_Change
 
 
 def _with_offload(inputs: PlanInputs) -> Iterator[_Change]:
-    """Yield what moves states to the host, with the lowest ZeRO stage that does."""
     method = inputs.method
     if method.offload == "none":
         stage = max(1, method.zero_stage)

@@ -64,25 +64,20 @@ class Method:
 
     @property
     def sums_apart(self) -> bool:
-        """True if sums of gradients are wider than the gradients themselves."""
         return self.gradient_width > self.width
 
     def shares(self, stage: int) -> int:
-        """Return over how many ranks something is split that ZeRO shards from this stage on."""
         return self.zero_ranks if self.zero_stage >= stage else 1
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The layers that have experts instead of a gated MLP."""
-
     layers: int
     experts: int  # of a layer
     top_k: int  # that compute one token
     intermediate: int  # of one expert
 
     def weights(self, hidden: int, experts: int) -> int:
-        """Return the weights of a layer's router, and of so many of its experts."""
         return self.experts * hidden + experts * 3 * hidden * self.intermediate
 
 
@@ -103,7 +98,6 @@ class ModelShape:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What of its config.json decides which layouts of the ranks it allows."""
         return {
             "model_type": self.family,
             "num_attention_heads": self.heads,
@@ -117,22 +111,18 @@ class ModelShape:
 
     @property
     def key_value(self) -> int:
-        """Width of all key heads; values have the same."""
         return self.kv_heads * self.head_dim
 
     @property
     def has_head_norms(self) -> bool:
-        """True if queries and keys are normalised by head."""
         return self.family in ("qwen3", "qwen3_moe")
 
     @property
     def table(self) -> int:
-        """Parameters of the embedding, which the output head also has."""
         return self.vocabulary * self.hidden
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of a block without experts, by name."""
         return {
             "q_proj": (self.hidden, self.query),
             "k_proj": (self.hidden, self.key_value),
@@ -145,7 +135,6 @@ class ModelShape:
 
     @property
     def block(self) -> int:
-        """Parameters of a block without experts."""
         weights = sum(inputs * outputs for inputs, outputs in self.linears.values())
         biases = self.query + 2 * self.key_value if self.family == "qwen2" else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.has_head_norms else 0)
@@ -153,7 +142,6 @@ class ModelShape:
 
     @property
     def body(self) -> int:
-        """Parameters without embedding and output head."""
         return self.layers * self.block + self._beside_blocks(self.mixture.experts if self.mixture else 0)
 
     @property
@@ -162,7 +150,6 @@ class ModelShape:
         return self.layers * self.block + self._beside_blocks(self.mixture.top_k if self.mixture else 0)
 
     def _beside_blocks(self, experts: int) -> int:
-        """Return the last norm, and what so many experts have more than the MLP in whose place they are."""
         if self.mixture is None:
             return self.hidden
         more = self.mixture.weights(self.hidden, experts) - 3 * self.hidden * self.intermediate
@@ -170,7 +157,6 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters; a tied head counts once."""
         return self.body + self.table * (1 if self.tied else 2)
 
     def of_rank(self, tensor_parallel: int) -> ModelShape:
@@ -188,7 +174,6 @@ class ModelShape:
         return [sizes for name, sizes in self.linears.items() if not ends or name in ends]
 
     def adapter(self, rank: int, targets: Collection[str]) -> int:
-        """Return the parameters of adapters of all blocks."""
         return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.adapted(targets))
 
 

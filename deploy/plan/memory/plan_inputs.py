@@ -16,8 +16,6 @@ from penstock.trainer.settings import TrainerSettings
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a step, each as long as the settings allow."""
-
     prompt_tokens: int
     completion_tokens: int
     group_size: int
@@ -26,8 +24,6 @@ class Batch:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """A run, as far as its memory depends on it."""
-
     shape: ModelShape
     method: Method
     batch: Batch
@@ -47,7 +43,6 @@ class PlanInputs:
 
     @property
     def rank_shape(self) -> ModelShape:
-        """What one rank has of the policy, before ZeRO shards it."""
         return self.shape.of_rank(self.method.tensor_parallel)
 
     def backend(self, *, on_gpu: bool) -> str | None:
@@ -61,19 +56,20 @@ class PlanInputs:
 
     @cached_property
     def _passes(self) -> list[list[tuple[int, int]]]:
-        """Tokens and sampled tokens of every micro-batch of every share of the rows, as the trainer's planner cuts them."""
         batch = self.batch
         num_rows = batch.num_groups * batch.group_size
         shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
         prefixes = Prefixes(list(range(num_rows)), shared)
-        units = units_of([self.row_tokens] * num_rows, prefixes, _pair_cost(self.shape))
+        # Of a token that attends to one, relative to a token's other computation, as in `attention/models.py`.
+        pair_cost = 2 * self.shape.layers * self.shape.query / self.shape.active_body
+        units = units_of([self.row_tokens] * num_rows, prefixes, pair_cost)
         plan = balanced(units, self.budget_tokens, self.method.zero_ranks // self.method.sequence_parallel)
         return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
 
     @property
     def largest(self) -> Pass:
         """The largest part of a micro-batch of any rank; one of several may have the most sampled tokens."""
-        tokens, predictors = max((one for bins in self._passes for one in bins), default=(0, 0))
+        tokens, predictors = max((tokens_of_bin for bins in self._passes for tokens_of_bin in bins), default=(0, 0))
         tokens = -(-tokens // self.method.sequence_parallel)
         return Pass(tokens, min(predictors, tokens), max(map(len, self._passes)))
 
@@ -169,8 +165,3 @@ def _method(settings: TrainerSettings) -> Method:
         with_entropy=algorithm.entropy_coefficient > 0.0
         or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),
     )
-
-
-def _pair_cost(shape: ModelShape) -> float:
-    """Return the cost of a token attending to one, relative to a token's other computation, as `attention/models.py` does."""
-    return 2 * shape.layers * shape.query / shape.active_body

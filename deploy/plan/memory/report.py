@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase, Suggestion, suggestions
+from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase, suggestions
 from penstock.deploy.plan.memory.model_shape import ModelShape, Needs, read_shape
 from penstock.deploy.plan.memory.plan_inputs import plan_inputs
 from penstock.protocol.errors import ConfigError
@@ -19,113 +20,17 @@ _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "T
 
 
 def size(num_bytes: float) -> str:
-    """Return a size in GB of 10⁹ bytes, or in MB."""
     return f"{num_bytes / _GB:.2f} GB" if num_bytes >= _GB else f"{num_bytes / 1e6:.0f} MB"
 
 
-def text(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequence[Suggestion]) -> str:
-    """Return the plan as lines of text; ``found`` makes it fit into ``limit`` bytes."""
-    return "".join(f"{line}\n" for line in _lines(plan, limit, on_gpu, found))
-
-
-def _lines(plan: MemoryPlan, limit: int | None, on_gpu: bool, found: Sequence[Suggestion]) -> Iterator[str]:
-    inputs, shape, largest = plan.inputs, plan.inputs.shape, plan.inputs.largest
-    where = "its GPU, besides the CUDA context" if on_gpu else "its process, besides the libraries (about 0.5 GB)"
-    yield f"memory of a rank ({where})"
-    yield ""
-    yield f"model: {shape.family}, {shape.parameters / 1e6:,.1f} million parameters, {shape.layers} layers of width {shape.hidden}"
-    yield (
-        f"optimizer step: {inputs.batch.num_groups} groups of {inputs.batch.group_size} rows of at most {inputs.row_tokens:,} tokens; "
-        f"on each of {inputs.method.num_ranks} rank(s) {largest.count} micro-batch(es) of up to {largest.tokens:,} computed tokens, "
-        f"{inputs.operations / 1e12:,.1f} TFLOP"
-    )
-    yield f"attention: {_attention(plan, on_gpu)}"
-    yield ""
-    yield "held all the time"
-    for name, value in plan.held.device.items():
-        yield f"  {name:<34}{size(value):>10}"
-    for name, value in plan.held.host.items():
-        yield f"  {name:<34}{size(value):>10}{'  (host)' if on_gpu else ''}"
-    for name, value in plan.held.cpu.items() if not on_gpu else ():
-        yield f"  {name:<34}{size(value):>10}"
-    yield "in all, by phase"
-    for phase in plan.phases:
-        parts = ", ".join(_parts(phase, on_gpu))
-        mark = "  <- largest" if phase is _largest(plan, on_gpu) else ""
-        yield f"  {phase.name:<34}{size(_size(phase, on_gpu)):>10}  with {parts}{mark}"
-    peak = plan.peak(on_gpu=on_gpu)
-    yield ""
-    yield f"- a rank needs {size(peak)}"
-    if limit is None:
-        return
-    if peak <= limit:
-        yield f"- it fits into {size(limit)}"
-        return
-    yield f"- it does not fit into {size(limit)}: the largest phase is `{_largest(plan, on_gpu).name}`"
-    if not found:
-        yield "- no setting that is known here makes it fit: use a smaller model or shorter rows"
-    for one in found:
-        yield f"- it fits with {' '.join(one.settings)}: {size(one.peak)}"
-
-
-def document(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequence[Suggestion]) -> dict[str, Any]:
-    """Return the plan as a JSON object; sizes in bytes."""
-    inputs = plan.inputs
-    peak = plan.peak(on_gpu=on_gpu)
-    return {
-        "parameters": inputs.shape.parameters,
-        "micro_batches": inputs.largest.count,
-        "largest_micro_batch_tokens": inputs.largest.tokens,
-        "operations": inputs.operations,
-        "attention": inputs.backend(on_gpu=on_gpu),
-        "held": _needs(plan.held),
-        "phases": {
-            phase.name: {**_needs(phase.needs), "on_device": phase.on_device, "total": phase.total}
-            for phase in plan.phases
-        },
-        "largest_phase": _largest(plan, on_gpu).name,
-        "peak": peak,
-        "limit": limit,
-        "fits": None if limit is None else peak <= limit,
-        "fits_with": [{"settings": list(one.settings), "peak": one.peak} for one in found],
-    }
-
-
-def _attention(plan: MemoryPlan, on_gpu: bool) -> str:
-    inputs, where = plan.inputs, "a GPU" if on_gpu else "a CPU"
-    heads = f"{inputs.shape.heads} heads of {inputs.shape.head_dim} dimensions in {inputs.method.dtype} on {where}"
-    backend = inputs.backend(on_gpu=on_gpu)
-    if backend is None:
-        return f"trainer.attention = {inputs.attention} cannot be used for {heads}; set it to auto"
-    if inputs.method.dense_attention:
-        return (
-            f"{backend}, with matrices of {size(matrix_bytes(inputs.shape.heads, inputs.largest.tokens))}, for {heads}"
-        )
-    return f"{backend}, for {heads}; memory grows with the tokens, not with their square"
-
-
-def _needs(needs: Needs) -> dict[str, dict[str, int]]:
-    return {"device": dict(needs.device), "host": dict(needs.host), "cpu": dict(needs.cpu)}
-
-
-def _parts(phase: Phase, on_gpu: bool) -> Iterator[str]:
-    needs = phase.needs
-    yield from (f"{name} {size(value)}" for name, value in needs.device.items() if value)
-    yield from (f"{name} {size(value)}{' (host)' if on_gpu else ''}" for name, value in needs.host.items() if value)
-    yield from (f"{name} {size(value)}" for name, value in needs.cpu.items() if value and not on_gpu)
-
-
-def _size(phase: Phase, on_gpu: bool) -> int:
-    return phase.on_device if on_gpu else phase.total
-
-
-def _largest(plan: MemoryPlan, on_gpu: bool) -> Phase:
-    return max(plan.phases, key=lambda phase: _size(phase, on_gpu))
+def parse_size(given: str, flag: str) -> int:
+    size = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([MGT]i?B)", given)
+    if size is None or float(size[1]) == 0.0:
+        raise ConfigError(f"{flag} {given}: expected a size such as 24GB, 80GiB or 900MB")
+    return int(float(size[1]) * _UNITS[size[2]])
 
 
 class RankMemory:
-    """What a rank of a run needs, and the settings with which it fits into a limit."""
-
     def __init__(self, settings: TrainerSettings, *, limit: int | None, on_gpu: bool) -> None:
         """Estimate it; raises NotEstimated, with the reason.
 
@@ -141,27 +46,99 @@ class RankMemory:
             critic=_shape(settings.critic.path, "critic.path"),
         )
         self._plan, self._limit, self._on_gpu = MemoryPlan(inputs), limit, on_gpu
-        self._found = [] if limit is None or self.fits else suggestions(inputs, limit, on_gpu=on_gpu)
+        self._peak = self._plan.peak(on_gpu=on_gpu)
+        self._largest = max(self._plan.phases, key=self._size)
+        self._suggestions = [] if limit is None or self.fits else suggestions(inputs, limit, on_gpu=on_gpu)
 
     @property
     def fits(self) -> bool:
-        """False if the estimate is above the limit."""
-        return self._limit is None or self._plan.peak(on_gpu=self._on_gpu) <= self._limit
+        return self._limit is None or self._peak <= self._limit
 
     def text(self) -> str:
-        return text(self._plan, limit=self._limit, on_gpu=self._on_gpu, found=self._found)
+        return "".join(f"{line}\n" for line in self._lines())
 
     def document(self) -> dict[str, Any]:
-        """Return the same as a JSON object; sizes in bytes."""
-        return document(self._plan, limit=self._limit, on_gpu=self._on_gpu, found=self._found)
+        inputs = self._plan.inputs
+        return {
+            "parameters": inputs.shape.parameters,
+            "micro_batches": inputs.largest.count,
+            "largest_micro_batch_tokens": inputs.largest.tokens,
+            "operations": inputs.operations,
+            "attention": inputs.backend(on_gpu=self._on_gpu),
+            "held": asdict(self._plan.held),
+            "phases": {
+                phase.name: {**asdict(phase.needs), "on_device": phase.on_device, "total": phase.total}
+                for phase in self._plan.phases
+            },
+            "largest_phase": self._largest.name,
+            "peak": self._peak,
+            "limit": self._limit,
+            "fits": None if self._limit is None else self.fits,
+            "fits_with": [
+                {"settings": list(suggestion.settings), "peak": suggestion.peak} for suggestion in self._suggestions
+            ],
+        }
 
+    def _lines(self) -> Iterator[str]:
+        inputs, shape, largest = self._plan.inputs, self._plan.inputs.shape, self._plan.inputs.largest
+        where = (
+            "its GPU, besides the CUDA context" if self._on_gpu else "its process, besides the libraries (about 0.5 GB)"
+        )
+        yield f"memory of a rank ({where})"
+        yield ""
+        yield f"model: {shape.family}, {shape.parameters / 1e6:,.1f} million parameters, {shape.layers} layers of width {shape.hidden}"
+        yield (
+            f"optimizer step: {inputs.batch.num_groups} groups of {inputs.batch.group_size} rows of at most {inputs.row_tokens:,} tokens; "
+            f"on each of {inputs.method.num_ranks} rank(s) {largest.count} micro-batch(es) of up to {largest.tokens:,} computed tokens, "
+            f"{inputs.operations / 1e12:,.1f} TFLOP"
+        )
+        yield f"attention: {self._attention()}"
+        yield ""
+        yield "held all the time"
+        for name, value, note in self._parts(self._plan.held):
+            yield f"  {name:<34}{size(value):>10}{f'  {note}' if note else ''}"
+        yield "in all, by phase"
+        for phase in self._plan.phases:
+            parts = ", ".join(
+                f"{name} {size(value)}{f' {note}' if note else ''}"
+                for name, value, note in self._parts(phase.needs)
+                if value
+            )
+            mark = "  <- largest" if phase is self._largest else ""
+            yield f"  {phase.name:<34}{size(self._size(phase)):>10}  with {parts}{mark}"
+        yield ""
+        yield f"- a rank needs {size(self._peak)}"
+        if self._limit is None:
+            return
+        if self.fits:
+            yield f"- it fits into {size(self._limit)}"
+            return
+        yield f"- it does not fit into {size(self._limit)}: the largest phase is `{self._largest.name}`"
+        if not self._suggestions:
+            yield "- no setting that is known here makes it fit: use a smaller model or shorter rows"
+        for suggestion in self._suggestions:
+            yield f"- it fits with {' '.join(suggestion.settings)}: {size(suggestion.peak)}"
 
-def parse_size(given: str, flag: str) -> int:
-    """Return the bytes of a size such as 24GB or 80GiB; raises ConfigError, which names the flag."""
-    size = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([MGT]i?B)", given)
-    if size is None or float(size[1]) == 0.0:
-        raise ConfigError(f"{flag} {given}: expected a size such as 24GB, 80GiB or 900MB")
-    return int(float(size[1]) * _UNITS[size[2]])
+    def _attention(self) -> str:
+        inputs, where = self._plan.inputs, "a GPU" if self._on_gpu else "a CPU"
+        heads = f"{inputs.shape.heads} heads of {inputs.shape.head_dim} dimensions in {inputs.method.dtype} on {where}"
+        backend = inputs.backend(on_gpu=self._on_gpu)
+        if backend is None:
+            return f"trainer.attention = {inputs.attention} cannot be used for {heads}; set it to auto"
+        if inputs.method.dense_attention:
+            matrices = matrix_bytes(inputs.shape.heads, inputs.largest.tokens)
+            return f"{backend}, with matrices of {size(matrices)}, for {heads}"
+        return f"{backend}, for {heads}; memory grows with the tokens, not with their square"
+
+    def _parts(self, needs: Needs) -> Iterator[tuple[str, int, str]]:
+        """Yield what is needed, its bytes, and where it lies if that is not the device."""
+        yield from ((name, value, "") for name, value in needs.device.items())
+        yield from ((name, value, "(host)" if self._on_gpu else "") for name, value in needs.host.items())
+        if not self._on_gpu:
+            yield from ((name, value, "") for name, value in needs.cpu.items())
+
+    def _size(self, phase: Phase) -> int:
+        return phase.on_device if self._on_gpu else phase.total
 
 
 def _shape(path: Path | None, key: str) -> ModelShape | None:

@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.console import connections, launch
 from penstock.console.cli.main import app, run
 from penstock.console.cli.options import LocalOptions
-from penstock.deploy import train_attached, train_local
+from penstock.deploy import train
 from penstock.protocol.errors import ConfigError
 
 VERBS = (
@@ -227,7 +227,7 @@ def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
 def test_train_local_starts_all_services(monkeypatch: pytest.MonkeyPatch):
     """--local, its options and --json are not settings of the run file; what was typed resumes the run."""
     called: list[tuple[object, ...]] = []
-    monkeypatch.setattr(train_local, "train_local", lambda *given, **named: called.append((*given, named)) or 0)
+    monkeypatch.setattr(train, "train_local", lambda *given, **named: called.append((*given, named)) or 0)
     typed = ["run.toml", "--local", "a.b=1", "--json", "--serve", "r.py", "--workers", "3"]
     assert run(["train", *typed]) == 0
     named = {"as_json": True, "again": tuple(typed)}
@@ -309,7 +309,7 @@ def test_train_reads_json_as_an_option_of_its_own(monkeypatch: pytest.MonkeyPatc
     """--json is not a setting of the run file."""
     called: list[tuple[object, ...]] = []
     monkeypatch.setattr(connections, "require_servers", lambda *_: None)
-    monkeypatch.setattr(train_attached, "train_attached", lambda *given, **named: called.append((*given, named)) or 0)
+    monkeypatch.setattr(train, "train_attached", lambda *given, **named: called.append((*given, named)) or 0)
     assert run(["train", "a.b=1", "--json"]) == 0
     assert called == [(("a.b=1",), None, {"as_json": True, "again": ("a.b=1", "--json")})]
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.console.tracking import trackers
 from penstock.console.tracking.trackers import TrackSettings
-from penstock.deploy.processes.tracker_processes import TrackerProcesses
+from penstock.deploy.processes.page_and_trackers import TrackerProcesses
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 

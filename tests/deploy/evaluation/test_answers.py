@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.console.evaluation.results import Answers, Outcome
-from penstock.deploy.evaluation.answers import BY_REWARD, answers, check_place
+from penstock.deploy.evaluation.prepare import BY_REWARD, answer_rule, check_answer_place
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.registry.built_in import BUILT_INS
 
@@ -30,27 +30,27 @@ def extracted(found: Answers, text: str) -> object:
     ],
 )
 def test_a_reward_reads_equal_answers_as_equal(reward: str, same: tuple[str, str], other: str) -> None:
-    found = answers(None, lambda _: reward, {reward})
+    found = answer_rule(None, lambda _: reward, {reward})
     assert extracted(found, same[0]) == extracted(found, same[1]) != extracted(found, other)
     assert found.rule == f"{reward}: {BY_REWARD[reward][0]}"
 
 
 def test_a_completion_without_an_answer_has_none() -> None:
-    assert extracted(answers(None, lambda _: "gsm8k", {"gsm8k"}), "no idea") is None
-    assert extracted(answers("tags", lambda _: "r", {"r"}), "no idea") is None
+    assert extracted(answer_rule(None, lambda _: "gsm8k", {"gsm8k"}), "no idea") is None
+    assert extracted(answer_rule("tags", lambda _: "r", {"r"}), "no idea") is None
 
 
 def test_a_reward_without_answers_has_no_majority() -> None:
-    found = answers(None, lambda _: "length", {"length", "gsm8k"})
+    found = answer_rule(None, lambda _: "length", {"length", "gsm8k"})
     assert found.extract is None
     assert found.rule.startswith("not defined: the reward length does not say what the answer")
     assert "--answer (auto, boxed," in found.rule
-    assert extracted(answers("last_number", lambda _: "length", {"length"}), "1 then 2") == 2
+    assert extracted(answer_rule("last_number", lambda _: "length", {"length"}), "1 then 2") == 2
 
 
 def test_an_unknown_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="--answer middle: expected one of auto, boxed"):
-        check_place("middle")
+        check_answer_place("middle")
 
 
 def test_the_rewards_with_answers_exist() -> None:

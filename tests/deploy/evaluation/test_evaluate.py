@@ -21,9 +21,10 @@ from penstock.console.evaluation.results import Outcome
 from penstock.console.registry import versions
 from penstock.console.registry.versions import Tag
 from penstock.deploy import quickstart_task
+from penstock.deploy.bootstrap import connection_arguments, without_servers
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.evaluate import correctness
-from penstock.deploy.evaluation.prepare import _sampling, alone, connection_arguments, prepare, without_servers
+from penstock.deploy.evaluation.prepare import _sampling, alone, prepare
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError

@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.alert_rules import rules
 from tests.servers import require_package
 
-from penstock.deploy.monitoring.alerts import ALERTS, Alert, rules
+from penstock.deploy.monitoring.alerts import ALERTS, Alert
 from penstock.protocol.metrics.table import METRICS
 
 ROOT = Path(__file__).parents[3]

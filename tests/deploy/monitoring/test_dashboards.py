@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from tests.servers import require_package
 
-from penstock.deploy.monitoring import boards, dashboards
-from penstock.deploy.monitoring.boards import DASHBOARDS
+from penstock.deploy.monitoring import dashboards
 from penstock.protocol.metrics.table import METRICS, Metric
 
 FILES = sorted((dashboards.FOLDER / "grafana" / "dashboards").glob("*.json"))
@@ -39,9 +38,10 @@ def test_the_files_are_what_the_tables_give(tmp_path: Path, monkeypatch: pytest.
     assert dashboards.outdated(tmp_path, wanted) == sorted(wanted)
     monkeypatch.setattr(dashboards, "FOLDER", tmp_path)
     assert dashboards.main([]) == 0
-    (tmp_path / "rules.yml").write_text("edited")
+    edited = next(iter(wanted))
+    (tmp_path / edited).write_text("edited")
     (tmp_path / "grafana" / "dashboards" / "old.json").write_text("{}")
-    assert dashboards.outdated(tmp_path, wanted) == ["grafana/dashboards/old.json", "rules.yml"]
+    assert dashboards.outdated(tmp_path, wanted) == sorted(["grafana/dashboards/old.json", edited])
     assert dashboards.main(["--check"]) == 1
     assert dashboards.main([]) == 0
     assert dashboards.outdated(tmp_path, wanted) == []
@@ -81,7 +81,7 @@ def test_every_metric_is_on_a_dashboard() -> None:
 
 def test_panels_say_what_they_show_and_do_not_overlap() -> None:
     """Each panel has a title of its own in its dashboard, description and unit; panels lie beside each other."""
-    assert [file.stem for file in FILES] == sorted(board.uid for board in DASHBOARDS)
+    assert [file.stem for file in FILES] == sorted(board.uid for board in dashboards.read_boards())
     for file in FILES:
         placed = json.loads(file.read_text())["panels"]
         drawn = [panel for panel in placed if panel["type"] != "row"]
@@ -112,11 +112,11 @@ def test_panels_say_what_they_show_and_do_not_overlap() -> None:
 )  # fmt: skip
 def test_the_query_of_a_metric_follows_from_its_kind(name: str, expected: list[str]) -> None:
     """Counters as rates, gauges as they are, with the worker's name where only the target knows it."""
-    assert [query.expr for query in boards.of("title", name).queries] == expected
+    assert [query.expr for query in dashboards.panel_of("title", name).queries] == expected
 
 
 def test_the_run_is_chosen_in_every_selector() -> None:
     """A selector with and one without labels get the run; a histogram has three quantiles."""
-    query = boards.Query('a_total + penstock_x{role="r"} / penstock_y_bucket', "")
+    query = dashboards.Query('a_total + penstock_x{role="r"} / penstock_y_bucket', "")
     assert query.of_run() == 'a_total + penstock_x{run=~"$run", role="r"} / penstock_y_bucket{run=~"$run"}'
-    assert len(boards.of("title", "penstock_reward_request_seconds").queries) == 3
+    assert len(dashboards.panel_of("title", "penstock_reward_request_seconds").queries) == 3

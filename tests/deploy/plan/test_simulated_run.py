@@ -8,9 +8,9 @@ from statistics import fmean
 
 import pytest
 
-from penstock.deploy.plan.lengths import Durations, EnginePace, Fleet, LengthMix, Outcome
+from penstock.deploy.plan.plan_run import Waits, describe_waits, measure_waits, num_steps
 from penstock.deploy.plan.simulated_run import SimulatedRun
-from penstock.deploy.plan.waits import Waits, describe, measure, num_steps
+from penstock.deploy.plan.simulation import Durations, EnginePace, Fleet, LengthMix, Outcome
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.trainer.groups.prompt_cursor import GroupKey
 from penstock.trainer.settings import RolloutSettings
@@ -47,7 +47,9 @@ def outcome_of(
 
 def waits_of(max_staleness: int, measured: int = MEASURED) -> Waits:
     outcome = outcome_of(max_staleness, steps=num_steps(max_staleness, measured))
-    return measure(outcome, fleet(), DURATIONS, max_staleness=max_staleness, first=max_staleness + 3, num=measured)
+    return measure_waits(
+        outcome, fleet(), DURATIONS, max_staleness=max_staleness, first=max_staleness + 3, num=measured
+    )
 
 
 def lengths_of(group_id: str) -> Sequence[int]:
@@ -135,7 +137,7 @@ def rate_of(packs_in_flight: int) -> float:
     rollout = RolloutSettings(group_size=GROUP_SIZE, groups_per_step=GROUPS, groups_per_message=1, max_staleness=4)
     workers = fleet(packs_in_flight=packs_in_flight)
     run = SimulatedRun(rollout, workers, DURATIONS, MIX, steps=num_steps(4, 24))
-    return measure(run.run(), workers, DURATIONS, max_staleness=4, first=7, num=24).tokens_per_s
+    return measure_waits(run.run(), workers, DURATIONS, max_staleness=4, first=7, num=24).tokens_per_s
 
 
 def redundant_outcome(redundancy: Redundancy, *, slots: int = 16) -> Outcome:
@@ -195,14 +197,14 @@ def sums_of_groups(outcome: Outcome) -> set[int]:
 def test_the_plan_says_what_limits_a_run() -> None:
     """The trainer that waits, the bound that would help, and too few packs in flight."""
     rows = [waits_of(bound) for bound in (1, 8)]
-    said = " / ".join(describe(rows[0], rows, fleet(), GROUP_SIZE))
+    said = " / ".join(describe_waits(rows[0], rows, fleet(), GROUP_SIZE))
     assert "the trainer waits for rollouts" in said
     assert "rollout.max_staleness = 8 would train" in said
     assert "packs_in_flight = 1 keeps at most 8 sequences" in " ".join(
-        describe(rows[0], rows, fleet(packs_in_flight=1), GROUP_SIZE)
+        describe_waits(rows[0], rows, fleet(packs_in_flight=1), GROUP_SIZE)
     )
     busy = replace(rows[1], trainer_idle=0.01, slots_used=0.99)
-    assert describe(busy, [rows[0], busy], fleet(), GROUP_SIZE) == [
+    assert describe_waits(busy, [rows[0], busy], fleet(), GROUP_SIZE) == [
         "no service waits for long: no other bound on staleness trains more than 5 % faster"
     ]
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from tests.servers import wait_for
 
-from penstock.deploy.processes.page_process import PageProcess
+from penstock.deploy.processes.page_and_trackers import PageProcess
 from penstock.protocol.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 def test_its_link_opens_the_page_until_the_run_ends(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only this user may read the link; one browser gets the page and the API with it; nothing listens after the block."""
-    monkeypatch.setattr("penstock.deploy.processes.page_process._START_S", 60.0)
+    monkeypatch.setattr("penstock.deploy.processes.page_and_trackers._PAGE_START_S", 60.0)
     with PageProcess(run_folder, is_wanted=True, as_json=True) as page:
         page.start()
         notice = page.notice()

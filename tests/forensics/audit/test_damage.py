@@ -29,7 +29,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.forensics.audit.audit import show
 from penstock.forensics.audit.audit_checks import AuditResult
-from penstock.forensics.audit.step_checks import ReportedSteps, check_steps, from_events
+from penstock.forensics.audit.record_checks import ReportedSteps, check_steps, from_events
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import MAX_LISTED, LineageChapter, RecordedStep

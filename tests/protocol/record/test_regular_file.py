@@ -15,7 +15,7 @@ from penstock.console.report import curves
 from penstock.console.report.report import stored_summary
 from penstock.console.tools.runs import list_folder, print_one
 from penstock.deploy import stored
-from penstock.forensics.audit.step_checks import from_metrics
+from penstock.forensics.audit.record_checks import from_metrics
 from penstock.forensics.replay.replay_findings import config_findings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import links_below, read_regular

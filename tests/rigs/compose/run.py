@@ -30,7 +30,7 @@ from tests.rigs.compose.stack import Stack
 
 from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.deploy.s3_users import access_key
+from penstock.deploy.s3_policies import access_key
 
 REPOSITORY = Path(__file__).parents[3]
 RUN = "composed"

@@ -37,7 +37,7 @@ from typing import Any
 from tests.rigs.chaos.kills import Observer, plan_kills
 
 from penstock.agents.environments import program_process
-from penstock.deploy import quickstart_task, quickstart_tasks
+from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.processes.supervise import RestartRule
 from penstock.forensics.audit.audit_checks import check_record
@@ -169,7 +169,7 @@ class EnvironmentServer:
 def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Make one run with kills; return its figures, with what failed under ``failures``."""
     seed, steps = given.seed, given.steps
-    quickstart_tasks.write_tools_data(
+    quickstart_task.write_tools_data(
         folder / "data", seed=seed, num_sft=1, num_train=8 * steps * GROUPS_PER_STEP, num_eval=1
     )
     quickstart_task.write_model(folder / "model", seed=seed)
@@ -190,7 +190,7 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     (folder / "run.toml").write_text(
         _RUN_FILE.format(
             run_id=run_id, folder=folder, seed=seed, environment=environment, turns=TURNS, steps=steps,
-            groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_new_tokens=quickstart_tasks.TOOLS_MAX_NEW_TOKENS,
+            groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_new_tokens=quickstart_task.TOOLS_MAX_NEW_TOKENS,
         )
     )  # fmt: skip
     victims = (worker_name(0), worker_name(1), *([SERVER] if server else []))

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.alert_rules import rules
 from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
 
 from penstock.deploy.local_run import LocalRun
-from penstock.deploy.monitoring.alerts import ALERTS, rules
-from penstock.deploy.monitoring.boards import DASHBOARDS
+from penstock.deploy.monitoring.alerts import ALERTS
+from penstock.deploy.monitoring.dashboards import read_boards
 from penstock.deploy.monitoring.observe import METRICS_ON, Prometheus, target_writer
 from penstock.protocol import logs
 
@@ -176,7 +177,8 @@ def _prove_mismatch(proof: Observed, _: LocalRun) -> None:
 def _prove(proof: Observed, run: LocalRun) -> None:
     _warm_up(proof)
     num_queries, num_series, empty, idle = 0, 0, [], []
-    for board in DASHBOARDS:
+    dashboards = read_boards()
+    for board in dashboards:
         for panel in board.panels():
             for query in panel.queries:
                 text = query.of_run().replace("$run", ".*").replace("$__rate_interval", _RATE)
@@ -185,7 +187,7 @@ def _prove(proof: Observed, run: LocalRun) -> None:
                 num_series += found
                 if not found:
                     (idle if panel.needs else empty).append(f"{board.title}, {panel.title}: {text}")
-    proof.check(f"{num_queries} queries of {len(DASHBOARDS)} dashboards answer with {num_series} series", not empty)
+    proof.check(f"{num_queries} queries of {len(dashboards)} dashboards answer with {num_series} series", not empty)
     print("\n".join(f"    empty: {one}" for one in empty))
     print("\n".join(f"    empty, as it should be without its cause: {one}" for one in idle))
     found = httpx.get(f"{proof.url}/api/v1/rules", timeout=30).json()["data"]["groups"][0]["rules"]

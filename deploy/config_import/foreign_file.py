@@ -1,21 +1,36 @@
-"""Shell scripts → keys: the assignments, arrays and commands of a launch script, read and never executed.
+"""Read a configuration file of another system: keys with values, and what the system does where the file is silent.
 
-Variables that the file assigns are substituted, with their defaults (``${N:-8}``) and integer arithmetic; what comes from
-outside (``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named in the report.
+Files are YAML, JSON or launch scripts of a shell, whose assignments, arrays and commands are read and never executed. Variables
+that a script assigns are substituted, with their defaults (``${N:-8}``) and integer arithmetic; what comes from outside
+(``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named in the report.
+
+``trl_defaults.json`` has what TRL 1.16's ``GRPOConfig(...).to_dict()`` holds for arguments that were not given.
+``silent_defaults.json`` has the defaults of verl's `_generated_ppo_trainer.yaml` (2025), TRL 1.16's `GRPOConfig` and OpenRLHF's
+`train_ppo_ray.py` (2025), where they differ from those here. ROLL, slime and AgentRL leave most of them to Megatron or to the file.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from penstock.deploy.config_import.found import Found, marked
-from penstock.protocol.config.sources import scalar
+import yaml
+
+from penstock.protocol.config.sources import leaves, scalar
 from penstock.protocol.errors import ConfigError
 
+UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-6 as a text
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_MAX_ROUNDS = 20  # references to references
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
@@ -28,6 +43,106 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
+_FOLDER = Path(__file__).parent
+_FILES = {"trl": "trl_defaults.json"}
+_WHOLE = 60  # so many keys at their defaults are a configuration that was written out; fewer were typed by a person
+
+
+@dataclass(slots=True)
+class Found:
+    """The keys of a file, dotted and spelt with underscores, and the words of the commands in it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+
+    def add(self, key: str, value: Any) -> None:
+        """Set a key; a later value replaces an earlier one. hydra's +key sets, ~key removes."""
+        spelt = key.strip().lstrip("+").replace("-", "_")
+        if spelt.startswith("~"):
+            self.values.pop(spelt[1:], None)
+            return
+        spelt = spelt.lower() if spelt.isupper() else spelt
+        self.values.pop(spelt, None)
+        self.values[spelt] = value
+
+
+def marked(name: str) -> str:
+    """Return the text that stands for a variable without a value."""
+    return f"{UNASSIGNED}{name}{UNASSIGNED}"
+
+
+def unassigned(value: Any) -> list[str]:
+    """Return the names of the variables in a value that the file does not assign."""
+    return list(dict.fromkeys(_names(value)))
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _names(item)
+    elif isinstance(value, str):
+        yield from value.split(UNASSIGNED)[1::2]
+
+
+def readable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [readable(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    parts = value.split(UNASSIGNED)
+    parts[1::2] = [name if name.startswith("$") else f"${{{name}}}" for name in parts[1::2]]
+    return "".join(parts)
+
+
+def read_json(name: str, text: str) -> Found:
+    try:
+        return _flat(name, json.loads(text))
+    except (ValueError, RecursionError) as err:
+        raise ConfigError(f"{name}: not valid JSON: {err}") from None
+
+
+def read_yaml(name: str, text: str) -> Found:
+    """Read a YAML mapping with the safe loader, which builds plain values only; raises ConfigError."""
+    try:
+        return _flat(name, yaml.safe_load(text))
+    except (yaml.YAMLError, RecursionError, ValueError) as err:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(err).split())}") from None
+
+
+def _flat(name: str, content: Any) -> Found:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}: expected keys with values, got {type(content).__name__}")
+    found = Found()
+    for path, value in leaves(content):
+        found.add(".".join(map(str, path)), value)
+    raw = dict(found.values)
+    for key, value in raw.items():
+        found.values[key] = _resolved(value, key, raw)
+    return found
+
+
+def _resolved(value: Any, key: str, values: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_resolved(item, key, values) for item in value]
+    for _ in range(_MAX_ROUNDS):
+        if not isinstance(value, str) or not (reference := _REFERENCE.search(value)):
+            break
+        inner = _looked_up(reference[1].strip(), key, values)
+        value = inner if reference[0] == value else value.replace(reference[0], str(inner))
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)
+    return value
+
+
+def _looked_up(name: str, key: str, values: dict[str, Any]) -> Any:
+    default: Any = None
+    if name.startswith(("oc.select:", "oc.env:", "oc.decode:")):
+        name, has_default, text = name.partition(":")[2].partition(",")
+        default = text.strip().strip("\"'") if has_default else None
+    if name.startswith("."):
+        name = f"{key.rpartition('.')[0]}{name}".lstrip(".")
+    found = values.get(name.replace("-", "_"), default)
+    return marked(name) if found is None else found
 
 
 def read_shell(name: str, text: str) -> Found:
@@ -122,7 +237,6 @@ def _options(words: list[str], found: Found) -> None:
 
 
 def _is_value(word: str) -> bool:
-    """Return True for a word that belongs to the flag before it: neither a flag, nor an override, nor the shell's."""
     return not (word.startswith(("--", ">", "2>", "1>")) or word in _ENDS or _OVERRIDE.match(word))
 
 
@@ -173,8 +287,6 @@ def _substituted(word: str, variables: dict[str, str]) -> str:
 
 
 def _computed(text: str, variables: dict[str, str]) -> str:
-    """Return the value of an integer expression; a mark when a name in it has none."""
-
     def of(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
@@ -189,3 +301,58 @@ def _computed(text: str, variables: dict[str, str]) -> str:
         return str(of(ast.parse(plain.strip(), mode="eval").body))
     except (KeyError, ValueError, SyntaxError, ZeroDivisionError, RecursionError):
         return marked("$((" + "".join(text.split()) + "))")
+
+
+def at_default(system: str, values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys at their defaults, or without a value, in a file with all of them; none for a file of chosen keys."""
+    known = _defaults(system)
+    found = frozenset(k for k, value in values.items() if value is None or (k in known and _same(value, known[k])))
+    return found if len(found) >= _WHOLE else frozenset()
+
+
+@cache
+def _defaults(system: str) -> Mapping[str, Any]:
+    if system not in _FILES:
+        return {}
+    return json.loads((_FOLDER / _FILES[system]).read_text(encoding="utf-8"))
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class SilentDefault:
+    """A key that a file does not name: what its system does then, and the settings that do the same here."""
+
+    key: str
+    value: Any
+    settings: Mapping[str, Any]
+    also: Sequence[str] = ()  # other keys of that system that decide the same
+
+
+@cache
+def silent_defaults() -> Mapping[str, Sequence[SilentDefault]]:
+    found = json.loads((_FOLDER / "silent_defaults.json").read_text(encoding="utf-8"))
+    return {system: [SilentDefault(**default) for default in defaults] for system, defaults in found.items()}
+
+
+def differing(
+    system: str, named: Mapping[str, Any], effective: Mapping[str, Any]
+) -> list[tuple[SilentDefault, Mapping[str, Any]]]:
+    """Return the defaults that a file does not name and that hold otherwise in the run file, with the settings that differ.
+
+    ``named`` are the keys of the file, ``effective`` all settings of the run file by dotted key.
+    """
+    found, has_critic = [], effective.get("algorithm.advantage") == "gae"
+    for default in silent_defaults().get(system, ()):
+        if any(key in named for key in (default.key, *default.also)):
+            continue
+        others = {
+            ours: value
+            for ours, value in default.settings.items()
+            if effective.get(ours) != value and (has_critic or not ours.startswith("critic."))
+        }
+        if others:
+            found.append((default, others))
+    return found

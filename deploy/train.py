@@ -1,10 +1,11 @@
-"""``penstock train run.toml``: the trainer of a run whose other services run elsewhere, with a live panel and a report.
+"""``penstock train run.toml``: the trainer of a run, with a live panel and a report at the end.
 
-Creates what the run lacks on NATS and S3, if this user may. On a terminal the panel is shown, and the trainer's output goes
-to ``runs/<id>/logs/trainer.log``; elsewhere the trainer writes to this process's output, as in a container. A trainer that
-a signal killed is started again and resumes; so is one that ended because NATS or the object store does not answer, for up
-to an hour. A run that cannot be watched is trained all the same. Of several nodes the first does all this; on the others this
-process becomes their torchrun.
+With ``--local`` every service runs on this machine. Without, the other services run elsewhere, and what the run lacks on NATS
+and S3 is created, if this user may. On a terminal the panel is shown, and the trainer's output goes to
+``runs/<id>/logs/trainer.log``; elsewhere an attached trainer writes to this process's output, as in a container. A trainer that
+a signal killed is started again and resumes; so is an attached one that ended because NATS or the object store does not answer,
+for up to an hour. A run that cannot be watched is trained all the same. Of several nodes the first does all this; on the others
+this process becomes their torchrun.
 """
 
 from __future__ import annotations
@@ -13,22 +14,26 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 from penstock.console import launch
+from penstock.console.cli.options import LocalOptions
 from penstock.console.live.panel import LivePanel
 from penstock.console.nodes import JOIN_S, Nodes
+from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.early_checks import check_inputs
-from penstock.deploy.local_run import TRAINER
+from penstock.deploy.early_checks import check_inputs, missing_rewards
+from penstock.deploy.local import connection_environment, stop_on_signals
+from penstock.deploy.local_run import TRAINER, LocalRun, death_signal
 from penstock.deploy.processes.child import Child, exit_status
-from penstock.deploy.processes.supervise import ProcessEvent, Supervisor
-from penstock.deploy.processes.tracker_processes import TrackerProcesses
-from penstock.deploy.train_local import say, say_finished, write_report
+from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
+from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
@@ -43,11 +48,121 @@ from penstock.trainer.recovery import resume_checks
 from penstock.trainer.settings import TrainerSettings
 
 _POLL_S = 0.2
+_STOPPED_ON_REQUEST = 130
 _CONNECT_S = 20.0
-_ERROR = 2  # as the trainer's own exit code for an error that is explained
+_EXPLAINED_ERROR = 2  # as the trainer's own exit code for an error that is explained
 _STARTED_S = 60.0  # an outage sooner after the start of this command ends it: an address may be wrong
 _APART_S = 900.0  # exits that are further apart belong to two outages; one trainer needs up to five minutes to give up
 _OUTAGE_S = 3600.0  # how long the trainer is started again while NATS or the object store does not answer
+
+
+def train_local(arguments: Sequence[str], options: LocalOptions, *, as_json: bool, again: Sequence[str]) -> int:
+    """Run until the trainer exits; returns its exit code, 130 when it was stopped on request.
+
+    ``again`` are the arguments of `penstock train` that resume the run. Raises DeployError, and ConfigError for the run file.
+    """
+    logs.configure("local-run", level="warning")
+    stop_requested = stop_on_signals()
+    try:
+        trackers = TrackerProcesses(arguments, os.environ)
+    except PenstockError as err:
+        say(str(err))
+        return 1
+    with trackers:
+        return _train_local(arguments, options, trackers, stop_requested, as_json=as_json, again=again)
+
+
+def _train_local(
+    arguments: Sequence[str],
+    options: LocalOptions,
+    trackers: TrackerProcesses,
+    stop_requested: threading.Event,
+    *,
+    as_json: bool,
+    again: Sequence[str],
+) -> int:
+    try:
+        with contextlib.ExitStack() as stack:
+            run = stack.enter_context(
+                LocalRun(arguments, num_workers=options.workers, reward_files=options.serve, tls=options.tls)
+            )
+            page = stack.enter_context(PageProcess(run.folder, is_wanted=options.page, as_json=as_json))
+            if finished := resume_checks.finished_notice(run.settings):
+                return say_finished(run.folder, finished, as_json=as_json)
+            run.check()
+            for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
+                print(note, file=sys.stderr)
+            pause_request.clear(run.folder)
+            print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
+            print(f"algorithm {run.algorithm}", file=sys.stderr)
+            page.start()
+            run.start_services()
+            print(f"live page: {page.notice()}", file=sys.stderr)
+            trackers.start(connection_environment(run.nats, run.s3))
+            code, summary = _watch_local(run, page, trackers, stop_requested, quiet=as_json)
+            if code == 0:
+                trackers.wait_until_read()
+            log_tail = run.log_tail(TRAINER)
+    except PenstockError as err:
+        say(str(err))
+        return 1
+    if code is None:
+        say(resumption.stopped("train", again))
+        return _STOPPED_ON_REQUEST
+    if code:
+        say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}")
+        return exit_status(code)
+    say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
+    write_report(run.folder, summary, as_json=as_json)
+    if pause_request.is_requested(run.folder):
+        say(resumption.paused("train", again))
+    for line in trackers.finish():
+        say(line)
+    return 0
+
+
+def say(text: str) -> None:
+    print(f"penstock train: {text}", file=sys.stderr)
+
+
+def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
+    following = next_steps(folder)
+    path = report.write(folder, summary, next_steps=following)
+    print(f"report: {path}", *(f"next: {line}" for line in following), sep="\n", file=sys.stderr)
+    if as_json:
+        print(summary.to_line())
+
+
+def say_finished(folder: Path, notice: str, *, as_json: bool) -> int:
+    say(notice)
+    if as_json and (summary := report.stored_summary(folder)):
+        print(summary.to_line())
+    return 0
+
+
+def next_steps(folder: Path) -> list[str]:
+    if folder.parent == Path("runs").absolute():
+        return [f"penstock chat {folder.name}", f"penstock runs show {folder.name}"]
+    return [f"penstock chat {folder.name} --model {folder / 'model'}"]
+
+
+def _watch_local(
+    run: LocalRun, page: PageProcess, trackers: TrackerProcesses, stop_requested: threading.Event, *, quiet: bool
+) -> tuple[int | None, RunSummary]:
+    with Bus.connect(run.nats, name="local-run") as bus:
+        panel = LivePanel(
+            run.run_id, bus, total_steps=run.total_steps, mode="quiet" if quiet else "auto", folder=run.folder
+        )
+        with panel:
+            run.on_incident(panel.note)
+            trackers.on_incident(panel.note)
+            run.start_trainer()
+            code = None
+            while code is None and not stop_requested.is_set():
+                code = run.wait(_POLL_S)
+                if problem := run.new_disk_problem() or page.new_problem():
+                    panel.note(problem)
+        return code, panel.summary()
 
 
 def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bool, again: Sequence[str]) -> int:
@@ -79,11 +194,11 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
         create_what_is_missing(settings)
         with trackers:
             pause_request.clear(settings.run.folder)
-            with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
+            with run_lock.hold(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 trackers.start()
                 if trainer.is_logged:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
-                code, summary = _watch(trainer, trackers, settings, steps, quiet=as_json)
+                code, summary = _watch_attached(trainer, trackers, settings, steps, quiet=as_json)
             # a signal that came after the last step stopped nothing
             is_done = code == 0 or (trainer.stop_requested and resume_checks.finished_notice(settings) is not None)
             if is_done and summary is not None:
@@ -92,14 +207,15 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
                     say(line)
     except PenstockError as err:
         say(str(err))
-        return _ERROR
+        return _EXPLAINED_ERROR
     if ending := _ending(trainer, code, settings, again, is_done=is_done):
         say(ending)
     return exit_status(code)
 
 
-def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Sequence[str], *, is_done: bool) -> str:
-    """Return the last line of a session that did not end its run: how to resume it, or why it failed."""
+def _ending(
+    trainer: AttachedTrainer, code: int, settings: TrainerSettings, again: Sequence[str], *, is_done: bool
+) -> str:
     if trainer.stop_requested and not is_done:
         return resumption.stopped("train", again)
     if code == 0 and pause_request.is_requested(settings.run.folder):
@@ -110,7 +226,6 @@ def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Seque
 
 
 def create_what_is_missing(settings: TrainerSettings) -> None:
-    """Create the run's bucket, streams and consumers if one of them is missing; raises PenstockError with the command."""
     run_id, blobs = settings.run.id, Blobs(settings.s3)
     with Bus.connect(settings.nats, name="train", deadline_s=_CONNECT_S) as bus:
         try:
@@ -125,37 +240,29 @@ def create_what_is_missing(settings: TrainerSettings) -> None:
             print(f"run {run_id}: created its streams and buckets at {bus.url}", file=sys.stderr)
 
 
-class Trainer:
+class AttachedTrainer:
     """The trainer as a child process that is started again after a signal killed it. Use it as a context manager."""
 
     def __init__(self, command: Sequence[str], run: RunSettings) -> None:
-        """Prepare the child; on a terminal its output goes to the log of the run's folder."""
         self.is_logged = sys.stderr.isatty()
         self.stop_requested = False
         self.log = run.folder.absolute() / "logs" / f"{TRAINER}.log"
-        by_torchrun = "torch.distributed.run" in command
         self._child = Child(
-            TRAINER,
-            command,
-            log=self.log,
-            death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL,
-            inherit_output=not self.is_logged,
+            TRAINER, command, log=self.log, death_signal=death_signal(command), inherit_output=not self.is_logged
         )
-        self._note: Callable[[str], object] = lambda _: None
-        self._supervisor: Supervisor | None = None
+        self._supervisor = Supervisor(on_event=lambda _: None)
         self._started = time.monotonic()
         self._outage_since = self._outage_seen = -_APART_S  # the first and the last exit of an outage
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> AttachedTrainer:
         self._child.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._forward)
-        self._supervisor = Supervisor(on_event=self._on_event)
         self._supervisor.watch(self._child, self._child.relaunch, is_crash=self._is_crash)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._require_supervisor().close()
+        self._supervisor.close()
         self._child.kill()
 
     @property
@@ -164,23 +271,13 @@ class Trainer:
 
     def wait(self, deadline_s: float) -> int | None:
         """Wait for the exit code; None after ``deadline_s``. Raises DeployError when it was killed too often."""
-        supervisor = self._require_supervisor()
-        ended = supervisor.wait_for(
-            lambda: supervisor.failure is not None or any(e.kind == "exited" for e in supervisor.events), deadline_s
-        )
-        if supervisor.failure is not None:
-            raise supervisor.failure
-        if self.stop_requested and not self._child.alive:  # the signal came between a crash and the restart
-            return self._child.returncode
-        return self._child.returncode if ended else None
+        exited = self._supervisor.wait_exit(deadline_s)
+        # with a request to stop, the signal may have come between a crash and the restart
+        return self._child.returncode if exited or (self.stop_requested and not self._child.alive) else None
 
     def on_incident(self, note: Callable[[str], object]) -> None:
         """Call ``note`` for every crash and restart from now on, on the supervisor's thread."""
-        self._note = note
-
-    def _on_event(self, event: ProcessEvent) -> None:
-        if event.as_incident:
-            self._note(event.as_incident)
+        self._supervisor.on_incident(note)
 
     def _is_crash(self, code: int) -> bool:
         """Return True for an exit after which the trainer is started again: by a signal, or in an outage of at most an hour."""
@@ -200,13 +297,9 @@ class Trainer:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._child.pid, number)
 
-    def _require_supervisor(self) -> Supervisor:
-        assert self._supervisor is not None, "the trainer was not started"
-        return self._supervisor
 
-
-def _watch(
-    trainer: Trainer, trackers: TrackerProcesses, settings: TrainerSettings, steps: int | None, *, quiet: bool
+def _watch_attached(
+    trainer: AttachedTrainer, trackers: TrackerProcesses, settings: TrainerSettings, steps: int | None, *, quiet: bool
 ) -> tuple[int, RunSummary | None]:
     """Show the run until the trainer exits; the summary is None when the run cannot be watched."""
     with contextlib.ExitStack() as watching:

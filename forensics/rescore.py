@@ -57,8 +57,6 @@ class GroupToScore:
 
 
 class Service(Protocol):
-    """A reward service's HTTP API."""
-
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any: ...
 
 
@@ -68,7 +66,7 @@ Outcome = ScoredGroup | str  # or the reason why there is none
 def parse_weights(text: str) -> dict[str, float]:
     """Read ``part=0.5,other=1``; raises ConfigError for anything else."""
     try:
-        pairs = [one.split("=") for one in text.split(",") if one]
+        pairs = [pair.split("=") for pair in text.split(",") if pair]
         return {name.strip(): float(value) for name, value in pairs}
     except ValueError:
         raise ConfigError(
@@ -77,15 +75,14 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 def score_again(groups: Sequence[GroupToScore], rule: Rule, service: Service) -> dict[str, Outcome]:
-    """Return each group's outcome by id; the service is called only when the rule names a reward."""
     if rule.reward is None:
-        found: dict[str, Outcome] = {group.member.group_id: group.member.scored for group in groups}
+        outcomes: dict[str, Outcome] = {group.member.group_id: group.member.scored for group in groups}
     else:
-        found = {}
+        outcomes = {}
         for start in range(0, len(groups), _CALL_GROUPS):
-            found |= _from_service(groups[start : start + _CALL_GROUPS], rule.reward, service)
+            outcomes |= _from_service(groups[start : start + _CALL_GROUPS], rule.reward, service)
     define = rule.define if rule.reward is None else {}
-    return {i: reweight(o, rule.weights, define) if isinstance(o, ScoredGroup) else o for i, o in found.items()}
+    return {i: reweight(o, rule.weights, define) if isinstance(o, ScoredGroup) else o for i, o in outcomes.items()}
 
 
 def reweight(
@@ -116,21 +113,21 @@ def reweight(
 
 
 def _from_service(groups: Sequence[GroupToScore], reward: str, service: Service) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     waiting = list(groups)
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_RETRY_S * 2 ** (attempt - 1))
-        answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(one) for one in waiting]})
+        answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(group) for group in waiting]})
         retried = []
         for one, result in zip(waiting, answer["results"], strict=True):
-            found[one.member.group_id] = _outcome(one, result)
+            outcomes[one.member.group_id] = _outcome(one, result)
             if result["error"] is not None and not result["error"]["permanent"]:
                 retried.append(one)
         waiting = retried
         if not waiting:
             break
-    return found
+    return outcomes
 
 
 def _wire(one: GroupToScore) -> dict[str, Any]:
@@ -231,11 +228,10 @@ def not_trained(record: StoredRecord) -> dict[str, int]:
 
 
 def _by_reason(failed: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the groups by the reason why they could not be scored; one reward that is missing fails all of them."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for group_id, why in failed.items():
-        found.setdefault(why, []).append(group_id)
-    return found
+        groups.setdefault(why, []).append(group_id)
+    return groups
 
 
 def _name(run: str, rule: Rule) -> str:
@@ -244,7 +240,6 @@ def _name(run: str, rule: Rule) -> str:
 
 
 def _first_uses(chapter: LineageChapter) -> list[tuple[RecordedGroup, BlobRef]]:
-    """Return the groups that were trained in a chapter for the first time, in order, with their packs."""
     return [(g, step.packs[g.pack]) for step in chapter.steps for g in step.groups if g.use == 1]
 
 
@@ -261,7 +256,6 @@ def _groups_to_score(chapter: LineageChapter, blobs: Blobs) -> Iterator[GroupToS
 
 
 def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rule: Rule, blobs: Blobs) -> RescoredInput:
-    """Copy packs, write a piece per chapter, and finally the input."""
     pieces, copied, num_groups = list[BlobRef](), dict[BlobRef, BlobRef](), 0
     for chapter in record.chapters:
         groups = [(g, pack, outcomes[g.group_id]) for g, pack in _first_uses(chapter)]
@@ -295,7 +289,6 @@ def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rul
 
 
 def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefinition]:
-    """Return the rewards that the run's last session defined by parts; raises RecordBroken when its settings are unreadable."""
     if not record.sessions:
         return {}
     try:
@@ -306,21 +299,20 @@ def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefiniti
 
 
 def _temperature(record: StoredRecord, blobs: Blobs) -> float:
-    """Return the sampling temperature of every session of the run; raises RecordBroken when it changed."""
     documents = {session.config.key: session.config for session in record.sessions}
     try:
-        found = {
+        temperatures = {
             float(json.loads(blobs.get(document))["settings"]["rollout"]["temperature"])
             for document in documents.values()
         }
     except (ValueError, KeyError, TypeError) as err:
         raise RecordBroken(f"run {record.run_id}: its recorded settings have no rollout.temperature ({err})") from None
-    if len(found) != 1:
+    if len(temperatures) != 1:
         raise RecordBroken(
-            f"run {record.run_id} sampled at temperatures {sorted(found)}; log-probabilities of several temperatures "
+            f"run {record.run_id} sampled at temperatures {sorted(temperatures)}; log-probabilities of several temperatures "
             "cannot be trained on together"
         )
-    return found.pop()
+    return temperatures.pop()
 
 
 def _print_result(written: RescoredInput, others: Mapping[str, int], *, as_json: bool, store: Path | None) -> None:

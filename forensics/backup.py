@@ -1,4 +1,4 @@
-"""The folder of a backup: ``backup.json``, a file for each stream, a file for each object.
+"""`penstock runs backup` and `penstock runs restore`: a run's streams and objects as files of a folder, and back.
 
     backup.json                 what is saved, with sizes and hashes; written last
     streams/NAME.snapshot       a stream with its consumers, in the server's own format
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +23,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from penstock import __version__
+from penstock.console import connections
 from penstock.console.tools.removal import RunIsActive, running_services
-from penstock.deploy.bootstrap import bootstrap
-from penstock.protocol import blob_keys, files, streams
+from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
+from penstock.protocol import blob_keys, files, logs, streams
+from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobError, ConfigError, MissingStream, PenstockError
 from penstock.protocol.facts import Sha256, decode
 from penstock.protocol.files import read_regular
@@ -35,6 +40,9 @@ from penstock.protocol.transport.stream_admin import CHUNK_BYTES, Snapshot
 
 CONTENTS = "backup.json"
 _CHUNK_BYTES = 1024 * 1024
+COPIES_AT_ONCE = 8
+_CONNECT_S = 10.0
+_REPORT_EVERY_S = 5.0
 
 
 class BackupBroken(PenstockError):
@@ -87,7 +95,7 @@ class SavedRun(BaseModel):
         return sum(int(stream.state.get("messages", 0)) for stream in self.streams)
 
 
-def names(run_id: str) -> tuple[str, ...]:
+def saved_streams(run_id: str) -> tuple[str, ...]:
     """Return the streams that are saved, the state last: a restored run that has it is whole.
 
     Heartbeats and leases are not: they end within seconds.
@@ -104,7 +112,7 @@ def object_file(folder: Path, sha256: str) -> Path:
     return folder / "objects" / sha256
 
 
-def read(folder: Path) -> SavedRun:
+def read_backup(folder: Path) -> SavedRun:
     """Read what a folder holds; raises ConfigError when it is no backup, or names what no run has."""
     try:
         data = read_regular(folder / CONTENTS)
@@ -118,17 +126,17 @@ def read(folder: Path) -> SavedRun:
     except (ValueError, ValidationError) as err:
         raise ConfigError(f"{folder / CONTENTS} is not what penstock runs backup writes: {str(err)[:500]}") from None
     prefix = blob_keys.run_prefix(found.run_id)
-    if [one.name for one in found.streams] != [name for name in names(found.run_id) if name in _named(found)]:
+    named, expected = [stream.name for stream in found.streams], saved_streams(found.run_id)
+    if named != [name for name in expected if name in named]:
         raise ConfigError(
-            f"{folder / CONTENTS} names the streams {sorted(_named(found))}; run {found.run_id} has "
-            f"{', '.join(names(found.run_id))}, in this order"
+            f"{folder / CONTENTS} names the streams {sorted(set(named))}; run {found.run_id} has {', '.join(expected)}, in this order"
         )
     for stream in found.streams:
         if stream.config.get("name") != stream.name:
             raise ConfigError(f"{folder / CONTENTS}: stream {stream.name} has the configuration of another stream")
-    for one in found.objects:
-        if not one.key.startswith(prefix):
-            raise ConfigError(f"{folder / CONTENTS}: {one.key[:200]!r} is no object of run {found.run_id}")
+    for saved in found.objects:
+        if not saved.key.startswith(prefix):
+            raise ConfigError(f"{folder / CONTENTS}: {saved.key[:200]!r} is no object of run {found.run_id}")
     return found
 
 
@@ -155,12 +163,6 @@ def chunks(path: Path, size: int) -> Iterator[bytes]:
             yield chunk
 
 
-def _named(saved: SavedRun) -> set[str]:
-    return {stream.name for stream in saved.streams}
-
-
-COPIES_AT_ONCE = 8
-
 Report = Callable[[str], None]
 
 
@@ -180,8 +182,8 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
     (folder / "streams").mkdir(parents=True, exist_ok=True)
     (folder / "objects").mkdir(exist_ok=True)
     (folder / CONTENTS).unlink(missing_ok=True)  # until it is written again, the folder is no backup
-    saved = [found for name in names(run) if (found := _save_stream(name, bus, folder)) is not None]
-    if f"{run}-events" not in [one.name for one in saved]:
+    saved = [found for name in saved_streams(run) if (found := _save_stream(name, bus, folder)) is not None]
+    if f"{run}-events" not in [stream.name for stream in saved]:
         raise ConfigError(f"no run {run} at {bus.url}: it has no stream of events there; penstock runs lists the runs")
     report(f"{len(saved)} streams and buckets")
     objects = _save_objects(list(blobs.list(blob_keys.run_prefix(run))), known, blobs, folder, report)
@@ -194,13 +196,14 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
 
 def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
     """Return the rescored inputs that a run trained on: replay needs them, and their objects are their own."""
-    settings = (one for one in saved.objects if one.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config."))
+    settings = (
+        stored for stored in saved.objects if stored.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config.")
+    )
     read = (json.loads(object_file(folder, setting.sha256).read_bytes()) for setting in settings)
-    return sorted({name for one in read if (name := one.get("data", {}).get("from_run"))})
+    return sorted({name for document in read if (name := document.get("data", {}).get("from_run"))})
 
 
 def checkpoint_elsewhere(saved: SavedRun, bus: Bus) -> int | None:
-    """Return the step of the newest checkpoint if its files are only in the trainer's run folder; None if they are saved."""
     entry = bus.key_value(streams.state_bucket(saved.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
     if entry is None:
         return None
@@ -208,7 +211,7 @@ def checkpoint_elsewhere(saved: SavedRun, bus: Bus) -> int | None:
     if newest.state_sha256 is None:
         return None
     stored = f"/{newest.state_sha256}/state.json"
-    return None if any(one.key.endswith(stored) for one in saved.objects) else newest.step
+    return None if any(stored_object.key.endswith(stored) for stored_object in saved.objects) else newest.step
 
 
 def _require_stopped(run: str, bus: Bus) -> None:
@@ -220,20 +223,18 @@ def _require_stopped(run: str, bus: Bus) -> None:
 
 
 def _known_objects(run: str, folder: Path) -> dict[str, SavedObject]:
-    """Return the objects of an earlier backup in this folder whose files are there; raises ConfigError for another run's."""
     if not (folder / CONTENTS).exists():
-        if folder.is_dir() and any(one.name not in {"streams", "objects"} for one in folder.iterdir()):
+        if folder.is_dir() and any(entry.name not in {"streams", "objects"} for entry in folder.iterdir()):
             raise ConfigError(f"{folder} holds other files and no {CONTENTS}; name a new folder")
         return {}
-    earlier = read(folder)
+    earlier = read_backup(folder)
     if earlier.run_id != run:
         raise ConfigError(f"{folder} is a backup of run {earlier.run_id}, not of {run}; name a new folder")
-    there = {one.name: one.stat().st_size for one in (folder / "objects").iterdir()}
-    return {one.key: one for one in earlier.objects if there.get(one.sha256) == one.size_bytes}
+    there = {file.name: file.stat().st_size for file in (folder / "objects").iterdir()}
+    return {known.key: known for known in earlier.objects if there.get(known.sha256) == known.size_bytes}
 
 
 def _save_stream(name: str, bus: Bus, folder: Path) -> SavedStream | None:
-    """Save one stream; None when there is none, as after the end of a bucket."""
     path, digest, size = stream_file(folder, name), hashlib.sha256(), 0
     with path.open("wb") as file:
 
@@ -265,8 +266,8 @@ def _save_objects(
 
     saved = list[SavedObject]()
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        for one in pool.map(copy, found):
-            saved.append(one)
+        for copied in pool.map(copy, found):
+            saved.append(copied)
             report(f"{len(saved)} of {len(found)} objects")
     return saved
 
@@ -281,7 +282,7 @@ def restore(folder: Path, bus: Bus, blobs: Blobs, limits: StreamLimits, report: 
         ConfigError: The folder is no backup, or the servers have this run.
         BusError, BlobError: A server is unreachable or refuses.
     """
-    saved = read(folder)
+    saved = read_backup(folder)
     _require_absent(saved, bus)
     for stream in saved.streams:
         verified(stream_file(folder, stream.name), stream.size_bytes, stream.sha256)
@@ -313,17 +314,84 @@ def _require_absent(saved: SavedRun, bus: Bus) -> None:
 
 def _restore_objects(saved: SavedRun, blobs: Blobs, folder: Path, report: Report) -> None:
     there = {stat.key: stat.size_bytes for stat in blobs.list(blob_keys.run_prefix(saved.run_id))}
-    for one in saved.objects:
-        if there.get(one.key, one.size_bytes) != one.size_bytes:
+    for saved_object in saved.objects:
+        if there.get(saved_object.key, saved_object.size_bytes) != saved_object.size_bytes:
             raise BlobError(
-                f"{one.key} is in bucket {blobs.bucket} with {there[one.key]} bytes, in the backup with {one.size_bytes}: it is "
+                f"{saved_object.key} is in bucket {blobs.bucket} with {there[saved_object.key]} bytes, in the backup with {saved_object.size_bytes}: it is "
                 f"another run's. Remove it first: penstock runs rm {saved.run_id}"
             )
 
     def copy(one: SavedObject) -> None:
         blobs.put_file(one.key, object_file(folder, one.sha256))
 
-    missing = [one for one in saved.objects if one.key not in there]
+    missing = [saved_object for saved_object in saved.objects if saved_object.key not in there]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
         for number, _ in enumerate(pool.map(copy, missing), start=1):
             report(f"{number} of {len(missing)} objects")
+
+
+def backup_run(run: str, arguments: Sequence[str], folder: Path) -> int:
+    return _explained(lambda: _backup(run, arguments, folder))
+
+
+def restore_run(folder: Path, arguments: Sequence[str]) -> int:
+    return _explained(lambda: _restore_backup(folder, arguments))
+
+
+def _explained(work: Callable[[], int]) -> int:
+    logs.configure("backup", level="error")
+    try:
+        return work()
+    except OSError as err:
+        print(f"penstock: {err}; nothing on the servers was changed", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("penstock: interrupted; repeat the command, it continues", file=sys.stderr)
+        return 130
+
+
+def _backup(run: str, arguments: Sequence[str], folder: Path) -> int:
+    settings = connections.find(arguments, os.environ, run_id=run).settings
+    with Bus.connect(settings.nats, name="backup", deadline_s=_CONNECT_S) as bus:
+        saved = save(run, bus, Blobs(settings.s3), folder, _Progress())
+        missing = checkpoint_elsewhere(saved, bus)
+    print(f"saved run {run} in {folder}: {_described(saved)}")
+    if missing is not None:
+        print(
+            f"the checkpoint of step {missing} is in the trainer's run folder only: copy that folder too (by default "
+            f"runs/{run}), without its store/, or the restored run cannot be resumed, only audited and replayed"
+        )
+    for name in inputs_of(saved, folder):
+        print(f"it trained on the groups of {name}: replay needs them too; back up or keep {name}")
+    print(f"next, on the other servers: penstock runs restore {folder} nats.url=URL s3.endpoint=URL")
+    return 0
+
+
+def _restore_backup(folder: Path, arguments: Sequence[str]) -> int:
+    files, overrides = split_arguments(arguments)
+    settings = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings
+    with Bus.connect(settings.nats, name="restore", deadline_s=_CONNECT_S) as bus:
+        saved = restore(folder, bus, Blobs(settings.s3), settings.retention.limits(), _Progress())
+    print(
+        f"restored run {saved.run_id}, saved {saved.made_at}, at {settings.nats.url} and "
+        f"{settings.s3.endpoint}/{settings.s3.bucket}: {_described(saved)}"
+    )
+    print(f"next: penstock audit {saved.run_id}")
+    return 0
+
+
+def _described(saved: SavedRun) -> str:
+    return (
+        f"{len(saved.streams)} streams and buckets ({saved.num_messages} messages), {len(saved.objects)} objects, "
+        f"{saved.num_bytes / 1e6:.1f} MB"
+    )
+
+
+class _Progress:
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _REPORT_EVERY_S
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _REPORT_EVERY_S
+            print(text, file=sys.stderr)
