@@ -15,7 +15,7 @@ REVISION ?= 4f9f60b
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: quickstart help test check lines setup clean docs docs-test reference screenshots observe
+.PHONY: quickstart help test check lines setup clean docs docs-test files reference screenshots observe
 .PHONY: chaos cluster-test compose-test fuzz fuzz-agents fuzz-ring soak wheel-test mutation-proof test-sglang sglang-env test-vllm test-more
 .PHONY: bench bench-async bench-memory bench-quickstart bench-trainer real-model proof
 
@@ -148,6 +148,9 @@ bench-trainer: $(STAMP)  ## tokens per CPU second, peak memory and exactness of 
 
 real-model: $(STAMP)  ## train SmolLM2-135M for seeds 0, 1, 2 (hours); TRL beside it with PEER=PYTHON
 	$(BIN)/python -m benchmarks.real_model $(if $(PEER),--peer $(PEER))
+
+files: $(STAMP)  ## write the list of all files in CONTRIBUTING.md
+	$(BIN)/python -m docs.file_list
 
 reference: $(STAMP)  ## write the descriptions of settings that help, completion and the schema are made from
 	$(BIN)/python -m penstock.deploy.write_reference

@@ -7,6 +7,7 @@ import shlex
 from itertools import pairwise
 from pathlib import Path
 
+from docs import file_list
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 from tests.packaging.conftest import OURS, ROOT
@@ -59,6 +60,11 @@ def test_every_link_leads_to_a_file():
     assert [path for path in sorted(linked | folders | named) if not (ROOT / path).exists()] == []
     packages = {f"{path.parent.relative_to(ROOT)}/" for top in OURS for path in (ROOT / top).glob("*/__init__.py")}
     assert packages - folders == set()
+
+
+def test_the_list_of_all_files_is_that_of_the_tree():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert file_list.with_list(page) == page, "write it: make files"
 
 
 def test_the_readme_is_short():
