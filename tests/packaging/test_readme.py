@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from docs import file_list
+
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 from tests.packaging.conftest import OURS, ROOT
