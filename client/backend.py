@@ -15,19 +15,13 @@ class TrainingBackend(Protocol):
     """One training on given answers, on this machine or behind a Runs API."""
 
     @property
-    def run_id(self) -> str:
-        """Name of the run whose folder it has."""
-        ...
+    def run_id(self) -> str: ...
 
     @property
-    def state(self) -> State:
-        """How it is now."""
-        ...
+    def state(self) -> State: ...
 
     @property
-    def folder(self) -> Path | None:
-        """Its folder, if it is on this machine."""
-        ...
+    def folder(self) -> Path | None: ...
 
     @property
     def output(self) -> Path:
@@ -38,9 +32,7 @@ class TrainingBackend(Protocol):
         """Wait until it is over; returns False when ``timeout_s`` passed first."""
         ...
 
-    def failure(self) -> RunFailed:
-        """Return why it failed."""
-        ...
+    def failure(self) -> RunFailed: ...
 
     def rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of its metrics: ``kind`` is "step" or "eval"."""
@@ -50,36 +42,26 @@ class TrainingBackend(Protocol):
         """Stop it after a checkpoint."""
         ...
 
-    def close(self) -> None:
-        """Release what this process holds for it."""
-        ...
+    def close(self) -> None: ...
 
 
 class RunBackend(Protocol):
     """One run, on this machine or behind a Runs API."""
 
     @property
-    def run_id(self) -> str:
-        """Name of the run."""
-        ...
+    def run_id(self) -> str: ...
 
     @property
-    def state(self) -> State:
-        """How it is now."""
-        ...
+    def state(self) -> State: ...
 
     @property
-    def folder(self) -> Path | None:
-        """Its folder, if it is on this machine."""
-        ...
+    def folder(self) -> Path | None: ...
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it is over; returns False when ``timeout_s`` passed first."""
         ...
 
-    def failure(self) -> RunFailed:
-        """Return why it failed."""
-        ...
+    def failure(self) -> RunFailed: ...
 
     def rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of its metrics: ``kind`` is "step" or "eval"."""
@@ -109,6 +91,4 @@ class RunBackend(Protocol):
         """Write a version as a model folder; without a ``version`` the one with the best evaluation."""
         ...
 
-    def close(self) -> None:
-        """Release what this process holds for the run."""
-        ...
+    def close(self) -> None: ...

@@ -14,35 +14,23 @@ from penstock.protocol.errors import PenstockError
 
 
 class HasModel(Protocol):
-    """A handle whose model answers."""
+    @property
+    def id(self) -> str: ...
 
     @property
-    def id(self) -> str:
-        """Name of the run."""
-        ...
+    def state(self) -> State: ...
 
     @property
-    def state(self) -> State:
-        """How it is."""
-        ...
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the run."""
-        ...
+    def folder(self) -> Path | None: ...
 
     @property
     def model(self) -> Path:
         """Its final model; raises PenstockError before that exists."""
         ...
 
-    def weights(self) -> list[dict[str, Any]]:
-        """Return its stored versions."""
-        ...
+    def weights(self) -> list[dict[str, Any]]: ...
 
-    def export(self, to: str | Path, version: int | None = None) -> Path:
-        """Write a version."""
-        ...
+    def export(self, to: str | Path, version: int | None = None) -> Path: ...
 
 
 class Conversation:
@@ -74,7 +62,6 @@ class Conversation:
         return self._engine.answer(messages, temperature=temperature, max_tokens=max_tokens or self._max_tokens)
 
     def close(self) -> None:
-        """End the engine; idempotent."""
         self._engine.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -88,5 +75,4 @@ class Conversation:
 
 
 def has_final_model(run: HasModel) -> bool:
-    """Return True if a run is over and has written its model."""
     return run.state not in GOING_ON and run.folder is not None and (run.folder / "model" / "config.json").is_file()

@@ -76,7 +76,6 @@ def _rows(data: Any, name: str) -> Iterable[Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """Return arrays and numbers of numpy as lists and numbers; raises TypeError for anything else."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")

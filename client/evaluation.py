@@ -23,7 +23,6 @@ _INCOMPLETE = 3  # exit code of `penstock eval` when prompts failed
 def evaluate(
     target: str, data: Data, runs: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> EvaluationResult:
-    """Evaluate and return the result; see `Client.evaluate`. The processes are stopped if this is interrupted."""
     folder = runs / FOLDER
     words = arguments(target, _files(data, folder), runs, options, settings)
     command = launch.module("penstock", "eval", *words)

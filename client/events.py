@@ -35,7 +35,6 @@ class Event:
 
 
 def recorded(folder: Path) -> Iterator[Event]:
-    """Yield the steps and evaluations in a run's folder."""
     for row in curves.rows(folder):
         data = {name: value for name, value in row.items() if name not in {"kind", "at"}}
         at = row.get("at")

@@ -30,8 +30,6 @@ _POLL_S = 0.05
 
 
 class LocalBackend:
-    """One run of this machine."""
-
     def __init__(
         self, run_id: str, folder: Path, *, workers: int, reward: ServedFunction | RegisteredReward | None = None
     ) -> None:
@@ -71,7 +69,6 @@ class LocalBackend:
 
     @property
     def state(self) -> State:
-        """How the process is; of a run that was not started here, what its folder says."""
         found = self._process.state if self._process is not None else self._state_of_folder()
         is_paused = found in {"running", "finished"} and pause_request.is_requested(self.folder)
         if is_paused and not is_finished(self.folder):
@@ -85,22 +82,18 @@ class LocalBackend:
 
     @property
     def pid(self) -> int:
-        """Process id of what starts and watches the run's services."""
         return 0 if self._process is None else self._process.pid
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until the run's processes have exited; returns False when ``timeout_s`` passed first."""
         if self._process is not None:
             return self._process.wait(timeout_s)
         return wait_until(lambda: not run_lock.is_held(self.folder), timeout_s)
 
     def failure(self) -> RunFailed:
-        """Return the error with the last lines of the process."""
         assert self._process is not None, "not started"
         return self._process.failure(f"run {self.run_id}")
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of metrics.jsonl."""
         return curves.rows(self.folder)
 
     def events(self) -> Iterator[Event | None]:
@@ -130,16 +123,13 @@ class LocalBackend:
             raise PenstockError(f"run {self.run_id} was started by another program: stop it there")
 
     def versions(self) -> list[dict[str, Any]]:
-        """Return what `penstock weights RUN --json` prints."""
         return json.loads(self._verb("weights", self.run_id, "--json"))
 
     def export(self, version: int | None, to: Path) -> None:
-        """Write a version by `penstock weights export`."""
         which = ("--best",) if version is None else ("--version", str(version))
         self._verb("weights", "export", self.run_id, *which, "--to", str(to))
 
     def close(self) -> None:
-        """Stop the run if it was started here and is going on, and what serves its reward."""
         if self._process is not None:
             self._process.stop()
         if self._reward is not None:
@@ -165,14 +155,12 @@ class LocalBackend:
         reward.register(f"http://127.0.0.1:{port}")
 
     def reward_port(self) -> int | None:
-        """Return the port of the run's reward service once it listens."""
         try:
             return int(self._reward_port.read_text())
         except (OSError, ValueError):
             return None
 
     def _verb(self, *words: str) -> str:
-        """Return what a verb of `penstock` prints about this run; raises PenstockError with what it says."""
         command = launch.module("penstock", *words, f"run.dir={self.folder.parent}")
         return output_of(command, environ=os.environ)
 

@@ -90,7 +90,6 @@ def fine_tune(verb: str, values: Values, runs: Path) -> LocalTraining:
 
 
 def _check_files(verb: str, settings: TrainerSettings) -> None:
-    """Raise ConfigError when the model or a file of rows does not exist."""
     found = resolve_inputs(settings)
     section = getattr(found, verb)
     named = (

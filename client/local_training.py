@@ -15,7 +15,6 @@ class LocalTraining:
     """One training of this machine; it ends with this Python process."""
 
     def __init__(self, verb: str, folder: Path, output: Path, process: LocalProcess) -> None:
-        """``folder`` is the run's, ``output`` the model folder to come."""
         self.run_id = folder.name
         self.folder = folder
         self.output = output
@@ -24,25 +23,19 @@ class LocalTraining:
 
     @property
     def state(self) -> State:
-        """How it is, from its exit code."""
         return self._process.state
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until its process has exited; returns False when ``timeout_s`` passed first."""
         return self._process.wait(timeout_s)
 
     def failure(self) -> RunFailed:
-        """Return the error with the last lines of the process."""
         return self._process.failure(f"{self._verb} {self.run_id}")
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of its metrics.jsonl."""
         return curves.rows(fine_tuned.training_folder(self.folder, self._verb))
 
     def stop(self) -> None:
-        """Stop the process after a checkpoint; idempotent."""
         self._process.stop()
 
     def close(self) -> None:
-        """Stop it if it is going on; idempotent."""
         self.stop()

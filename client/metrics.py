@@ -25,7 +25,6 @@ class Metrics(dict[str, Array]):
     """
 
     def __init__(self, columns: Mapping[str, Array]) -> None:
-        """``columns`` have the same length."""
         super().__init__(columns)
 
     def to_pandas(self) -> Any:

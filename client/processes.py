@@ -44,7 +44,6 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._child.pid
 
     @property
@@ -54,7 +53,6 @@ class LocalProcess:
 
     @property
     def state(self) -> State:
-        """How it is, from its exit code."""
         code = self._child.returncode
         if code is None:
             return "running"
@@ -67,7 +65,6 @@ class LocalProcess:
         return wait_until(lambda: self._child.returncode is not None, timeout_s)
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM and return at once."""
         self._child.ask_to_stop()
 
     def stop(self) -> None:
@@ -75,13 +72,11 @@ class LocalProcess:
         self._child.stop(STOP_S)
 
     def failure(self, what: str) -> RunFailed:
-        """Return the error with the last lines that it wrote."""
         code = self._child.returncode
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
         return RunFailed(f"{what} {end}; {self.log} ends with\n{self.last_lines()}")
 
     def last_lines(self, num_lines: int = 15) -> str:
-        """Return the last lines that this process wrote, indented."""
         return "\n".join(f"    {line}" for line in self.output(16_384)[-num_lines:]) or "    (nothing)"
 
     def output(self, max_bytes: int) -> list[str]:

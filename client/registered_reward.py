@@ -16,8 +16,6 @@ _LEASE_S = 15.0  # a killed process is out of service after this time
 
 
 class RegisteredReward:
-    """An endpoint under a name; a thread renews its lease."""
-
     def __init__(self, name: str, url: str, version: str, terms: Mapping[str, Any] | None = None) -> None:
         """``version`` is stored with every group that it scored; ``terms`` are further fields of the registration."""
         self.name = name

@@ -50,8 +50,6 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 class ServedFunction:
-    """A function that is served until `close`, and registered at one reward service."""
-
     def __init__(self, reward: HostedFunction, name: str) -> None:
         """Start serving; raises UserFileError when the reward's ``setup`` fails, ConfigError without a free port."""
         self.name = name
@@ -72,7 +70,6 @@ class ServedFunction:
 
     @property
     def url(self) -> str:
-        """Where groups are posted."""
         return f"http://{_HOST}:{self._bound.getsockname()[1]}/score"
 
     def register(self, service: str) -> None:

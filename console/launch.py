@@ -57,7 +57,6 @@ def trainer(ranks: int, command: str, *arguments: str, nodes: Nodes | None = Non
 
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Return ``trainer.num_ranks`` as the trainer itself will read it."""
     last = given(arguments, environ, "trainer", "num_ranks")
     if last is None:
         return 1
@@ -84,7 +83,6 @@ def give_ranks_time() -> None:
 
 
 def replace_process(command: Sequence[str]) -> None:
-    """Replace this process; does not return."""
     give_ranks_time()
     sys.stdout.flush()
     sys.stderr.flush()

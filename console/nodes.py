@@ -45,8 +45,6 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Options of a command that several nodes start."""
-
     nodes: Annotated[int | None, Help("Train on so many nodes; the same command starts on each."), Least(1)] = None
     node_rank: Annotated[int | None, Help("This node's number, from 0."), Least(0)] = None
     rdzv: Annotated[str, Help("Where the nodes meet, HOST:PORT: an address of node 0, which the others reach.")] = ""
@@ -89,7 +87,6 @@ def _from_slurm(environ: Mapping[str, str]) -> Nodes | None:
 
 
 def _from_kubeflow(environ: Mapping[str, str]) -> Nodes | None:
-    """The variables that torchrun reads as the defaults of its options."""
     if not environ.get("PET_NNODES", "1").isdigit() or (count := int(environ.get("PET_NNODES", "1"))) < 2:
         return None
     if missing := [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in environ]:
@@ -103,7 +100,6 @@ def _from_kubeflow(environ: Mapping[str, str]) -> Nodes | None:
 
 
 def _from_leader_worker_set(environ: Mapping[str, str]) -> Nodes | None:
-    """In the pods of a LeaderWorkerSet; its leader has index 0."""
     if (count := int(environ.get("LWS_GROUP_SIZE", "1"))) < 2:
         return None
     return Nodes(count, int(environ["LWS_WORKER_INDEX"]), f"{environ['LWS_LEADER_ADDRESS']}:{PORT}")

@@ -27,8 +27,6 @@ _WINDOW = 2000  # steps whose figures the API returns one by one
 
 
 class RemoteBackend:
-    """One run of a Runs API."""
-
     def __init__(self, api: RunsApi, run_id: str, *, reward: ServedFunction | RegisteredReward | None = None) -> None:
         """``reward`` is registered at the run's reward service when that listens."""
         self.run_id = run_id
@@ -46,15 +44,12 @@ class RemoteBackend:
 
     @property
     def state(self) -> State:
-        """What the API says."""
         return self._call("GET", "")["state"]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until no process of the run is left or to come; returns False when ``timeout_s`` passed first."""
         return wait_until(lambda: self.state not in GOING_ON, timeout_s, _POLL_S)
 
     def failure(self) -> RunFailed:
-        """Return the error with the end of the log."""
         found = self._call("GET", "")
         return RunFailed(f"run {self.run_id} failed: {found.get('detail')}; its log ends with\n{found.get('log', '')}")
 
@@ -101,26 +96,21 @@ class RemoteBackend:
                 yield None
 
     def pause(self) -> None:
-        """Ask the API to pause it."""
         self._call("POST", "/pause")
 
     def resume(self) -> None:
-        """Ask the API to start it again."""
         self._call("POST", "/resume")
 
     def stop(self) -> None:
-        """Ask the API to stop it, and wait until it has."""
         if self.state in GOING_ON or self.state == "created":
             self._call("POST", "/stop")
             if not self.wait(_STOP_S):
                 raise PenstockError(f"run {self.run_id} did not stop within {_STOP_S:.0f} s; it is {self.state}")
 
     def versions(self) -> list[dict[str, Any]]:
-        """Return the stored versions."""
         return self._here("weights").versions()
 
     def export(self, version: int | None, to: Path) -> None:
-        """Write a version as a model folder."""
         self._here("export").export(version, to)
 
     def close(self) -> None:

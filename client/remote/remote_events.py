@@ -27,7 +27,6 @@ class RemoteEvents:
     """The messages of one stream, from the first event of the run; a context manager."""
 
     def __init__(self, api: RunsApi, run: str) -> None:
-        """Prepare; the thread starts when it is entered."""
         self._api = api
         self._run = run
         self._arrived: queue.Queue[dict[str, Any] | PenstockError] = queue.Queue(_MAX_WAITING)

@@ -32,15 +32,12 @@ class RemoteTraining:
 
     @property
     def state(self) -> State:
-        """What the API says."""
         return self._backend.state
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until no process is left or to come; returns False when ``timeout_s`` passed first."""
         return self._backend.wait(timeout_s)
 
     def failure(self) -> RunFailed:
-        """Return the error with the end of the log."""
         return self._backend.failure()
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
@@ -55,9 +52,7 @@ class RemoteTraining:
                 yield {"kind": "eval", "step": row.get("step"), **found}
 
     def stop(self) -> None:
-        """Ask the API to stop it after a checkpoint, and wait until it has."""
         self._backend.stop()
 
     def close(self) -> None:
-        """Nothing is held here; the training goes on."""
         self._backend.close()

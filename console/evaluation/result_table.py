@@ -32,7 +32,6 @@ def table(result: EvaluationResult) -> Table:
 
 
 def notes(result: EvaluationResult) -> Iterator[str]:
-    """Yield what has to be known beside the numbers."""
     everything = result.overall
     if not result.is_complete:
         yield (

@@ -199,7 +199,6 @@ class EvaluationResult(BaseModel):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every prompt has all its scored samples."""
         return self.overall.complete == self.overall.prompts
 
 
@@ -296,7 +295,6 @@ def rewrite_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
 
 
 def write_result(folder: Path, result: EvaluationResult) -> Path:
-    """Write ``result.json``, atomically; return its path."""
     return atomic_write(folder / RESULT, result.model_dump_json(indent=1) + "\n")
 
 

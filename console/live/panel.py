@@ -85,7 +85,6 @@ class LivePanel:
             self._view.restore(earlier)
 
     def __enter__(self) -> LivePanel:
-        """Start watching; raises MissingStream when the run was never bootstrapped."""
         self._watcher = Watcher(self._bus, self._view)
         if self._mode == "rich":
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
@@ -97,7 +96,6 @@ class LivePanel:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Fold the last messages, draw the last frame, stop watching."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(30.0)
@@ -111,7 +109,6 @@ class LivePanel:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """Add a note to the incidents, from any thread."""
         self._notes.put((time.time(), text))
 
     def snapshot(self) -> Snapshot:
@@ -119,12 +116,10 @@ class LivePanel:
             return self._view.snapshot(time.time())
 
     def summary(self) -> RunSummary:
-        """Return the totals so far; complete after the block has ended."""
         with self._lock:
             return self._view.summary()
 
     def wait(self, until: Callable[[Snapshot], bool], *, deadline_s: float = float("inf")) -> bool:
-        """Block until a snapshot satisfies ``until``; False when the deadline came first."""
         give_up = time.monotonic() + deadline_s
         while not until(self.snapshot()):
             if time.monotonic() > give_up:

@@ -42,7 +42,6 @@ class RunFold:
     """What the messages of one run say; not thread-safe, one thread folds and reads."""
 
     def __init__(self, run_id: str, *, total_steps: int | None = None) -> None:
-        """Start empty; ``total_steps`` may also arrive with the trainer's events."""
         self.run_id = run_id
         self.total_steps = total_steps
         self.steps: dict[int, StepPoint] = {}
@@ -80,7 +79,6 @@ class RunFold:
         self._noted: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)  # incidents that no stored event repeats
 
     def restore(self, totals: WatchedTotals) -> None:
-        """Continue with what was watched in earlier sessions, before anything else is folded."""
         self._restored = totals
         self._paused_s = totals.paused_s
         self._pauses = [(pause.end, pause.seconds) for pause in totals.pauses]
@@ -102,7 +100,6 @@ class RunFold:
         )
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add the steps and evaluations of metrics.jsonl whose events are no longer on the stream."""
         missing = RunFold(self.run_id)
         for row in rows:
             at = event_fields.number(row.get("at"))
@@ -128,7 +125,6 @@ class RunFold:
             self._saw(point.at)
 
     def fold_event(self, event: RunEvent) -> None:
-        """Take one event of a service; other kinds are ignored, one whose data does not fit is counted."""
         try:
             self._fold_event(event)
         except UnreadableEvent as err:

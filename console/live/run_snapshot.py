@@ -28,8 +28,6 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """One evaluation of one version on the held-out prompts of one split."""
-
     step: int
     at: float
     version: int
@@ -56,7 +54,6 @@ class ServiceLine:
 
     @property
     def name(self) -> str:
-        """The name shown: an id that contains its role."""
         return service_name(self.role, self.service_id)
 
 
@@ -68,8 +65,6 @@ def service_name(role: str, service_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A failure, a recovery or a note; ``at`` is wall-clock seconds."""
-
     at: float
     text: str
     kind: str = "note"  # "lost", "back", "dead_letter" or "note"
@@ -129,7 +124,6 @@ class Snapshot:
     evaluated_at: dict[int, float] = field(default_factory=dict)  # by step, of the primary split
 
     def elapsed_at(self, at: float) -> float:
-        """Return what `elapsed_s` was at a moment in wall-clock seconds."""
         return elapsed_at(at, self.started_at, self.pauses)
 
     def versions_behind(self, line: ServiceLine) -> int:

@@ -25,8 +25,6 @@ class _Frozen(BaseModel):
 
 
 class ServiceTotals(_Frozen):
-    """One service id: its last heartbeat, and the sums of the processes before that one."""
-
     beat: Heartbeat
     num_starts: int
     earlier_cpu_s: float
@@ -61,7 +59,6 @@ class WatchedTotals(_Frozen):
 
 
 def load(folder: Path) -> WatchedTotals | None:
-    """Return the stored totals of a run's folder; None without any, or when they cannot be read."""
     try:
         return WatchedTotals.model_validate_json(read_regular(folder / FILE))
     except FileNotFoundError:
@@ -73,6 +70,5 @@ def load(folder: Path) -> WatchedTotals | None:
 
 
 def save(folder: Path, totals: WatchedTotals) -> None:
-    """Replace the stored totals by these; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / FILE, totals.model_dump_json())

@@ -45,8 +45,6 @@ RECORD = "merge.json"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A method with its numbers, for ``num_models`` models."""
-
     method: Method
     weights: tuple[float, ...]
     t: float = 0.5  # slerp: 0 the first model, 1 the second
@@ -55,7 +53,6 @@ class Recipe:
     seed: int = 0  # of dare's masks
 
     def check(self, *, has_base: bool) -> None:
-        """Raise ConfigError for numbers or a base that the method does not fit."""
         if len(self.weights) < 2:
             raise ConfigError("a merge needs at least two models")
         if self.method == "slerp" and len(self.weights) != 2:

@@ -46,7 +46,6 @@ class StoredTensor:
         return np.memmap(self.file, np.uint8, "r", offset=self.start, shape=(self.end - self.start,))
 
     def values(self) -> Float32s:
-        """Return its values, flat, as a new float32 array."""
         raw = self.raw()
         if self.dtype == "BF16":
             return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -76,7 +75,6 @@ def open_model(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder: those of its index, else its only one; raises ConfigError."""
     index = folder / INDEX
     if index.is_file():
         try:

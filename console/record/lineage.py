@@ -99,7 +99,6 @@ class GroupHistory:
 
 
 def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
-    """Return the lineage of a version; raises RecordBroken for one that is not in the record."""
     chain, steps = _chain(record, version)
     maker = record.maker_of(version)
     session = maker if isinstance(maker, RecordedSession) else record.session_of(maker)
@@ -125,7 +124,6 @@ def packs_of(record: StoredRecord) -> dict[str, BlobRef]:
 
 
 def group_history(record: StoredRecord, group_id: str) -> GroupHistory:
-    """Return the history of a group; raises RecordBroken for one that is not in the record."""
     issued = [c.number for c in record.chapters if any(group_id in ids for ids in c.issued.values())]
     if not issued:
         raise RecordBroken(
@@ -222,7 +220,6 @@ def print_lineage(
 
 
 def open_record(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[StoredRecord, Blobs]:
-    """Read a run's record; NATS is needed only when no checkpoint of the run is on this machine."""
     settings = connections.find(arguments, environ, run_id=run).settings
     blobs = Blobs(settings.s3, deadline_s=30.0)
     blobs.check(run)
@@ -343,6 +340,5 @@ def _show_texts(member: Member, console: Console) -> None:
 
 
 def short(text: str) -> str:
-    """Return a text on one line, truncated to the column."""
     line = " ".join(text.split())
     return line if len(line) <= _TEXT else line[: _TEXT - 1] + "…"

@@ -39,7 +39,6 @@ class StoppedGroup:
 def print_stopped(
     run: str, arguments: Sequence[str], environ: Mapping[str, str], *, step: int | None, as_json: bool
 ) -> int:
-    """Print a saved batch; return the exit code. Raises ConfigError when the run has none, or a damaged one."""
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():

@@ -94,7 +94,6 @@ def ensure_local_servers(
 
 
 def _start_again(store: Path | None, typed: Sequence[str]) -> None:
-    """Restart the ``typed`` command together with the servers of a store, unless they run."""
     if store is not None and not run_lock.is_locked(store / "lock"):
         launch.replace_process(
             launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))

@@ -199,7 +199,6 @@ def _training(run_folder: Path) -> Iterator[str]:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return at most a dozen points, first and last included."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     numbers = sorted({round(i * (len(points) - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)})
@@ -216,7 +215,6 @@ def _given(settings: Mapping[str, Any], origins: Mapping[str, Any], prefix: str 
 
 
 def _public(value: Any) -> Any:
-    """Return a value as a card may show it: of paths of this machine only the last part."""
     if isinstance(value, list):
         return [_public(one) for one in value]
     return " ".join(Path(value).name.split()) if isinstance(value, str) and Path(value).is_absolute() else value
@@ -245,5 +243,4 @@ def _digest(path: Path) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text for a cell of a table: one line, nothing that ends the cell or is read as HTML."""
     return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

@@ -75,7 +75,6 @@ def _library() -> Any:
 
 @contextmanager
 def _failures(repo: str, what: str) -> Iterator[None]:
-    """Turn what the library raises into HubFailed with the reason and what to do."""
     try:
         yield
     except PenstockError:
@@ -95,7 +94,6 @@ def _failures(repo: str, what: str) -> Iterator[None]:
 
 
 def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the model card of RUN or RUN@VERSION. Raises PenstockError."""
     run, at, version = target.partition("@")
     folder = connections.find(arguments, environ).settings.run.dir / check_run_id(run)
     if not folder.is_dir():
@@ -115,7 +113,6 @@ def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -
 def push_model(
     target: str, repo: str, arguments: Sequence[str], environ: Mapping[str, str], *, private: bool, revision: str | None
 ) -> int:
-    """Upload a model to the hub, of a run with its card; return the exit code. Raises PenstockError."""
     is_folder = (Path(target) / "config.json").is_file()
     text = None if is_folder else card_of(target, arguments, environ)
     with _model(target, arguments, environ) as folder:

@@ -59,7 +59,6 @@ class _Tags(BaseModel):
 
 
 def read(run_folder: Path) -> dict[str, Tag]:
-    """Return the tags of a run by name; raises ConfigError for a damaged file."""
     path = run_folder / FILE
     try:
         return _Tags.model_validate_json(read_regular(path)).tags
@@ -94,7 +93,6 @@ def put(run_folder: Path, name: str, tag: Tag, *, move: bool = False) -> Tag | N
 
 
 def remove(run_folder: Path, name: str) -> Tag:
-    """Remove a tag and return it; raises ConfigError when there is none."""
     known = read(run_folder)
     if name not in known:
         raise ConfigError(f"run {run_folder.name} has no tag {name}; it has {', '.join(sorted(known)) or 'none'}")
@@ -116,7 +114,6 @@ class Registry:
 
     @classmethod
     def read(cls, run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Registry:
-        """Read the run's folder, NATS and the object store; raises PenstockError."""
         folder = connections.find(arguments, environ).settings.run.dir / run
         rows = stored_versions(run, arguments, environ)
         found = card.of_run(curves.rows(folder), results.results_of(folder))
@@ -140,11 +137,9 @@ class Registry:
         )
 
     def row(self, version: int) -> Row | None:
-        """Return a stored version; None when its weights are gone."""
         return next((row for row in self.rows if row["version"] == version), None)
 
     def listed(self) -> list[Row]:
-        """Return every version that is stored, tagged or scored, oldest first."""
         known = sorted({*self.stored, *self.scores, *(tag.version for tag in self.tags.values())})
         return [self._listed(version) for version in known]
 
@@ -171,7 +166,6 @@ def _is_best(row: Row) -> bool:
 
 
 def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print the versions of a run with tags and scores; return the exit code. Raises PenstockError."""
     registry = Registry.read(run, arguments, environ)
     rows = registry.listed()
     if as_json:
@@ -239,7 +233,6 @@ def print_selected(
     tag: str | None = None,
     as_json: bool = False,
 ) -> int:
-    """Print the stored version with the highest score, and tag it; return the exit code. Raises PenstockError."""
     registry = Registry.read(run, arguments, environ)
     version, score = card.select(registry.scores, registry.stored, by, least)
     row = registry.row(version)

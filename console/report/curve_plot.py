@@ -89,7 +89,6 @@ def _bare(axes: Axes, *, horizontal: bool) -> None:
 
 
 def _smooth(values: tuple[float, ...], width: int = 9) -> list[float]:
-    """Return the centred moving mean; narrower at the ends."""
     half = width // 2
     windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]

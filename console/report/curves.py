@@ -25,14 +25,12 @@ class Curves:
 
     @property
     def held_out(self) -> HeldOut:
-        """The evaluations by the measure that suits the reward."""
         accuracies, rewards = dict(self.accuracies), dict(self.eval_rewards)
         steps = sorted(accuracies.keys() | rewards.keys())
         return held_out([Evaluation(step, accuracies.get(step), rewards.get(step)) for step in steps])
 
     @property
     def recent_reward(self) -> float | None:
-        """The mean training reward of the last steps."""
         return recent_reward([value for _, value in self.rewards])
 
 

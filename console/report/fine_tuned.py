@@ -43,12 +43,10 @@ def command_of(folder: Path) -> str | None:
 
 
 def is_finished(folder: Path, command: str) -> bool:
-    """Return True if a command's training has written its model."""
     return (training_folder(folder, command) / RESULT).is_file()
 
 
 def read(folder: Path) -> Training | None:
-    """Describe the training in a run's folder; None where `command_of` finds none."""
     command = command_of(folder)
     if command is None:
         return None
@@ -92,7 +90,6 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _changed(folder: Path) -> float:
-    """Return when a training wrote its last figures; 0.0 if there is none."""
     try:
         return (folder / "metrics.jsonl").stat().st_mtime
     except OSError:

@@ -91,11 +91,9 @@ class DeadLetters:
         self.bus.close()
 
     def all(self) -> list[Letter]:
-        """Read all letters, the oldest first, and note those that cannot be read; raises MissingStream."""
         return self.read(after=0, most=None)
 
     def read(self, *, after: int, most: int | None) -> list[Letter]:
-        """Read the letters whose number is above ``after``, at most ``most`` of them; otherwise like `all`."""
         marks = {entry.key: self._mark(entry) for entry in self._state.entries(f"{streams.RESENT_KEY}.").wait()}
         letters = []
         self.unreadable = {}
@@ -117,7 +115,6 @@ class DeadLetters:
             return _Mark(times=1, at="(unknown)")
 
     def find(self, numbers: Sequence[int]) -> list[Letter]:
-        """Return letters by number; raises ConfigError for an unknown number."""
         letters = {letter.number: letter for letter in self.all()}
         for number in numbers:
             if number in self.unreadable:
@@ -167,7 +164,6 @@ class DeadLetters:
             print(f"penstock: {printable(problem)}", file=sys.stderr)
 
     def send(self, letter: Letter) -> None:
-        """Send a letter again and store that it was sent."""
         message = resent(letter)
         self.bus.publish(
             message.subject, message.fact, msg_id=message.msg_id, full_deadline_s=_FULL_S, traceparent=new_trace()
@@ -261,7 +257,6 @@ def resend(
 
 
 def letter_document(letter: Letter) -> dict[str, Any]:
-    """Return a letter as `--json` shows it in a list."""
     fact = letter.fact
     return {
         "id": letter.number,
@@ -276,7 +271,6 @@ def letter_document(letter: Letter) -> dict[str, Any]:
 
 
 def groups_of(letter: DeadLetter, blobs: Blobs) -> tuple[list[dict[str, Any]], str]:
-    """Return the groups of a letter as text, and the problem when they cannot be read."""
     try:
         fact = content(letter)
     except WireError as err:

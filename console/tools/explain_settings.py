@@ -20,7 +20,6 @@ _FIRST_PART = re.compile(r"[;.] ")
 
 
 def print_settings(topic: str | None, *, as_json: bool) -> int:
-    """Print the sections, or the settings that a section, a key or the end of a key names; raises ConfigError."""
     known = reference.load()
     if topic is None and not as_json:
         print("\n".join(_sections(known)))
@@ -117,7 +116,6 @@ def first_part(one: SettingDescription) -> str:
 
 
 def summary(one: SettingDescription) -> str:
-    """Return type, unit and default in a few words."""
     unit = f" of {one.unit}" if one.unit and "number" in one.type else ""
     default = one.default if one.default.startswith("made") else f"default {one.default}"
     return f"({one.type}{unit}; {'required' if one.default == 'required' else default})"
@@ -154,7 +152,6 @@ def _presets(presets: Mapping[str, str]) -> str:
 
 
 def _other_names(key: str, aliases: Mapping[str, Alias]) -> list[str]:
-    """Return other projects' keys that set this one, and are accepted in a run file."""
     return sorted(name for name, alias in aliases.items() if key in alias.keys)
 
 

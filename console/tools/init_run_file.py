@@ -154,7 +154,6 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
 
 
 def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
-    """Return the answers with every gap filled: by asking, or by its default. Raises ConfigError for what has none."""
     builtin = ", ".join(_builtin_rewards())
     questions: dict[str, tuple[str, str | None]] = {
         "model": ("Model folder (Hugging Face: config.json, safetensors, tokenizer)", None),
@@ -194,7 +193,6 @@ def _number(name: str, text: str) -> int:
 
 
 def check(answers: Answers) -> Answers:
-    """Return the answers; raises ConfigError for one that no run file can hold."""
     check_run_id(str(answers.run_id))
     presets = reference.load().settings["algorithm.name"].values
     if answers.algorithm not in presets:
@@ -282,7 +280,6 @@ def lengths(sample: DataSample) -> tuple[int, int]:
 
 
 def sample_notes(sample: DataSample) -> Iterator[str]:
-    """Yield what was found in the first rows of the data, and what is wrong with them."""
     if sample.num_prompts:
         read_as = "".join(f", {column} from {name}" for column, name in sample.mapping.items())
         longest = "" if sample.longest_prompt is None else f", longest prompt {sample.longest_prompt} tokens"
@@ -302,7 +299,6 @@ def _two_kinds_of_gpus(answers: Answers, file: Path) -> Iterator[str]:
 
 
 def notes(answers: Answers) -> Iterator[str]:
-    """Yield what has to be done before the run can start."""
     for what, path in (("model", answers.model), ("data", answers.data), ("held-out data", answers.eval)):
         if path and not Path(path).exists():
             yield f"{what}: there is no {path} yet"

@@ -51,8 +51,6 @@ _NUM_PARTS = 4  # of a service's CPU that are named in the table
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of the trainer's steps; seconds of wall-clock time, summed over the steps."""
-
     name: str
     seconds: float
     share: float  # of the time from the first step to the last
@@ -146,7 +144,6 @@ def limits(found: RunProfile) -> list[str]:
 
 
 def _slower_role(services: Sequence[ServiceProfile]) -> str:
-    """Return which of the other roles works most of the time, as a clause."""
     shares = [
         (share, service)
         for service in services
@@ -216,7 +213,6 @@ def _order(service: ServiceProfile) -> tuple[int, str]:
 
 
 def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print the profile of a run; return the exit code. Raises ConfigError when there is no such run, or nothing to read."""
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():
@@ -234,7 +230,6 @@ def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str]
 
 
 def document(run: str, found: RunProfile) -> dict[str, Any]:
-    """Return the profile as a JSON object; seconds, shares from 0 to 1."""
     services = [{**asdict(service), "waiting_share": service.waiting_share} for service in found.services]
     return {"run_id": run, **asdict(found), "services": services, "cpu_s": found.cpu_s, "says": limits(found)}
 

@@ -17,8 +17,6 @@ SCHEMA = Path(__file__).with_name("run.schema.json")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Sections, and settings by key."""
-
     sections: Mapping[str, str]
     settings: Mapping[str, SettingDescription]
 

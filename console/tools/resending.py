@@ -38,7 +38,6 @@ class Letter:
 
     @property
     def split(self) -> str:
-        """`train` or `eval`, from the subject of the message."""
         return self.fact.subject.rsplit(".", 1)[-1]
 
 
@@ -53,7 +52,6 @@ class RunProgress:
 
 
 def content(letter: DeadLetter) -> TaskIssued | GroupGenerated | GroupScored:
-    """Decode the message of a dead letter; raises WireError when this build cannot."""
     expected = FACT_OF_STAGE.get(letter.stage)
     if expected is None:
         raise WireError(f"stage {letter.stage!r} is none of {', '.join(FACT_OF_STAGE)}")
@@ -109,7 +107,6 @@ class Resent:
 
 
 def resent(letter: Letter) -> Resent:
-    """Return the message to publish to the stage that gave the letter up; raises WireError."""
     fact = content(letter.fact)
     times = letter.times_sent + 1
     pack_id = f"{_AGAIN.sub('', fact.pack_id)[:_MAX_NAME]}.again{letter.number}-{times}"

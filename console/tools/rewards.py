@@ -59,7 +59,6 @@ class RewardService:
                 raise ConfigError(f"--token-file {token_file}: not readable ({err.strerror})") from None
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the service's answer; raises RewardServiceError when it does not answer or refuses."""
         import httpx  # noqa: PLC0415 # the page's console starts without it
 
         timeout = httpx.Timeout(self._answer_s, connect=_CONNECT_S)
@@ -124,7 +123,6 @@ def warn_of_new_service() -> None:
 
 
 def read_extra_info(text: str) -> dict[str, Any]:
-    """Return a JSON object; raises ConfigError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as err:
@@ -135,7 +133,6 @@ def read_extra_info(text: str) -> dict[str, Any]:
 
 
 def without_serve(typed: Sequence[str]) -> list[str]:
-    """Return the words of a command without ``--serve FILE``."""
     kept: list[str] = []
     words = iter(typed)
     for word in words:
@@ -299,7 +296,6 @@ def _check_tests(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _programs(solution: str | None) -> list[tuple[str, str]]:
-    """Return (kind, answer) pairs for a row of tests."""
     empty = ("an empty program", "```python\npass\n```")
     return [empty] if solution is None else [("its own solution", f"````python\n{solution}\n````"), empty]
 

@@ -57,7 +57,6 @@ class RunLine:
 
 
 def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print all runs, newest first; return the exit code. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     lines = list_folder(loaded.settings.run.dir)
     for line in lines:
@@ -87,7 +86,6 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
 
 
 def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print a run's report; return the exit code. Raises ConfigError when there is no such run."""
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():
@@ -186,7 +184,6 @@ def describe(folder: Path) -> RunLine:
 
 
 def state_of(folder: Path) -> str:
-    """Return whether a run is running, finished or stopped, by the files of its folder."""
     if run_lock.is_held(folder):
         return "running"
     return "finished" if is_finished(folder) else "stopped"

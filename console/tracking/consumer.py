@@ -168,7 +168,6 @@ class Consumer:
         return position.event
 
     def work(self) -> Written:
-        """Write until the end; raises what the tracker raises."""
         done = Written()
         position = self._file.position
         while not self._stop.is_set():
@@ -238,7 +237,6 @@ class Consumer:
         return self._read_up_to >= self._target
 
     def _settings(self) -> dict[str, Any]:
-        """Return the run's settings by dotted key, as its folder has them; empty without it."""
         try:
             document = json.loads(read_regular(self._job.folder / "config.json", _MOST_CONFIG_BYTES))
             return {

@@ -70,7 +70,6 @@ class MetricsLog:
         self._publish(METRICS, {"step": step, "values": finite})
 
     def finish(self) -> None:
-        """Mark the run as finished and wait until all is sent; the metrics log is closed."""
         self._publish("state", {"text": "finished", "finished": True})
         self.close()
 

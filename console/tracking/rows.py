@@ -88,7 +88,6 @@ class SampleTable:
 
 
 def read_samples(run: str, arguments: Sequence[str], environ: Mapping[str, str], most: int) -> SampleTable:
-    """Read the last steps' completions, the newest step first; raises PenstockError when the record cannot be read."""
     record, blobs = open_record(run, arguments, environ)
     chosen: list[tuple[int, Member]] = []
     for step in reversed(record.steps):
@@ -106,5 +105,4 @@ def read_samples(run: str, arguments: Sequence[str], environ: Mapping[str, str],
 
 
 def report_files(folder: Path) -> list[Path]:
-    """Return the files of a run's report that are there, without links."""
     return [path for name in REPORT_FILES if (path := folder / name).is_file() and not path.is_symlink()]

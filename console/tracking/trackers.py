@@ -113,7 +113,6 @@ class TrackSettings(Section):
 
 
 def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[str, str]) -> TrackSettings:
-    """Load the settings of trackers; a run that is named is found as by `penstock watch`. Raises ConfigError."""
     files, overrides = split_arguments(arguments)
     if run is None:
         return load(TrackSettings, files=files, overrides=overrides, environ=environ).settings
@@ -132,7 +131,6 @@ def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[st
 
 
 def check(settings: TrackSettings) -> None:
-    """Raise ConfigError for a tracker that is unknown or not installed, before anything starts."""
     for one in settings.tracker:
         TRACKERS.find(one.type).value.require_installed()
 
@@ -155,7 +153,6 @@ def store(settings: TrackSettings) -> None:
 
 
 def command(run: str, label: str, arguments: Sequence[str], *flags: str) -> list[str]:
-    """Return the command line of the process that writes a run to one tracker."""
     return launch.module(MODULE, run, label, *flags, *arguments)
 
 

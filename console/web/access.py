@@ -102,10 +102,7 @@ class _Token:
 
 
 class Access:
-    """The tokens in one file, and the one-time links of this process."""
-
     def __init__(self, file: Path) -> None:
-        """Create the file if there is none; raises ConfigError for one that others may read, or with a wrong line."""
         self.file = file
         self._lock = threading.Lock()
         self._seen: tuple[int, int, int] = (0, 0, 0)
@@ -204,7 +201,6 @@ class Access:
 
 
 def file_of(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:
-    """Return the file of the tokens: the given one, or that in the folder of runs. Raises ConfigError."""
     return (given or connections.find(arguments, environ).settings.run.dir / TOKENS).absolute()
 
 

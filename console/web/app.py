@@ -156,7 +156,6 @@ async def _advance(context: WebContext) -> None:
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Add the schema that the error answers of all routes refer to."""
     original = app.openapi
 
     def openapi() -> dict[str, object]:

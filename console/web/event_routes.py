@@ -184,7 +184,6 @@ class _Stream:
         return [ServerSentEvent(event="state", data=state, retry=_RETRY_MS)]
 
     def _begin(self) -> list[ServerSentEvent]:
-        """Connect to the run's NATS, if it is there now."""
         if self._reading is not None or self._is_over or time.monotonic() < self._next_try:
             return []
         with contextlib.suppress(PenstockError):

@@ -46,7 +46,6 @@ _scans = threading.BoundedSemaphore(_MAX_SCANS)
 
 @contextlib.asynccontextmanager
 async def closing_runs(app: FastAPI) -> AsyncIterator[None]:
-    """Close the runs that are watched when the server stops."""
     yield
     opened: OpenRuns | None = getattr(app.state, "open_runs", None)
     if opened is not None:
@@ -54,7 +53,6 @@ async def closing_runs(app: FastAPI) -> AsyncIterator[None]:
 
 
 def where(web: WebContext) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """Return what names the servers and the folder of runs, see `connections.find`."""
     return (*web.arguments, f"run.dir={web.runs_dir}"), web.environ
 
 
@@ -214,8 +212,6 @@ def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | N
 
 @dataclass(frozen=True, slots=True)
 class _Filter:
-    """The query of a list of groups or trajectories."""
-
     step_from: Step = None
     step_to: Step = None
     reward_min: Finite = None

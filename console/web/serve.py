@@ -34,8 +34,6 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where the console listens, and under which host names."""
-
     host: str = "127.0.0.1"
     port: int = PORT
     tokens: Path | None = None
@@ -98,8 +96,6 @@ async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`, which ends the event streams too."""
-
     @contextlib.contextmanager
     def capture_signals(self):
         yield

@@ -24,7 +24,6 @@ def text(name: str) -> str:
 
 
 def cell(value: object) -> str:
-    """Return a text as the content of one table cell."""
     return str(value).replace("|", "\\|").replace("\n", " ").replace("<", "\\<").strip()
 
 

@@ -9,7 +9,6 @@ _STEPS = 60
 
 
 def _run(**figures: float) -> RunMetrics:
-    """Return a run whose steps all have these figures beside a reward that moves."""
     steps = [{"reward_mean": 0.4 + 0.01 * (step % 5), "reward_std": 0.3, **figures} for step in range(_STEPS)]
     return RunMetrics(steps)
 

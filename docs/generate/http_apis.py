@@ -22,7 +22,6 @@ _METHODS = ("get", "post", "put", "patch", "delete")
 
 
 def text() -> str:
-    """Return the routes, the models that people write or serve, and the dialects."""
     parts = ["## Routes of the Runs API\n", _routes(runs_api())]
     parts += ["## A run to create\n", _model(RunRequest)]
     parts += ["## Routes of the reward service\n", _routes(openapi())]
@@ -36,7 +35,6 @@ def text() -> str:
 
 
 def openapi() -> dict[str, Any]:
-    """Return the OpenAPI document of the reward service; no route is called."""
     nothing = cast(Any, None)
     context = api.ApiContext(*[nothing] * len(api.ApiContext.__dataclass_fields__))
     app = api.build(context, access=Access(tokens=()), max_request_bytes=1, max_requests_bytes=1)
@@ -44,7 +42,6 @@ def openapi() -> dict[str, Any]:
 
 
 def runs_api() -> dict[str, Any]:
-    """Return the OpenAPI document of the Runs API; no route is called."""
     return create_app(WebContext(Path("runs"), cast(Any, None))).openapi()
 
 

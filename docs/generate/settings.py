@@ -20,7 +20,6 @@ _DYNAMIC = {"worker.id", "reward_service.id"}  # made from host and process id
 
 
 def text() -> str:
-    """Return one table for each section of the run file."""
     parts = []
     for section, (model, readers) in sections().items():
         parts.append(f"## {section}\n\n{_summary(model)} Read by: {', '.join(readers)}.\n")

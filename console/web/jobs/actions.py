@@ -84,7 +84,6 @@ def hidden(document: dict[str, Any], hide: Path) -> dict[str, Any]:
 
 
 def create(web: WebContext, request: RunRequest) -> Path:
-    """Create a run's folder with its job and its run file, all at once; return it. Raises Problem or ConfigError."""
     options = _options(request)
     command = request.command_name
     if command != job_file.TRAIN:
@@ -115,7 +114,6 @@ def create(web: WebContext, request: RunRequest) -> Path:
 
 
 def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
-    """Return the run file of a request as bytes and as sections. Raises Problem."""
     try:
         text = run_file_text(request)
         content = text.encode()
@@ -130,7 +128,6 @@ def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
 
 
 def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, content: bytes, options: BaseModel) -> None:
-    """Write run file, checked settings and job into the folder ``new``. Raises Problem."""
     directory, command = Path.cwd(), request.command_name
     (new / job_file.RUN_FILE).write_bytes(content)
     arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
@@ -228,7 +225,6 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
 
 
 def read_state(folder: Path, *, ask: bool = True) -> RunState:
-    """Return the state of a run; raises Problem when its scheduler does not answer."""
     return job_state.of_folder(folder, job_file.read(folder), ask=ask)
 
 
@@ -255,7 +251,6 @@ def _left_nothing(web: WebContext, folder: Path) -> bool:
 
 
 def _refuse_services(request: RunRequest, command: str) -> None:
-    """Refuse rollout workers and reward files for a command that has none."""
     given = [name for name in ("workers", "serve") if name in request.model_fields_set]
     if given:
         raise Problem(

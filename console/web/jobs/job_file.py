@@ -110,7 +110,6 @@ def intent_of(folder: Path) -> Intent:
 
 
 def read_launch(folder: Path) -> Launch | None:
-    """Return what became of the newest process; None before the first, and for a damaged file."""
     found = _read(folder / LAUNCH)
     if found is None:
         return None
@@ -125,7 +124,6 @@ def write(folder: Path, job: Job) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None if there is none or it cannot be read."""
     found = _read(path)
     try:
         document = json.loads(found or b"null")

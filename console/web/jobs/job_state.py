@@ -22,8 +22,6 @@ _STOPPED_BY_SIGNAL = (130, 143)  # what `penstock train` returns after SIGINT an
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A state, and what is known about it in words."""
-
     state: State
     detail: str = ""
     exit_code: int | None = None
@@ -54,7 +52,6 @@ def of_folder(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
 
 
 def is_launched(job: Job, launch: Launch | None) -> bool:
-    """Return True if the newest request to run has been carried out."""
     return job.handle_start >= job.starts or (launch is not None and launch.start >= job.starts)
 
 

@@ -59,7 +59,6 @@ def remove_unfinished(runs_dir: Path) -> None:
 
 
 def queued(runs_dir: Path) -> list[tuple[Path, Job]]:
-    """Return the runs that are to be started, the one that waits longest first."""
     return sorted(_to_start(runs_dir), key=lambda one: (one[1].queued_ns, one[1].run))
 
 
@@ -135,7 +134,6 @@ def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
 
 
 def _num_running(runs_dir: Path) -> int:
-    """Return how many runs of this folder use this machine, also those that were started by hand."""
     return sum(
         run_lock.is_locked(one / LOCK) or run_lock.is_held(one)
         for one in runs_dir.iterdir()

@@ -101,7 +101,6 @@ def _generic(name: str, value: float, low: float | None, high: float | None) -> 
 
 
 def evaluations(view: PageView) -> list[dict[str, Any]]:
-    """Return the evaluations by split, each with the measure that suits its reward."""
     splits: dict[str, list[Any]] = {}
     for point in view.evals:
         splits.setdefault(point.split, []).append(point)
@@ -125,7 +124,6 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
-    """Return every service with its figures, and the least, mean and greatest of each figure by role."""
     lines = [
         {
             "role": line.role,
@@ -213,7 +211,6 @@ def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]
 
 
 def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
-    """Return what is known of a run's rewards: errors by reason, scorers, and how the newest are distributed."""
     errors = [
         {
             "reason": reason,
@@ -234,7 +231,6 @@ def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], 
 
 
 def distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Return how values are distributed, with their number, mean, least and greatest."""
     return {**histogram(values), "num": len(values), "mean": mean(values), "min": min(values), "max": max(values)}
 
 

@@ -36,14 +36,11 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Storing:
-    """What is known of how the run stores its log-probabilities."""
-
     setting: object = None  # ``trainer.store_logprobs``; None: the settings do not have it
     num_lost: int = 0  # steps of the newest session that could not be stored
 
     @classmethod
     def of(cls, config: Mapping[str, Any], num_lost: float | None) -> Storing:
-        """Read the settings of a run, as `RunReading.known_config` returns them."""
         settings = config.get("settings")
         trainer = settings.get("trainer") if isinstance(settings, dict) else None
         setting = trainer.get("store_logprobs") if isinstance(trainer, dict) else None
@@ -213,7 +210,6 @@ def token_document(
 
 
 def _versions(row: Trajectory) -> list[int | None]:
-    """Return the version that sampled each token, None where none did."""
     versions: list[int | None] = [None] * len(row.token_ids)
     for version, start, end in row.version_runs:
         versions[start:end] = [int(version)] * (end - start)

@@ -38,8 +38,6 @@ log = structlog.get_logger("console.open_runs")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What was read of a run, and the size and time of its metrics then."""
-
     seen: tuple[int, int]
     line: RunLine
     curve: list[float]
@@ -110,7 +108,6 @@ class OpenRuns:
         idle_s: float = _IDLE_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``arguments`` and ``environ`` name the servers and the folder of runs, see `connections.find`."""
         self._arguments, self._environ = list(arguments), dict(environ)
         self._idle_s = idle_s
         self._monotonic = monotonic

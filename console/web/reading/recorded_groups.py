@@ -44,7 +44,6 @@ class Entry:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The rewards; () where the record has none."""
         return self.scored.rewards if self.scored else ()
 
 
@@ -82,7 +81,6 @@ class GroupFilter:
         return step is not None and (self.step_from or 0) <= step and (self.step_to is None or step <= self.step_to)
 
     def accepts_reward(self, reward: float) -> bool:
-        """Return True if one reward, or one mean, is within the limits."""
         return (self.reward_min is None or reward >= self.reward_min) and (
             self.reward_max is None or reward <= self.reward_max
         )
@@ -120,7 +118,6 @@ def entries(chapter: LineageChapter, *, is_last: bool = False) -> Iterator[Entry
 
 
 def parse_cursor(cursor: str) -> tuple[int, int]:
-    """Return the chapter and the place in its list; raises QueryRefused."""
     found = _CURSOR.fullmatch(cursor)
     if found is None:
         raise QueryRefused(f"cursor {cursor[:40]!r} is none that a list returned; begin again without it")

@@ -76,7 +76,6 @@ class RunReading:
 
     @property
     def exists(self) -> bool:
-        """Whether the run has a folder here, or streams on NATS."""
         return self.folder.is_dir() or self._is_known
 
     def step(self) -> None:
@@ -156,7 +155,6 @@ class RunReading:
         return found
 
     def known_config(self) -> dict[str, Any]:
-        """Return the settings as read within the last minute, or {} where there are none."""
         if time.monotonic() - self._config[0] > _CONFIG_S:
             try:
                 self._config = (time.monotonic(), self.config())
@@ -165,7 +163,6 @@ class RunReading:
         return self._config[1]
 
     def storing(self) -> Storing:
-        """Return how the run stores its log-probabilities, as far as its settings and events say."""
         with self._lock:
             num_lost = self._view.series.latest("logprobs_lost")
         return Storing.of(self.known_config(), num_lost)
@@ -301,8 +298,6 @@ class RunBusy(BusError):
 
 
 class _Locked:
-    """The groups of a run and the lock of their one user."""
-
     def __init__(self, groups: StoredGroups, lock: threading.Lock) -> None:
         self._groups = groups
         self._lock = lock

@@ -24,7 +24,6 @@ _TEST_S = 20.0
 def page(
     run_id: str, arguments: Sequence[str], environ: Mapping[str, str], *, before: int | None, limit: int
 ) -> dict[str, Any]:
-    """Return the newest letters below number ``before``. Raises MissingStream, ConfigError or BusUnreachable."""
     with _open(run_id, arguments, environ) as dead:
         state = dead.bus.stream_state(f"{run_id}-dead").wait()
         end = state.last_sequence if before is None else min(before - 1, state.last_sequence)
@@ -41,7 +40,6 @@ def page(
 
 
 def show(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return one letter with its prompts and completions, and why it cannot be sent again. Raises as `page`, and QueryRefused."""
     with _open(run_id, arguments, environ) as dead:
         letter = _find(dead, number)
         groups, problem = groups_of(letter.fact, dead.blobs)
@@ -68,7 +66,6 @@ def resend(
 
 
 def _open(run_id: str, arguments: Sequence[str], environ: Mapping[str, str]) -> DeadLetters:
-    """Return the letters of a run; raises BusUnreachable at once where no server answers, as after a local run has ended."""
     url = connections.find(arguments, environ, run_id=run_id).settings.nats.url
     if not connections.may_answer(url):
         raise BusUnreachable(f"NATS of run {run_id} does not answer at {url}; start its servers, or set nats.url")
@@ -127,5 +124,4 @@ def endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
 
 
 def score(url: str, token_file: Path | None, body: dict[str, Any]) -> Any:
-    """Score one group by hand. Raises RewardServiceError."""
     return RewardService(url, token_file, answer_s=_TEST_S).call("POST", "/v1/score", body)

@@ -315,7 +315,6 @@ class StoredGroups:
         return kept
 
     def _texts(self, entry: Entry, budget: ReadBudget) -> GroupTexts | None:
-        """Return the texts of a group; None where its pack is missing, too large, or cannot be read."""
         if entry.pack is None:
             return None
         try:
