@@ -24,7 +24,8 @@ def evaluate(
     target: str, data: Data, runs: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> EvaluationResult:
     folder = runs / FOLDER
-    words = arguments(target, _files(data, folder), runs, options, settings)
+    stored = data_files.stored(data, folder, "rows")
+    words = arguments(target, [stored] if isinstance(stored, str) else stored, runs, options, settings)
     command = launch.module("penstock", "eval", *words)
     process = LocalProcess(f"evaluation of {target}", command, folder / "client.log")
     try:
@@ -53,13 +54,6 @@ def arguments(
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     overrides = run_settings.overrides(run_settings.flat(settings))
     return [target, *(f"--data={file}" for file in files), *flags, "--json", f"run.dir={runs}", *overrides]
-
-
-def _files(data: Data, folder: Path) -> list[str]:
-    if not data_files.is_named(data):
-        return [str(data_files.write_rows(data, folder, "rows"))]
-    named = data_files.named(data)
-    return [named] if isinstance(named, str) else named
 
 
 def _result(lines: Sequence[str]) -> EvaluationResult | None:

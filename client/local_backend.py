@@ -1,24 +1,25 @@
-"""A run of this machine: the process of `penstock train --local`, and what it writes into the run's folder."""
+"""A run or a training of this machine: its process, and what it writes into the run's folder.
+
+A run of this machine: the process of `penstock train --local`, and what it writes into the run's folder.
+
+A training on given answers on this machine: the process of `penstock sft` or `dpo`, and what it writes.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.client import events
-from penstock.client.errors import RunFailed
 from penstock.client.events import RUN_FILE, Event
-from penstock.client.processes import GOING_ON, LocalProcess, State, wait_until
-from penstock.client.registered_reward import RegisteredReward
-from penstock.client.served_function import ServedFunction
+from penstock.client.processes import GOING_ON, LocalProcess, RunFailed, State, wait_until
+from penstock.client.rewards import RegisteredReward, ServedFunction
 from penstock.console import launch
-from penstock.console.report import curves
+from penstock.console.report import curves, fine_tuned
 from penstock.console.tools.runs import is_finished
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import pause_request, run_lock
@@ -26,7 +27,6 @@ from penstock.protocol.record import pause_request, run_lock
 _LOG = "client.log"
 _REWARD_S = 120.0  # until the run's reward service listens, on a busy machine
 _VERB_S = 600.0  # of `penstock weights`, which may start the run's servers and read a large model
-_POLL_S = 0.05
 
 
 class LocalBackend:
@@ -99,7 +99,7 @@ class LocalBackend:
     def events(self) -> Iterator[Event | None]:
         """Yield the events from NATS while the run is going on, else those in the folder."""
         if self._is_over():
-            return events.recorded(self.folder)
+            return events.recorded(self.rows())
         return events.published(self.run_id, self.folder, self._is_over)
 
     def pause(self) -> None:
@@ -137,13 +137,14 @@ class LocalBackend:
 
     @property
     def _reward_port(self) -> Path:
-        return self.folder / "reward.port"  # written by the reward service (deploy/local_run.py)
+        return self.folder / launch.REWARD_PORT_FILE
 
     def _is_over(self) -> bool:
         return self.state not in GOING_ON
 
     def _register(self, reward: ServedFunction | RegisteredReward) -> None:
-        port = _wait_for(self.reward_port, _REWARD_S, self._is_over)
+        wait_until(lambda: self.reward_port() is not None or self._is_over(), _REWARD_S)
+        port = self.reward_port()
         if port is None and self.state == "finished":  # it was finished before: there is nothing to score
             return
         if port is None and self._is_over():
@@ -161,32 +162,45 @@ class LocalBackend:
             return None
 
     def _verb(self, *words: str) -> str:
+        """Return the standard output of a verb; raises PenstockError with its last line of stderr when it fails."""
         command = launch.module("penstock", *words, f"run.dir={self.folder.parent}")
-        return output_of(command, environ=os.environ)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_VERB_S, check=False, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired:
+            raise PenstockError(f"penstock {command[-1]} did not end within {_VERB_S:.0f} s") from None
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            raise PenstockError(lines[-1].removeprefix("penstock: ") if lines else f"exit code {done.returncode}")
+        return done.stdout
 
 
-def output_of(command: Sequence[str], *, environ: Mapping[str, str]) -> str:
-    """Return the standard output of a command; raises PenstockError with its last line of stderr when it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_VERB_S,
-            check=False,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        raise PenstockError(f"penstock {command[-1]} did not end within {_VERB_S:.0f} s") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise PenstockError(lines[-1].removeprefix("penstock: ") if lines else f"exit code {done.returncode}")
-    return done.stdout
+class LocalTraining:
+    """One training of this machine; it ends with this Python process."""
 
+    def __init__(self, verb: str, folder: Path, output: Path, process: LocalProcess) -> None:
+        self.run_id = folder.name
+        self.folder = folder
+        self.output = output
+        self._verb = verb
+        self._process = process
 
-def _wait_for(find: Callable[[], int | None], deadline_s: float, give_up: Callable[[], bool]) -> int | None:
-    deadline = time.monotonic() + deadline_s
-    while (found := find()) is None and time.monotonic() < deadline and not give_up():
-        time.sleep(_POLL_S)
-    return found
+    @property
+    def state(self) -> State:
+        return self._process.state
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._process.wait(timeout_s)
+
+    def failure(self) -> RunFailed:
+        return self._process.failure(f"{self._verb} {self.run_id}")
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        return curves.rows(fine_tuned.training_folder(self.folder, self._verb))
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def close(self) -> None:
+        self.stop()

@@ -24,9 +24,6 @@ class Metrics(dict[str, Array]):
     have one element for each step and held-out source, whose ``split`` and ``name`` are arrays of texts.
     """
 
-    def __init__(self, columns: Mapping[str, Array]) -> None:
-        super().__init__(columns)
-
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame` with ``step`` as its index; raises PenstockError when pandas is not installed."""
         try:
@@ -37,7 +34,7 @@ class Metrics(dict[str, Array]):
         return frame.set_index("step") if "step" in frame else frame
 
 
-def from_rows(rows: Iterable[Mapping[str, Any]]) -> Metrics:
+def metrics_of_rows(rows: Iterable[Mapping[str, Any]]) -> Metrics:
     """Return the figures of rows of `metrics.jsonl`, by step; of two rows of one step and split the later one counts."""
     latest: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:

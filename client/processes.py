@@ -14,8 +14,8 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Literal
 
-from penstock.client.errors import RunFailed
 from penstock.deploy.processes.child import Child, describe_exit
+from penstock.protocol.errors import PenstockError
 
 # Of a run on this machine: running, pausing, paused, finished, stopped, failed. The Runs API has the others too.
 State = Literal[
@@ -30,6 +30,10 @@ _POLL_S = 0.05
 _started: list[LocalProcess] = []
 
 
+class RunFailed(PenstockError):
+    """A run or a training ended with an error; the text has the last lines of its log."""
+
+
 class LocalProcess:
     """One process of a run or a training, in a session of its own, so that Ctrl-C does not reach it."""
 
@@ -40,7 +44,7 @@ class LocalProcess:
         self._started_at_byte = log.stat().st_size if log.exists() else 0
         self._child = Child(name, command, log=log, environ=dict(environ or os.environ), death_signal=SIGTERM)
         self._child.start()
-        _started[:] = [*(one for one in _started if one.state == "running"), self]
+        _started[:] = [*(process for process in _started if process.state == "running"), self]
 
     @property
     def pid(self) -> int:
@@ -103,8 +107,8 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float | None, period_s: flo
 @atexit.register
 def stop_all() -> None:
     """Stop every process that still runs, all at the same time."""
-    running = [one for one in _started if one.state == "running"]
-    for one in running:
-        one.ask_to_stop()
-    for one in running:
-        one.stop()
+    running = [process for process in _started if process.state == "running"]
+    for process in running:
+        process.ask_to_stop()
+    for process in running:
+        process.stop()

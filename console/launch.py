@@ -23,6 +23,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the commands that train and a
     **{name: ("penstock.fine_tuning", name) for name in ("sft", "dpo", "rm")},
 }
 REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
+REWARD_PORT_FILE = "reward.port"  # in the folder of a local run: where its reward service listens, once it does
 
 
 def module(name: str, *arguments: str) -> list[str]:

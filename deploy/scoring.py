@@ -68,7 +68,7 @@ def service(files: Sequence[Path], settings: Sequence[str], *, recorded: Path | 
         with Bus.connect(stack.nats, name="scoring") as bus:
             bootstrap(bus, Blobs(stack.s3), _RUN)
         environ = {**os.environ, **stack.environment()}
-        port_file = folder / "reward.port"
+        port_file = folder / launch.REWARD_PORT_FILE
         command = [*_settings_of(settings, recorded, folder), f"run.id={_RUN}", "reward_service.port=0"]
         command.append(f"reward_service.port_file={port_file}")
         children = [_start("reward", launch.module("penstock.reward_service", *command), folder, environ, running)]

@@ -1,4 +1,4 @@
-"""A run behind a Runs API (`penstock console`); of a console on this machine its folder is read too."""
+"""A run or a training behind a Runs API (`penstock console`); of a console on this machine its folder is read too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.client.errors import RunFailed
-from penstock.client.events import Event
+from penstock.client.events import Event, recorded
 from penstock.client.local_backend import LocalBackend
-from penstock.client.processes import GOING_ON, State, wait_until
-from penstock.client.registered_reward import RegisteredReward
+from penstock.client.processes import GOING_ON, RunFailed, State, wait_until
 from penstock.client.remote.remote_events import RemoteEvents
 from penstock.client.remote.runs_api import RunsApi
-from penstock.client.served_function import ServedFunction
+from penstock.client.rewards import RegisteredReward, ServedFunction
+from penstock.console.report import curves, fine_tuned
 from penstock.protocol.errors import PenstockError
 
 _POLL_S = 0.5
@@ -78,9 +77,7 @@ class RemoteBackend:
     def events(self) -> Iterator[Event | None]:
         """Yield the events as they are published until the run is over; of one that is over, its steps and evaluations."""
         if self.state not in GOING_ON:
-            for row in self.rows():
-                data = {name: value for name, value in row.items() if name not in {"kind", "at"}}
-                yield Event(str(row.get("kind")), "trainer", float(row.get("at") or 0.0), data)
+            yield from recorded(self.rows())
             return
         over_since: float | None = None
         with RemoteEvents(self._api, self.run_id) as arriving:
@@ -149,3 +146,26 @@ class RemoteBackend:
             except PenstockError as err:
                 sys.stderr.write(f"penstock: run {self.run_id}: {err}\n")
                 known = None
+
+
+class RemoteTraining(RemoteBackend):
+    """One training that a console runs; it goes on without this process."""
+
+    def __init__(self, api: RunsApi, run_id: str, verb: str) -> None:
+        """Read where it writes its model; raises ApiRefused when there is no such run."""
+        super().__init__(api, run_id)
+        self._verb = verb
+        settings = self._call("GET", "/config")["settings"]
+        output = settings.get(verb, {}).get("output")
+        self.output = Path(output) if output else Path(str(settings["run"]["dir"])) / run_id / verb
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield steps and validations: of the folder, or the figures that the API has."""
+        if self.folder is not None:
+            yield from curves.rows(fine_tuned.training_folder(self.folder, self._verb))
+            return
+        for row in super().rows():
+            yield row
+            found = {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
+            if found:
+                yield {"kind": "eval", "step": row.get("step"), **found}

@@ -12,10 +12,9 @@ import pytest
 import penstock
 from penstock.client import evaluation
 from penstock.client.client import _target_name
-from penstock.client.errors import RunFailed
-from penstock.client.fine_tuning import FineTuning
-from penstock.client.local_training import LocalTraining
-from penstock.client.processes import LocalProcess
+from penstock.client.handles import FineTuning
+from penstock.client.local_backend import LocalTraining
+from penstock.client.processes import LocalProcess, RunFailed
 from penstock.console.cli.main import app
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation.results import EvaluationResult

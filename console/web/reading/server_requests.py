@@ -16,7 +16,6 @@ from penstock.protocol.files import read_regular
 
 _MAX_TEXT = 2000  # characters of a text
 _MAX_GROUPS = 50  # of one letter
-PORT_FILE = "reward.port"  # in the folder of a local run, see `deploy/local_run.py`
 _LIST_S = 3.0
 _TEST_S = 20.0
 
@@ -105,7 +104,7 @@ def service_url(folder: Path, url: str | None) -> str:
     if url is not None:
         return url
     try:
-        return f"http://127.0.0.1:{int(read_regular(folder / PORT_FILE))}"
+        return f"http://127.0.0.1:{int(read_regular(folder / launch.REWARD_PORT_FILE))}"
     except (OSError, ValueError):
         return launch.REWARD_URL
 
