@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.asynchrony import GROUP_SIZE, MODES, Mode, group_counts, staleness_shares, steps_around, write_inputs
 from benchmarks.rig import machine
 
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import curves
 from penstock.console.tools.profile import profile
@@ -129,7 +129,7 @@ def _row(folder: Path, mode: Mode, *, first: int, measured: int) -> Row:
     steps: list[Mapping[str, Any]] = [line for line in lines if line["kind"] == "step"]
     window = steps[first:][:measured]
     wall_s = window[-1]["at"] - steps[first - 1]["at"]
-    services = profile(curves.rows(folder), watched_totals.load(folder)).services
+    services = profile(curves.rows(folder), run_snapshot.load_totals(folder)).services
     waiting = [
         service.waiting_share for service in services if service.role == "rollout" and service.waiting_share is not None
     ]

@@ -17,7 +17,7 @@ from penstock.client.metrics import Metrics
 from penstock.client.processes import State
 
 if TYPE_CHECKING:
-    from penstock.console.evaluation.results import EvaluationResult
+    from penstock.console.evaluation_results import EvaluationResult
 
 
 _SLICE_S = 0.25  # a wait that is cancelled occupies its thread so long

@@ -20,7 +20,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
 if TYPE_CHECKING:
-    from penstock.console.evaluation.results import EvaluationResult
+    from penstock.console.evaluation_results import EvaluationResult
 
 LOCAL = "local"
 

@@ -12,7 +12,7 @@ from penstock.client import data_files, run_settings
 from penstock.client.data_files import Data
 from penstock.client.processes import LocalProcess
 from penstock.console import launch
-from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.evaluation_results import EvaluationResult
 from penstock.protocol.errors import ConfigError
 
 FOLDER = "client-evaluations"  # in the folder of runs: rows of calls, and the log

@@ -19,7 +19,7 @@ from penstock.client.events import RUN_FILE, Event
 from penstock.client.processes import GOING_ON, LocalProcess, RunFailed, State, wait_until
 from penstock.client.rewards import RegisteredReward, ServedFunction
 from penstock.console import launch
-from penstock.console.report import curves, fine_tuned
+from penstock.console.report import curves
 from penstock.console.tools.runs import is_finished
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import pause_request, run_lock
@@ -197,7 +197,7 @@ class LocalTraining:
         return self._process.failure(f"{self._verb} {self.run_id}")
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        return curves.rows(fine_tuned.training_folder(self.folder, self._verb))
+        return curves.rows(curves.training_folder(self.folder, self._verb))
 
     def stop(self) -> None:
         self._process.stop()

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from penstock.console import launch
+from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
-from penstock.console.nodes import JOIN_S, Nodes
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap

@@ -15,7 +15,7 @@ from penstock.client.processes import GOING_ON, RunFailed, State, wait_until
 from penstock.client.remote.remote_events import RemoteEvents
 from penstock.client.remote.runs_api import RunsApi
 from penstock.client.rewards import RegisteredReward, ServedFunction
-from penstock.console.report import curves, fine_tuned
+from penstock.console.report import curves
 from penstock.protocol.errors import PenstockError
 
 _POLL_S = 0.5
@@ -162,7 +162,7 @@ class RemoteTraining(RemoteBackend):
     def rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield steps and validations: of the folder, or the figures that the API has."""
         if self.folder is not None:
-            yield from curves.rows(fine_tuned.training_folder(self.folder, self._verb))
+            yield from curves.rows(curves.training_folder(self.folder, self._verb))
             return
         for row in super().rows():
             yield row

@@ -76,10 +76,7 @@ class RunsApi:
     def stream(self, path: str, **query: Any) -> Iterator[httpx.Response]:
         """Give an answer whose lines arrive over time; raises ApiRefused, or httpx.HTTPError when the connection breaks."""
         timeout = httpx.Timeout(_QUIET_S, connect=_CONNECT_S)
-        with (
-            self._client(timeout) as client,
-            client.stream("GET", self.url + path, params=query) as response,
-        ):
+        with self._client(timeout) as client, client.stream("GET", self.url + path, params=query) as response:
             if not response.is_success:
                 response.read()
                 raise _refusal(response, f"GET {path}")

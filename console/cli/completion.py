@@ -1,7 +1,7 @@
 """Scripts that complete the command in bash, zsh and fish: verbs, flags, settings and their values, files and runs.
 
 A script holds everything it completes, so that the tab key starts no Python. It is written from the verbs themselves
-and from the files of `console/tools/reference.py`; print it anew after an update.
+and from the files of `console/tools/explain_settings.py`; print it anew after an update.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.console.cli import verb_help
-from penstock.console.tools import reference
+from penstock.console.tools import explain_settings
 from penstock.protocol.command_line import App
 from penstock.protocol.config.setting_description import ANY_NAME
 from penstock.protocol.errors import ConfigError
@@ -37,7 +37,7 @@ def script(shell: str, app: App) -> str:
 
 def words_of(app: App) -> Words:
     """Return the words of a command."""
-    known = reference.load()
+    known = explain_settings.load_reference()
     verbs: dict[str, list[str]] = {}
     flags: dict[str, list[str]] = {}
     take_a_run: list[str] = []

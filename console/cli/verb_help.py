@@ -1,11 +1,11 @@
-"""The settings that the help of a verb lists; their descriptions come from `console/tools/reference.py`, only the choice is made here."""
+"""The settings that the help of a verb lists; their descriptions come from `console/tools/explain_settings.py`, only the choice is made here."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
 
-from penstock.console.tools import explain_settings, reference
+from penstock.console.tools import explain_settings
 from penstock.protocol.command_line import App
 
 _SETTINGS_TITLE = "Settings it is most used with, as SECTION.KEY=VALUE or in the run file (all: penstock settings):"
@@ -113,7 +113,7 @@ def attach(app: App, tokens: Sequence[str] | None = None) -> None:
             one.help = flowing(inspect.getdoc(one.default_command) or "")
         is_asked = tokens is None or verb.split() == list(tokens[: verb.count(" ") + 1])
         if is_asked and verb in SETTINGS:
-            known = reference.load().settings
+            known = explain_settings.load_reference().settings
             table = explain_settings.table([known[key] for key in SETTINGS[verb]], indent="  ", short=True)
             one.help_epilogue = "\n".join([_SETTINGS_TITLE, *table])
 

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.console.live.run_snapshot import Incident, ServiceLine, service_name
-from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
+from penstock.console.live.run_snapshot import Incident, ServiceLine, ServiceTotals, WatchedTotals, service_name
 from penstock.protocol import heartbeats
 from penstock.protocol.facts import Heartbeat
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.live import Live
 
 from penstock.console import connections
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.live.frame import figure, rate, render
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
@@ -81,7 +81,7 @@ class LivePanel:
         self._has_caught_up = False
         self._problem = ""  # the last one shown
         self._folder = folder
-        if folder is not None and (earlier := watched_totals.load(folder)) is not None:
+        if folder is not None and (earlier := run_snapshot.load_totals(folder)) is not None:
             self._view.restore(earlier)
 
     def __enter__(self) -> LivePanel:
@@ -129,7 +129,7 @@ class LivePanel:
 
     def _keep(self, folder: Path) -> None:
         try:
-            watched_totals.save(folder, self._view.totals())
+            run_snapshot.save_totals(folder, self._view.totals())
         except OSError as err:
             problem = f"the totals of this session are not kept for the next: {err}"
             if problem != self._problem:

@@ -14,8 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.console.live.fleet import Fleet
-from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, StepPoint
-from penstock.console.live.watched_totals import NotedIncident, Pause, WatchedTotals
+from penstock.console.live.run_snapshot import (
+    EvalPoint,
+    Incident,
+    NotedIncident,
+    Pause,
+    QueueDepths,
+    StepPoint,
+    WatchedTotals,
+)
 from penstock.console.report import event_fields, learning
 from penstock.console.report.event_fields import (
     EvalFields,

@@ -27,12 +27,7 @@ _SET_SERVERS = ", or set nats.url and s3.endpoint"
 
 
 def replay(
-    run: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    typed: Sequence[str],
-    *,
-    batch: str | None = None,
+    run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str], *, batch: str | None = None
 ) -> list[str]:
     """Return the command line of a replay with the ``typed`` arguments, on as many ranks as the run had, or had at the ``batch``.
 

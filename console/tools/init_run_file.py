@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console import launch
-from penstock.console.tools import explain_settings, reference
+from penstock.console.tools import explain_settings
 from penstock.protocol.config.setting_description import MADE_AT_START, REQUIRED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
@@ -182,7 +182,7 @@ def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
 
 
 def _builtin_rewards() -> Sequence[str]:
-    return reference.load().settings["reward.name"].values
+    return explain_settings.load_reference().settings["reward.name"].values
 
 
 def _number(name: str, text: str) -> int:
@@ -194,7 +194,7 @@ def _number(name: str, text: str) -> int:
 
 def check(answers: Answers) -> Answers:
     check_run_id(str(answers.run_id))
-    presets = reference.load().settings["algorithm.name"].values
+    presets = explain_settings.load_reference().settings["algorithm.name"].values
     if answers.algorithm not in presets:
         near = difflib.get_close_matches(str(answers.algorithm), presets, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(presets)}"
@@ -257,7 +257,7 @@ def _values(answers: Answers, sample: DataSample) -> Iterator[tuple[str, object]
 
 
 def _entry(key: str, value: object) -> Iterator[str]:
-    one = reference.load().settings[key]
+    one = explain_settings.load_reference().settings[key]
     yield from explain_settings.wrapped(explain_settings.first_part(one), "# ", width=100)
     name = key.rpartition(".")[2]
     if value is None:

@@ -19,9 +19,8 @@ from typing import Any
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.live import watched_totals
-from penstock.console.live.run_snapshot import service_name
-from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
+from penstock.console.live import run_snapshot
+from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, service_name
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable, table
@@ -217,7 +216,7 @@ def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str]
     folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():
         raise unknown_run(run, folder.parent)
-    found = profile(curves.rows(folder), watched_totals.load(folder))
+    found = profile(curves.rows(folder), run_snapshot.load_totals(folder))
     if not found.steps and not found.services:
         raise ConfigError(
             f"run {run} has no steps in {folder / 'metrics.jsonl'} yet; wait for the first one: penstock watch {run}"

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.report import curves, fine_tuned
+from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable, table
 from penstock.protocol import streams
@@ -36,7 +36,7 @@ _MARKS = (
     "job.json",  # created by the Runs API, and perhaps not started yet
     connections.STORE,
     run_lock.RUN_LOCK,
-    *(f"{command}-training" for command in fine_tuned.COMMANDS),
+    *(f"{command}-training" for command in curves.COMMANDS),
 )  # a folder with any of these is a run's
 
 
@@ -159,10 +159,8 @@ def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine
 
 
 def describe(folder: Path) -> RunLine:
-    if (trained := fine_tuned.read(folder)) is not None:
-        when = datetime.fromtimestamp(fine_tuned.metrics_file(folder).stat().st_mtime, UTC).isoformat(
-            timespec="seconds"
-        )
+    if (trained := curves.read_training(folder)) is not None:
+        when = datetime.fromtimestamp(curves.metrics_file(folder).stat().st_mtime, UTC).isoformat(timespec="seconds")
         losses = {"loss": trained.loss, "eval_loss": trained.eval_loss}
         return RunLine(folder.name, state_of(folder), trained.step, when=when, folder=str(folder), **losses)
     found = curves.read(folder)
@@ -194,8 +192,8 @@ def is_finished(folder: Path) -> bool:
 
     A run without ``trainer.json`` is finished when it has a report, a training on given answers when it has its model.
     """
-    if (command := fine_tuned.command_of(folder)) is not None:
-        return fine_tuned.is_finished(folder, command)
+    if (command := curves.command_of(folder)) is not None:
+        return curves.is_training_finished(folder, command)
     ended, started = _read_object(folder / "trainer.json"), _read_object(folder / "config.json")
     if ended is None:
         return (folder / "report.json").exists()

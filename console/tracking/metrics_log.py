@@ -15,7 +15,7 @@ from typing import Self
 import structlog
 
 from penstock.console import connections
-from penstock.console.tracking.rows import METRICS
+from penstock.console.tracking.consumer import METRICS
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.run_file import SECTIONS
 from penstock.protocol.errors import ConfigError, PenstockError

@@ -27,7 +27,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from penstock.console.web.context import Context, Reader, RunFolder, WebContext
 from penstock.console.web.jobs import actions
-from penstock.console.web.jobs.job_state import ALIVE
+from penstock.console.web.jobs.job_file import ALIVE
 from penstock.console.web.problems import RESPONSES, Problem
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import PenstockError

@@ -19,13 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console.tools.rewards import RewardServiceError
 from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
-from penstock.console.web.jobs import job_file, job_state
+from penstock.console.web.jobs import job_file
 from penstock.console.web.problems import RESPONSES, Problem
-from penstock.console.web.reading import documents, group_detail, server_requests
-from penstock.console.web.reading.group_detail import MAX_TOKENS, group_document, token_document
+from penstock.console.web.reading import documents, recorded_groups, server_requests
 from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun, listed_runs
 from penstock.console.web.reading.page_view import MAX_POINTS
-from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
+from penstock.console.web.reading.recorded_groups import (
+    MAX_TOKENS,
+    GroupFilter,
+    QueryRefused,
+    group_document,
+    token_document,
+)
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
@@ -115,7 +120,7 @@ class TestedCompletions(BaseModel):
 def _state(folder: Path, otherwise: str) -> str:
     """Return the state of a run's job; a run that was stopped here may be running elsewhere."""
     try:
-        found = job_state.of_folder(folder, job_file.read(folder), ask=False).state
+        found = job_file.run_state(folder, job_file.read(folder), ask=False).state
     except PenstockError:
         return otherwise
     return otherwise if found == "stopped" else found
@@ -285,7 +290,7 @@ def tokens(
             if stored is None:
                 raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
             current = found.current(entry, stored, storing)
-        texts = group_detail.reader(reading.folder, reading.known_config())
+        texts = recorded_groups.token_reader(reading.folder, reading.known_config())
         return token_document(stored, current, trajectory, row, first, count, texts)
 
 

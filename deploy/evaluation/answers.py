@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import cast, get_args
 
-from penstock.console.evaluation.results import Answers, Extract, Outcome
+from penstock.console.evaluation_results import Answers, Extract, Outcome
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.rewards import choice, gsm8k, math_answer
 from penstock.reward_service.rewards.parsing import final_answer, latex

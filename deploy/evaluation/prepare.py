@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
-from penstock.console.evaluation import results
-from penstock.console.evaluation.results import DataFile
+from penstock.console.evaluation_results import DataFile
 from penstock.deploy.evaluation import answers, target
 from penstock.deploy.evaluation.samples import PlannedPrompt
 from penstock.deploy.evaluation.target import Target
@@ -67,7 +67,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     found = target.find(name, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
     home = found.home.absolute()
-    scratch = home / results.FOLDER / f".starting-{os.getpid()}"
+    scratch = home / evaluation_results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
     model = target.export(found, scratch / "model", connection_arguments(rest))
@@ -105,7 +105,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     planned, data = _plan(sets, [Path(file) for file in files], options.num_prompts)
     sampling = _sampling(options, settings, tokenizer)
     evaluation_id = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
-    folder = home / results.FOLDER / evaluation_id
+    folder = home / evaluation_results.FOLDER / evaluation_id
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it

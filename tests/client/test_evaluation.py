@@ -17,7 +17,7 @@ from penstock.client.local_backend import LocalTraining
 from penstock.client.processes import LocalProcess, RunFailed
 from penstock.console.cli.main import app
 from penstock.console.cli.options import EvalOptions
-from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.evaluation_results import EvaluationResult
 from penstock.protocol.errors import ConfigError, PenstockError
 
 ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]

@@ -20,12 +20,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from penstock.console import connections, launch
-from penstock.console.tools import removal
+from penstock.console.tools import removal, runs
+from penstock.console.web import context
 from penstock.console.web.context import WebContext
-from penstock.console.web.jobs import job_file, job_state, queue
-from penstock.console.web.jobs.job_file import Job
+from penstock.console.web.jobs import job_file, queue
+from penstock.console.web.jobs.job_file import Job, RunState
 from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
-from penstock.console.web.jobs.job_state import RunState
 from penstock.console.web.launchers.launcher import installed, scheduler_options
 from penstock.console.web.problems import Problem
 from penstock.protocol import files
@@ -129,12 +129,12 @@ def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
 
 def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, content: bytes, options: BaseModel) -> None:
     directory, command = Path.cwd(), request.command_name
-    (new / job_file.RUN_FILE).write_bytes(content)
-    arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
+    (new / context.RUN_FILE).write_bytes(content)
+    arguments = queue.run_arguments(web.arguments, new / context.RUN_FILE, run, web.runs_dir, command)
     document = check(arguments, web.environ, directory, new, command=command)
     if (unread := document.pop("unread", [])) and request.run_file is None:
         _refuse_unread(command, unread)
-    job_file.write_document(new / job_file.PLANNED, document)
+    job_file.write_document(new / runs.PLANNED, document)
     job = Job(
         run=run,
         created_at=time.time(),
@@ -153,7 +153,7 @@ def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, conten
 def start(web: WebContext, folder: Path) -> RunState:
     """Queue a run, and start it if the machine is free; also resumes it. No change for one that is queued or running."""
     with job_file.changing(folder) as job:
-        state = job_state.of_folder(folder, job)
+        state = job_file.run_state(folder, job)
         if state.state in {"pausing", "stopping"}:
             raise _wrong_state(folder, state, "start", "a run that has ended its pause or stop", "repeat it then")
         if state.state == "finished":
@@ -170,7 +170,7 @@ def start(web: WebContext, folder: Path) -> RunState:
 def pause(web: WebContext, folder: Path) -> RunState:
     """Let a run issue no new tasks, train what is under way, write a checkpoint and exit; one that is queued leaves the queue."""
     with job_file.changing(folder) as job:
-        state = job_state.of_folder(folder, job)
+        state = job_file.run_state(folder, job)
         if state.state == "queued":
             job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
         elif state.state in {"running", "waiting"}:
@@ -186,7 +186,7 @@ def pause(web: WebContext, folder: Path) -> RunState:
 def stop(web: WebContext, folder: Path, *, force: bool) -> RunState:
     """Let a run write a checkpoint and exit at once; with ``force`` it is killed, and resumes from its last checkpoint."""
     with job_file.changing(folder) as job:
-        state = job_state.of_folder(folder, job)
+        state = job_file.run_state(folder, job)
         if state.state == "queued":
             job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
         elif state.is_alive:
@@ -206,7 +206,7 @@ def remove(web: WebContext, folder: Path, *, force: bool) -> None:
 
 
 def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> None:
-    state = job_state.of_folder(folder, job)
+    state = job_file.run_state(folder, job)
     if state.is_alive:
         raise _wrong_state(
             folder, state, "delete", "a run without a process", f"POST /v1/runs/{folder.name}/stop first"
@@ -225,7 +225,7 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
 
 
 def read_state(folder: Path, *, ask: bool = True) -> RunState:
-    return job_state.of_folder(folder, job_file.read(folder), ask=ask)
+    return job_file.run_state(folder, job_file.read(folder), ask=ask)
 
 
 def machine(web: WebContext) -> queue.Machine:
@@ -235,7 +235,7 @@ def machine(web: WebContext) -> queue.Machine:
 def config(folder: Path) -> dict[str, Any]:
     """Return the settings with their origins: those the trainer was last started with, or those that were checked."""
     started = job_file.read_document(folder / "config.json")
-    found = started or job_file.read_document(folder / job_file.PLANNED)
+    found = started or job_file.read_document(folder / runs.PLANNED)
     if found is None:
         raise Problem(404, f"run {folder.name} has no stored settings", fix="start it once")
     return {"run": folder.name, "source": "started" if started else "planned", **found}

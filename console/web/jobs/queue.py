@@ -16,9 +16,9 @@ from pathlib import Path
 import structlog
 
 from penstock.console import launch as command_line
+from penstock.console.web import context
 from penstock.console.web.jobs import job_file
-from penstock.console.web.jobs.job_file import Job
-from penstock.console.web.jobs.job_state import is_launched
+from penstock.console.web.jobs.job_file import Job, is_launched
 from penstock.console.web.launchers.launcher import Start, installed, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
@@ -102,7 +102,7 @@ def _has_process(folder: Path) -> bool:
 
 def command(machine: Machine, folder: Path, job: Job) -> list[str]:
     """Return the command that trains a run, as a person would type it; without workers the trainer alone."""
-    words = run_arguments(machine.arguments, folder / job_file.RUN_FILE, folder.name, folder.parent, job.command)
+    words = run_arguments(machine.arguments, folder / context.RUN_FILE, folder.name, folder.parent, job.command)
     if job.command != job_file.TRAIN:
         return command_line.trainer_command(words, machine.environ, job.command)
     if job.workers:

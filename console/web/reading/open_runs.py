@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from penstock.console import connections
-from penstock.console.report import curves, fine_tuned
+from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.tools.runs import RunLine
 from penstock.console.web.reading.page_view import bucket_size
@@ -68,7 +68,7 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
 
 def _describe(path: Path) -> _Known:
     try:
-        stat = fine_tuned.metrics_file(path).stat()
+        stat = curves.metrics_file(path).stat()
         seen = (stat.st_size, stat.st_mtime_ns)
     except OSError:
         seen = (0, 0)
@@ -77,7 +77,7 @@ def _describe(path: Path) -> _Known:
     if known is not None and known.seen == seen:
         return replace(known, line=replace(known.line, state=runs.state_of(path)))
     line = runs.describe(path)
-    trained = fine_tuned.read(path)
+    trained = curves.read_training(path)
     values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
     found = _Known(seen, line, _curve(values))
     with _lock:

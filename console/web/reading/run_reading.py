@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.console import connections
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.watcher import Watcher
-from penstock.console.report import fine_tuned
+from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
-from penstock.console.web.reading.group_detail import Storing
 from penstock.console.web.reading.page_view import PageView
-from penstock.console.web.reading.recorded_groups import QueryRefused
+from penstock.console.web.reading.recorded_groups import QueryRefused, Storing
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
 from penstock.protocol.files import read_regular
@@ -138,7 +137,7 @@ class RunReading:
         A training on given answers has those that the API checked when it was created.
         """
         text: bytes | None
-        name = "config.json" if fine_tuned.command_of(self.folder) is None else runs.PLANNED
+        name = "config.json" if curves.command_of(self.folder) is None else runs.PLANNED
         try:
             text = read_regular(self.folder / name)
         except OSError:
@@ -213,7 +212,7 @@ class RunReading:
 
     def _new_view(self) -> PageView:
         view = PageView(self.run_id)
-        totals = watched_totals.load(self.folder)
+        totals = run_snapshot.load_totals(self.folder)
         if totals is not None:
             view.restore(totals)
         return view
@@ -223,7 +222,7 @@ class RunReading:
         if time.monotonic() < self._read_again_at:
             return
         try:
-            stat = fine_tuned.metrics_file(self.folder).stat()
+            stat = curves.metrics_file(self.folder).stat()
         except OSError:
             return
         seen = (stat.st_size, stat.st_mtime_ns)
@@ -231,7 +230,7 @@ class RunReading:
             self._metrics_seen = seen
             started = time.monotonic()
             view = self._new_view()
-            view.add_recorded(fine_tuned.rows_of(self.folder))
+            view.add_recorded(curves.rows_of(self.folder))
             self._view = view
             self._read_again_at = time.monotonic() + max(_REREAD_S, 20 * (time.monotonic() - started))
 
@@ -267,13 +266,13 @@ class RunReading:
 
     def _say(self, problem: str) -> None:
         """Say why there is no connection; a training on given answers has its files alone, and misses nothing."""
-        self.problem = "" if fine_tuned.command_of(self.folder) else problem
+        self.problem = "" if curves.command_of(self.folder) else problem
 
     def _catch_up(self, bus: Bus, watcher: Watcher, view: PageView) -> None:
         """Read what the streams hold, without the lock: no request uses this view yet."""
         try:
             watcher.catch_up(_CATCH_UP_S)
-            view.add_recorded(fine_tuned.rows_of(self.folder))
+            view.add_recorded(curves.rows_of(self.folder))
         finally:
             self._caught_up = bus, watcher, view
 

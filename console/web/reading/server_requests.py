@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console import connections, launch
-from penstock.console.tools.dead_letters import DeadLetters, groups_of, letter_document
-from penstock.console.tools.resending import Letter, refusal
+from penstock.console.tools.dead_letters import DeadLetters, Letter, groups_of, letter_document, refusal
 from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.protocol.errors import BusUnreachable

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console.record.lineage import version_lineage
-from penstock.console.web.reading.group_detail import Storing
 from penstock.console.web.reading.recorded_groups import (
     Entry,
     GroupFilter,
     QueryRefused,
+    Storing,
     entries,
     group_row,
     parse_cursor,

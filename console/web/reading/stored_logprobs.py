@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.console.web.reading.group_detail import NOT_TRAINED, Storing, why_absent, why_not_this_group
-from penstock.console.web.reading.recorded_groups import Entry
+from penstock.console.web.reading.recorded_groups import NOT_TRAINED, Entry, Storing, why_absent, why_not_this_group
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobError, PackError
 from penstock.protocol.facts import BlobRef

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.console.cli import main, verb_help
 from penstock.console.cli.completion import words_of
-from penstock.console.tools import reference
+from penstock.console.tools import explain_settings
 
 ROOT = Path(__file__).parents[3]
 _SLOW = ("torch", "deepspeed", "transformers", "pydantic", "pyarrow", "numpy", "nats", "minio", "fastapi", "httpx",
@@ -46,7 +46,7 @@ def walk() -> dict:
 
 def test_every_help_lists_the_flags_and_settings_of_its_verb(walk: dict):
     """Each flag with its value, each setting with type and default; a verb without either is a list of verbs."""
-    known = reference.load().settings
+    known = explain_settings.load_reference().settings
     for verb, answer in walk["answers"].items():
         if verb == "":
             continue
@@ -90,7 +90,7 @@ def test_settings_in_help_exist():
     """Verbs and settings of the table are real ones."""
     assert verb_help.SETTINGS.keys() <= words_of(main.app).verbs.keys()
     keys = {key for keys in verb_help.SETTINGS.values() for key in keys}
-    assert keys <= reference.load().settings.keys()
+    assert keys <= explain_settings.load_reference().settings.keys()
 
 
 def test_help_of_train_says_what_needs_local():

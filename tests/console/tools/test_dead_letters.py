@@ -11,7 +11,7 @@ from tests.console.command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 from tests.servers import secret_file
 
-from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
+from penstock.console.tools.dead_letters import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import (

@@ -11,8 +11,7 @@ import pytest
 from tests.console.web.shown_run import made_logprobs, store_logprobs
 from tests.groups import make_groups
 
-from penstock.console.web.reading.group_detail import Storing, why_absent, why_not_this_group
-from penstock.console.web.reading.recorded_groups import Entry
+from penstock.console.web.reading.recorded_groups import Entry, Storing, why_absent, why_not_this_group
 from penstock.console.web.reading.stored_logprobs import Current, StoredLogprobs
 from penstock.protocol import blob_keys
 from penstock.protocol.facts import BlobRef

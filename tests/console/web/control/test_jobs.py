@@ -14,9 +14,9 @@ from tests.console.web.control.api import Api, FakeLauncher, settings
 
 from penstock.console.web.access import Role
 from penstock.console.web.jobs import actions, job_file, queue
-from penstock.console.web.jobs.job_file import Job, Launch
-from penstock.console.web.jobs.job_state import decide
+from penstock.console.web.jobs.job_file import Job, Launch, decide
 from penstock.console.web.launchers.launcher import Found
+from penstock.console.web.launchers.run_process import LAUNCH
 from penstock.console.web.problems import Problem
 from penstock.protocol.record import pause_request, run_lock
 
@@ -257,7 +257,7 @@ def test_a_file_that_a_job_names_as_its_launcher_is_not_run(api: Api, launcher: 
     job = api.folder / "a" / job_file.JOB
     stored = {**json.loads(job.read_text()), "launcher": f"{tmp_path / 'evil.py'}:L", "starts": 1, "intent": "run"}
     job.write_text(json.dumps(stored))
-    (api.folder / "a" / job_file.LAUNCH).write_text('{"start": 1}')
+    (api.folder / "a" / LAUNCH).write_text('{"start": 1}')
     assert state(api, "a") == "running"
     assert "is not installed here" in json.dumps(post(api, "a", "stop", 409))
     post(api, "a", "start")
