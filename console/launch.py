@@ -100,7 +100,7 @@ def replace_process(command: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """This node's place among ``count`` nodes that meet at ``rdzv``, HOST:RENDEZVOUS_PORT of node 0."""
+    """This node's place among ``count`` nodes that meet at ``rdzv``, HOST:PORT of node 0."""
 
     count: int
     rank: int
@@ -127,9 +127,7 @@ class Nodes:
 class NodeOptions:
     nodes: Annotated[int | None, Help("Train on so many nodes; the same command starts on each."), Least(1)] = None
     node_rank: Annotated[int | None, Help("This node's number, from 0."), Least(0)] = None
-    rdzv: Annotated[
-        str, Help("Where the nodes meet, HOST:RENDEZVOUS_PORT: an address of node 0, which the others reach.")
-    ] = ""
+    rdzv: Annotated[str, Help("Where the nodes meet, HOST:PORT: an address of node 0, which the others reach.")] = ""
 
 
 def find_nodes(options: NodeOptions, environ: Mapping[str, str]) -> Nodes | None:
@@ -200,7 +198,7 @@ def _address(text: str) -> str:
     if not host:
         host, port = text, str(RENDEZVOUS_PORT)
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--rdzv: expected HOST:RENDEZVOUS_PORT of node 0, got {text!r}; {_USAGE}")
+        raise ConfigError(f"--rdzv: expected HOST:PORT of node 0, got {text!r}; {_USAGE}")
     return f"{host}:{port}"
 
 

@@ -8,7 +8,6 @@ import queue
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -39,9 +38,7 @@ class RemoteEvents:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._response is not None:  # wakes the thread, which waits for the next line
             found = self._response.extensions["network_stream"].get_extra_info("socket")

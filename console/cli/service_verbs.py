@@ -160,8 +160,7 @@ def token(
     Example:  penstock console token me --role run
     Then:     curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:8800/v1/runs
     """
-    from penstock.console.web.access import Access, Role
-    from penstock.console.web.access import file_of as tokens_file
+    from penstock.console.web.access import Access, Role, tokens_file
 
     access = Access(tokens_file(arguments, os.environ, tokens))
     print(access.add(name, Role[role.upper()], lasts_s=days * 86400.0))
@@ -174,8 +173,7 @@ def revoke(name: Annotated[str, Help("Name of the token.")], *arguments: RunArgu
 
     Example:  penstock console revoke me
     """
-    from penstock.console.web.access import Access
-    from penstock.console.web.access import file_of as tokens_file
+    from penstock.console.web.access import Access, tokens_file
 
     if Access(tokens_file(arguments, os.environ, tokens)).revoke(name):
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_text
 import os
 import sys
 from pathlib import Path
@@ -291,5 +292,6 @@ def settings(
     from penstock.console.tools import explain_settings
 
     if json_schema:
-        return explain_settings.print_schema()
+        print(json_text.dumps(explain_settings.run_file_schema(), indent=1, ensure_ascii=False))
+        return 0
     return explain_settings.print_settings(topic, as_json=json)

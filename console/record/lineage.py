@@ -210,12 +210,17 @@ def print_lineage(
     record, blobs = open_record(run, arguments, environ)
     if group is not None:
         found = group_history(record, group)
-        read_texts([found.trained] if found.trained else [], packs_of(record), blobs)
-        _print(found, console(), full=full, as_json=as_json)
-        return 0
-    found = version_lineage(record, record.last_version if version is None else version)
-    read_texts(found.groups, packs_of(record), blobs)
-    _print(found, console(), full=full, as_json=as_json)
+        members = [found.trained] if found.trained else []
+    else:
+        found = version_lineage(record, record.last_version if version is None else version)
+        members = found.groups
+    read_texts(members, packs_of(record), blobs)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    elif isinstance(found, VersionLineage):
+        _show_version(found, console(), full=full)
+    else:
+        _show_group(found, console(), full=full)
     return 0
 
 
@@ -241,15 +246,6 @@ def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: B
         texts = group_pack.decode_texts(blobs.get(packs[key]), [member.row_group for member in some])
         for member, text in zip(some, texts, strict=True):
             member.prompt_text, member.completions = text.prompt_text, text.completions
-
-
-def _print(found: VersionLineage | GroupHistory, console: Console, *, full: bool, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(asdict(found)))
-    elif isinstance(found, VersionLineage):
-        _show_version(found, console, full=full)
-    else:
-        _show_group(found, console, full=full)
 
 
 def _show_version(found: VersionLineage, console: Console, *, full: bool) -> None:

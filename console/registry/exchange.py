@@ -24,12 +24,11 @@ from penstock.console.evaluation_results import EvaluationResult
 from penstock.console.registry import versions
 from penstock.console.registry.versions import OFFLINE, Registry, Scores, stored_scores
 from penstock.console.report import curves
-from penstock.console.tools.runs import unknown_run
+from penstock.console.tools.runs import run_folder
 from penstock.console.tools.weights import export
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import read_regular
-from penstock.protocol.subjects import check_run_id
 
 CARD = "README.md"
 _MOST_POINTS = 12
@@ -104,9 +103,7 @@ def _failures(repo: str, what: str) -> Iterator[None]:
 
 def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     run, at, version = target.partition("@")
-    folder = connections.find(arguments, environ).settings.run.dir / check_run_id(run)
-    if not folder.is_dir():
-        raise unknown_run(run, folder.parent)
+    folder = run_folder(run, arguments, environ)
     if not at:
         return model_card(folder, None, "", stored_scores(folder))
     registry = Registry.read(run, arguments, environ)

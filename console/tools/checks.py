@@ -1,12 +1,11 @@
 """Check what this machine has and what is missing (`penstock doctor`): one function each, returning findings with a fix.
 
-Nothing here imports torch or another slow package: versions (`penstock version` prints them too) come from installed metadata,
-or from running a program with --version.
+Nothing here imports torch or another slow package: versions come from installed metadata, or from running
+a program with --version.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from penstock.console import connections, launch
 from penstock.console.terminal import console
+from penstock.console.tools.versions import package_version
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, split_arguments
 from penstock.protocol.errors import PenstockError
@@ -302,18 +302,3 @@ def _table(findings: Sequence[Finding]) -> Table:
         detail = finding.detail if not finding.fix else f"{finding.detail}\n[bold]→ {finding.fix}[/]"
         table.add_row(_SIGNS[finding.level], finding.name, detail)
     return table
-
-
-def installed_versions() -> Iterator[tuple[str, str]]:
-    yield "penstock", package_version("penstock") or "(not installed: run from its folder)"
-    yield "python", platform.python_version()
-    yield "platform", platform.platform()
-    for name in ("torch", "deepspeed", "transformers", "nats-py", "minio", "pydantic"):
-        yield name, package_version(name) or "(not installed)"
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

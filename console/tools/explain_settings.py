@@ -67,11 +67,6 @@ def print_settings(topic: str | None, *, as_json: bool) -> int:
     return 0
 
 
-def print_schema() -> int:
-    print(json.dumps(run_file_schema(), indent=1, ensure_ascii=False))
-    return 0
-
-
 def run_file_schema() -> dict[str, Any]:
     """Return the JSON Schema of a run file, in which other projects' names of settings are allowed, marked as such."""
     return with_aliases(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")), ALIASES)

@@ -39,7 +39,7 @@ class DataSample:
     problem: str = ""  # the first one
 
 
-def read(data: str, model: str | None) -> DataSample | None:
+def read_sample(data: str, model: str | None) -> DataSample | None:
     """Return what the first rows say; None for a path that does not exist, such as an id on the hub.
 
     Columns with other names are mapped where their names say what they hold. The trainer's code reads the rows, in a child process.
@@ -49,15 +49,15 @@ def read(data: str, model: str | None) -> DataSample | None:
     options = [data, "--first", str(_NUM_ROWS), "--no-tests", "--json"]
     if model and Path(model).exists():
         options += ["--model", model]
-    sample = _read(options, {})
+    sample = _checked_rows(options, {})
     if suggested := sample.mapping:
-        mapped = _read([*options, *(f"--map={column}={name}" for column, name in suggested.items())], suggested)
+        mapped = _checked_rows([*options, *(f"--map={column}={name}" for column, name in suggested.items())], suggested)
         if mapped.num_prompts and not mapped.problem:
             return mapped
     return replace(sample, mapping={})
 
 
-def _read(options: Sequence[str], mapping: Mapping[str, str]) -> DataSample:
+def _checked_rows(options: Sequence[str], mapping: Mapping[str, str]) -> DataSample:
     command = launch.module("penstock", "data", "check", *options)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
@@ -131,8 +131,8 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
     """
     if file.exists():
         raise ConfigError(f"{file} exists and is not overwritten; name another file: penstock init other.toml")
-    answers = check(complete(answers, file, ask))
-    sample = read(str(answers.data), answers.model)
+    answers = check_answers(complete(answers, file, ask))
+    sample = read_sample(str(answers.data), answers.model)
     texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, sample or DataSample(), schema=schema))}
     if schema and not file.with_name(SCHEMA_NAME).exists():
         texts[file.with_name(SCHEMA_NAME)] = json.dumps(explain_settings.run_file_schema(), ensure_ascii=False) + "\n"
@@ -192,7 +192,7 @@ def _number(name: str, text: str) -> int:
         raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
 
 
-def check(answers: Answers) -> Answers:
+def check_answers(answers: Answers) -> Answers:
     check_run_id(str(answers.run_id))
     presets = explain_settings.load_reference().settings["algorithm.name"].values
     if answers.algorithm not in presets:

@@ -18,16 +18,14 @@ from typing import Any
 
 from rich.table import Table
 
-from penstock.console import connections
 from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, service_name
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable, table
-from penstock.console.tools.runs import unknown_run
+from penstock.console.tools.runs import run_folder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
-from penstock.protocol.subjects import check_run_id
 
 OTHER = "other"
 # Phases of the training thread, one after the other: field of the step's line -> name.
@@ -212,10 +210,7 @@ def _order(service: ServiceProfile) -> tuple[int, str]:
 
 
 def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
-    if not folder.is_dir():
-        raise unknown_run(run, folder.parent)
+    folder = run_folder(run, arguments, environ)
     found = profile(curves.rows(folder), run_snapshot.load_totals(folder))
     if not found.steps and not found.services:
         raise ConfigError(

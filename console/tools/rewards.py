@@ -157,25 +157,11 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
 
 
 def score_texts(
-    name: str,
-    completions: Sequence[str],
-    url: str,
-    token_file: Path | None,
-    *,
-    prompt: str,
-    ground_truth: str,
-    data_source: str,
-    extra_info: Mapping[str, Any],
+    name: str, completions: Sequence[str], url: str, token_file: Path | None, row: Mapping[str, Any]
 ) -> int:
-    """Score completions with a reward and print one line each; return 1 when the reward could not score."""
+    """Score completions of a row with a reward and print one line each; return 1 when the reward could not score."""
     texts = list(completions or _EXAMPLE)
-    group = {
-        "prompt": prompt,
-        "completions": texts,
-        "ground_truth": ground_truth,
-        "data_source": data_source,
-        "extra_info": extra_info,
-    }
+    group = {**row, "completions": texts}
     answer = RewardService(url, token_file).call("POST", "/v1/score", {"reward": name, "groups": [group]})
     result = answer["results"][0]
     if result["error"] is not None:
@@ -183,7 +169,7 @@ def score_texts(
         error = f"{result['error']['reason']}: {result['error']['detail']}"
         print(f"penstock: {name} could not score: {printable(error)}; in a run the group {kind}", file=sys.stderr)
         return 1
-    print(f"scored by {result['scorer']}, ground truth {ground_truth!r}")
+    print(f"scored by {result['scorer']}, ground truth {row['ground_truth']!r}")
     for text, score in zip(texts, result["scores"], strict=True):
         parts = "".join(f"  {part}={value:g}" for part, value in score["parts"].items())
         print(f"{score['score']:8.3f}  {text!r}{parts}")

@@ -200,7 +200,7 @@ class Access:
             atomic_write(self.file, "".join(token.line() for token in tokens), sync=True, mode=0o600)
 
 
-def file_of(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:
+def tokens_file(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:
     return (given or connections.find(arguments, environ).settings.run.dir / TOKENS).absolute()
 
 

@@ -177,7 +177,7 @@ def versions(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[s
 @router.get("/runs/{run}/rewards")
 def rewards(reading: Reading, web: Context) -> dict[str, Any]:
     """Return errors by reason, scorers, the distribution of the newest rewards, and the reward service's endpoints."""
-    return reading.rewards() | {"service": server_requests.endpoints(*_reward_service(reading, web))}
+    return reading.rewards() | {"service": server_requests.reward_endpoints(*_reward_service(reading, web))}
 
 
 @router.post("/runs/{run}/rewards/test")
@@ -185,7 +185,7 @@ def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompl
     """Score completions by hand, by the code that scores the run's groups."""
     body = {"reward": tested.reward, "groups": [tested.model_dump(exclude={"reward"})]}
     try:
-        return server_requests.score(*_reward_service(reading, web), body)
+        return server_requests.score_groups(*_reward_service(reading, web), body)
     except RewardServiceError as err:
         raise Problem(503, str(err)) from None
 
@@ -193,19 +193,19 @@ def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompl
 @router.get("/runs/{run}/dead-letters")
 def dead_letters(reading: Reading, web: Context, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
     """Return the newest dead letters."""
-    return server_requests.page(reading.run_id, *where(web), before=before, limit=limit)
+    return server_requests.dead_letters(reading.run_id, *where(web), before=before, limit=limit)
 
 
 @router.get("/runs/{run}/dead-letters/{number}")
 def dead_letter(reading: Reading, web: Context, number: Number) -> dict[str, Any]:
     """Return one dead letter with its prompts and completions."""
-    return server_requests.show(reading.run_id, number, *where(web))
+    return server_requests.dead_letter(reading.run_id, number, *where(web))
 
 
 @router.post("/runs/{run}/dead-letters/{number}/resend")
 def resend(_: Runner, reading: Reading, web: Context, number: Number, once_more: bool = False) -> dict[str, Any]:
     """Send one dead letter again."""
-    return server_requests.resend(reading.run_id, number, *where(web), once_more=once_more)
+    return server_requests.resend_dead_letter(reading.run_id, number, *where(web), once_more=once_more)
 
 
 def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | None]:
@@ -263,7 +263,7 @@ def group(
         with reading.groups() as found:
             entry = found.find(group_id, chapter=chapter)
             stored, problem = found.group(entry)
-            current = None if stored is None else found.current(entry, stored, storing)
+            current = None if stored is None else found.logprobs.of_group(entry, stored, storing)
         return group_document(entry, stored, current, problem)
 
 
@@ -289,7 +289,7 @@ def tokens(
             stored, problem = found.group(entry)
             if stored is None:
                 raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
-            current = found.current(entry, stored, storing)
+            current = found.logprobs.of_group(entry, stored, storing)
         texts = recorded_groups.token_reader(reading.folder, reading.known_config())
         return token_document(stored, current, trajectory, row, first, count, texts)
 

@@ -21,8 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.console import connections, launch
 from penstock.console.tools import removal, runs
-from penstock.console.web import context
-from penstock.console.web.context import WebContext
+from penstock.console.web.context import RUN_FILE, WebContext
 from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.jobs.job_file import Job, RunState
 from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
@@ -129,8 +128,8 @@ def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
 
 def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, content: bytes, options: BaseModel) -> None:
     directory, command = Path.cwd(), request.command_name
-    (new / context.RUN_FILE).write_bytes(content)
-    arguments = queue.run_arguments(web.arguments, new / context.RUN_FILE, run, web.runs_dir, command)
+    (new / RUN_FILE).write_bytes(content)
+    arguments = queue.run_arguments(web.arguments, new / RUN_FILE, run, web.runs_dir, command)
     document = check(arguments, web.environ, directory, new, command=command)
     if (unread := document.pop("unread", [])) and request.run_file is None:
         _refuse_unread(command, unread)
@@ -163,7 +162,7 @@ def start(web: WebContext, folder: Path) -> RunState:
         if state.state not in {"queued", "waiting", "running"}:
             changed = {"intent": "run", "starts": job.starts + 1, "queued_ns": time.time_ns(), "error": ""}
             job_file.write(folder, job.model_copy(update=changed))
-    queue.advance(machine(web))
+    queue.advance(web)
     return read_state(folder)
 
 
@@ -226,10 +225,6 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
 
 def read_state(folder: Path, *, ask: bool = True) -> RunState:
     return job_file.run_state(folder, job_file.read(folder), ask=ask)
-
-
-def machine(web: WebContext) -> queue.Machine:
-    return queue.Machine(web.runs_dir, web.arguments, web.environ, web.at_a_time)
 
 
 def config(folder: Path) -> dict[str, Any]:

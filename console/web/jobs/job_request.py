@@ -153,9 +153,9 @@ def run_file_text(request: RunRequest) -> str:
     for name, (section, key) in _keys(command).items():
         if (value := getattr(request, name)) is not None:
             sections.setdefault(section, {})[key] = value
-    if command == "train":
-        _algorithm(request, sections)
-    else:
+    if command == "train" and request.algorithm is not None:
+        sections.setdefault("algorithm", {})["name"] = request.algorithm.strip().lower()
+    elif command != "train":
         _refuse_rollouts(request, command)
     _merge(sections, request.settings or {})
     _length(sections, "trainer" if command == "train" else command)
@@ -218,12 +218,6 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
-
-
-def _algorithm(request: RunRequest, sections: dict[str, Any]) -> None:
-    if request.algorithm is None:
-        return
-    sections.setdefault("algorithm", {})["name"] = request.algorithm.strip().lower()
 
 
 def _length(sections: dict[str, Any], section: str) -> None:

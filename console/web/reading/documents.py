@@ -15,7 +15,7 @@ MAX_TEXT = 2000  # characters of a message of an error, a state or an incident
 _MAX_WORKERS = 200  # of one version
 _MAX_EVALUATIONS = 2000  # of one split
 
-# Where a figure is healthy, and what is said when it is not in there is the diagnosis of this key.
+# Bounds within which a figure is healthy, and the key of the diagnosis that explains a value outside of them.
 BANDS: dict[str, tuple[float | None, float | None, str]] = {
     "clip_fraction": (0.0, 0.3, "clip"),
     "kl_behaviour": (0.0, 0.1, "kl"),

@@ -19,7 +19,7 @@ _LIST_S = 3.0
 _TEST_S = 20.0
 
 
-def page(
+def dead_letters(
     run_id: str, arguments: Sequence[str], environ: Mapping[str, str], *, before: int | None, limit: int
 ) -> dict[str, Any]:
     with _open(run_id, arguments, environ) as dead:
@@ -37,7 +37,7 @@ def page(
         }
 
 
-def show(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+def dead_letter(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     with _open(run_id, arguments, environ) as dead:
         letter = _find(dead, number)
         groups, problem = groups_of(letter.fact, dead.blobs)
@@ -50,10 +50,10 @@ def show(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[st
         }
 
 
-def resend(
+def resend_dead_letter(
     run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, once_more: bool
 ) -> dict[str, Any]:
-    """Send one letter again. Raises as `page`, and QueryRefused with the reason why it cannot be."""
+    """Send one letter again. Raises as `dead_letters`, and QueryRefused with the reason why it cannot be."""
     with _open(run_id, arguments, environ) as dead:
         letter = _find(dead, number)
         reason = refusal(letter, dead.progress(), run=run_id, once_more=once_more)
@@ -108,7 +108,7 @@ def service_url(folder: Path, url: str | None) -> str:
         return launch.REWARD_URL
 
 
-def endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
+def reward_endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
     """Return the rewards and endpoints of a reward service; ``problem`` says why there are none."""
     if not connections.may_answer(url):
         return {"url": url, "rewards": [], "endpoints": [], "problem": f"no reward service answers at {url}"}
@@ -121,5 +121,5 @@ def endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
     return {"url": url, "rewards": listed[:500], "endpoints": registered[:200], "problem": ""}
 
 
-def score(url: str, token_file: Path | None, body: dict[str, Any]) -> Any:
+def score_groups(url: str, token_file: Path | None, body: dict[str, Any]) -> Any:
     return RewardService(url, token_file, answer_s=_TEST_S).call("POST", "/v1/score", body)

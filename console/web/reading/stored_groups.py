@@ -16,13 +16,12 @@ from penstock.console.web.reading.recorded_groups import (
     Entry,
     GroupFilter,
     QueryRefused,
-    Storing,
     entries,
     group_row,
     parse_cursor,
     trajectory_rows,
 )
-from penstock.console.web.reading.stored_logprobs import Current, RecentObjects, StoredLogprobs
+from penstock.console.web.reading.stored_logprobs import RecentObjects, StoredLogprobs
 from penstock.protocol.errors import BlobError, PackError, RecordBroken
 from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.packs import group_pack
@@ -150,7 +149,7 @@ class StoredGroups:
         self._pointer = pointer
         self._chapters = ChapterReader(run_id, blobs.get)
         self._packs = RecentObjects[str, bytes](_CACHE_BYTES)
-        self._logprobs = StoredLogprobs(run_id, blobs)
+        self.logprobs = StoredLogprobs(run_id, blobs)
 
     def page(self, wanted: GroupFilter, *, cursor: str, limit: int, texts: bool) -> dict[str, Any]:
         """Return the next groups, or trajectories, that a filter accepts, the newest first.
@@ -208,9 +207,6 @@ class StoredGroups:
         except (BlobError, PackError, QueryRefused) as err:
             return None, str(err)
         return (found[0], "") if found else (None, f"its pack {entry.pack.key} does not hold it")
-
-    def current(self, entry: Entry, group: Group, storing: Storing) -> Current:
-        return self._logprobs.of_group(entry, group, storing)
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:
         """Return the rewards and parts of the newest trained trajectories by name, and from how many steps they are."""

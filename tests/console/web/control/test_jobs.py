@@ -115,7 +115,7 @@ def test_job_fields_of_given_answers_become_keys_of_their_section(api: Api, laun
     (folder / "dpo-training").mkdir()
     (folder / "dpo-training" / "result.json").write_text("{}")
     assert state(api, "warm-up") == "finished"
-    assert queue.advance(actions.machine(console.context)) == 1
+    assert queue.advance(console.context) == 1
     assert launcher.started[1].command[2:4] == ("-m", "torch.distributed.run")
     assert "create another run" in post(api, "warm-up", "start", 409)["fix"]
     assert api.client().delete("/v1/runs/warm-up").status_code == 204
@@ -189,10 +189,10 @@ def test_runs_of_this_machine_wait_for_one_another_in_their_order(api: Api, laun
     status = api.client(Role.READ).get("/v1/runs/a").json()
     assert status["position"] == 1
     restarted = Api(api.folder)
-    assert queue.advance(actions.machine(restarted.context)) == 0
+    assert queue.advance(restarted.context) == 0
     for ended, then in (("c", "b"), ("b", "a")):
         launcher.end(api.folder / ended, 0)
-        assert queue.advance(actions.machine(restarted.context)) == 1
+        assert queue.advance(restarted.context) == 1
         assert state(restarted, then) == "running"
     assert [start.run for start in launcher.started] == ["c", "b", "a"]
 
@@ -214,7 +214,7 @@ def test_a_run_that_was_started_by_hand_uses_the_machine_too(api: Api, launcher:
     with run_lock.hold(api.folder / "by-hand"):
         assert create(api, "one", start=True)["state"] == "queued"
         assert state(api, "by-hand") == "running"
-    queue.advance(actions.machine(api.context))
+    queue.advance(api.context)
     assert state(api, "one") == "running"
 
 
