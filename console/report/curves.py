@@ -185,6 +185,15 @@ def metrics_file(folder: Path) -> Path:
     return (folder if command is None else training_folder(folder, command)) / "metrics.jsonl"
 
 
+def metrics_stamp(folder: Path) -> tuple[int, int] | None:
+    """Return size and time of a run's metrics.jsonl, by which a change is seen; None where there is none."""
+    try:
+        stat = metrics_file(folder).stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
+
+
 def training_rows(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a training's steps; the figures of a validation are among those of the step that it follows."""
     held: dict[str, Any] | None = None

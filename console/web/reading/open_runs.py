@@ -38,7 +38,7 @@ log = structlog.get_logger("console.open_runs")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    seen: tuple[int, int]
+    seen: tuple[int, int] | None
     line: RunLine
     curve: list[float]
 
@@ -67,11 +67,7 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
 
 
 def _describe(path: Path) -> _Known:
-    try:
-        stat = curves.metrics_file(path).stat()
-        seen = (stat.st_size, stat.st_mtime_ns)
-    except OSError:
-        seen = (0, 0)
+    seen = curves.metrics_stamp(path)
     with _lock:
         known = _known.get(path)
     if known is not None and known.seen == seen:

@@ -221,18 +221,15 @@ class RunReading:
         """Show what metrics.jsonl holds, again when it has changed; used while there is no connection."""
         if time.monotonic() < self._read_again_at:
             return
-        try:
-            stat = curves.metrics_file(self.folder).stat()
-        except OSError:
+        seen = curves.metrics_stamp(self.folder)
+        if seen is None or seen == self._metrics_seen:
             return
-        seen = (stat.st_size, stat.st_mtime_ns)
-        if seen != self._metrics_seen:
-            self._metrics_seen = seen
-            started = time.monotonic()
-            view = self._new_view()
-            view.add_recorded(curves.rows_of(self.folder))
-            self._view = view
-            self._read_again_at = time.monotonic() + max(_REREAD_S, 20 * (time.monotonic() - started))
+        self._metrics_seen = seen
+        started = time.monotonic()
+        view = self._new_view()
+        view.add_recorded(curves.rows_of(self.folder))
+        self._view = view
+        self._read_again_at = time.monotonic() + max(_REREAD_S, 20 * (time.monotonic() - started))
 
     def _connect(self) -> None:
         self._tried_at = time.monotonic()
