@@ -23,7 +23,7 @@ from penstock.console.report.run_summary import Diagnosis
 from penstock.deploy.monitoring.alerts import ALERTS
 from penstock.protocol import errors as protocol_errors
 from penstock.protocol import facts as nats_facts
-from penstock.protocol import streams
+from penstock.protocol import groups, streams
 from penstock.protocol.command_line import App
 from penstock.protocol.metrics.table import MAX_VALUES, METRICS, OPEN_LABELS, OTHER, Metric
 from penstock.reward_service import errors as reward_errors
@@ -86,12 +86,12 @@ def facts() -> str:
     parts += [_fact(fact, f"`{tag}`. ") for tag, fact in sorted(nats_facts.Fact.registry.items())]
     parts.append("## Inside facts\n")
     inner = (
-        nats_facts.Task,
-        nats_facts.Sampling,
-        nats_facts.RewardRequest,
-        nats_facts.GeneratedGroup,
-        nats_facts.ScoredGroup,
-        nats_facts.BlobRef,
+        groups.Task,
+        groups.Sampling,
+        groups.RewardRequest,
+        groups.GeneratedGroup,
+        groups.ScoredGroup,
+        groups.BlobRef,
     )
     parts += [_fact(model, "") for model in inner]
     return "\n".join(parts)

@@ -13,7 +13,7 @@ from rich.table import Table
 from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import run_folder
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
-from penstock.protocol.facts import ScoredGroup
+from penstock.protocol.groups import ScoredGroup
 from penstock.protocol.record.stopped_batch import FOLDER, read_batch, stopped_batches
 from penstock.protocol.trajectory import Group
 

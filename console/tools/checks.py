@@ -25,7 +25,8 @@ from penstock.console import connections, launch
 from penstock.console.terminal import console
 from penstock.console.tools.versions import package_version
 from penstock.protocol import logs
-from penstock.protocol.config.run_file import Loaded, split_arguments
+from penstock.protocol.config.run_file import Loaded
+from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

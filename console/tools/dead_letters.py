@@ -22,18 +22,8 @@ from penstock.console import connections
 from penstock.console.terminal import console, printable, table
 from penstock.protocol import logs, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
-from penstock.protocol.facts import (
-    DeadLetter,
-    Fact,
-    GroupGenerated,
-    GroupScored,
-    Head,
-    Split,
-    Task,
-    TaskIssued,
-    TaskList,
-    decode,
-)
+from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, TaskIssued, TaskList, decode
+from penstock.protocol.groups import Split, Task
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trace_context import new_trace

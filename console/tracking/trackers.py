@@ -18,7 +18,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from penstock.console import connections, launch
 from penstock.console.tracking.interface import TRACKERS
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
-from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.config.run_file import load
+from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.console.report.learning import mean
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import LineageChapter
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tests.groups import make_groups
 from penstock.console.web.reading.recorded_groups import Entry, Storing, why_absent, why_not_this_group
 from penstock.console.web.reading.stored_logprobs import Current, StoredLogprobs
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
 
