@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.console import connections, evaluation_results
-from penstock.console.evaluation_results import EvaluationResult
+from penstock.console.evaluation_results import EvaluationResult, estimate_text
 from penstock.console.registry import versions
 from penstock.console.registry.versions import OFFLINE, Registry, Scores, stored_scores
 from penstock.console.report import curves
@@ -221,14 +221,8 @@ def _offline(result: EvaluationResult) -> Iterator[str]:
     yield f"`penstock eval` of {_cell(_public(result.model))}, {result.k} samples of each prompt, 95 % intervals over prompts:\n"
     yield "| source | prompts | reward | correct | " + f"pass@{result.k} | maj@{result.k} |\n|---|---|---|---|---|---|"
     for source in result.sources:
-        cells = [
-            evaluation_results.estimate_text(source.reward, as_share=False),
-            evaluation_results.estimate_text(source.accuracy),
-        ]
-        cells += [
-            evaluation_results.estimate_text(source.pass_at.get(result.k)),
-            evaluation_results.estimate_text(source.maj),
-        ]
+        cells = [estimate_text(source.reward, as_share=False), estimate_text(source.accuracy)]
+        cells += [estimate_text(source.pass_at.get(result.k)), estimate_text(source.maj)]
         yield f"| {_cell(source.source)} | {source.complete} of {source.prompts} | {' | '.join(cells)} |"
     yield f"\nCorrect: {_cell(result.success)}. Majority: {_cell(result.answer)}.\n"
 

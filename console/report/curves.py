@@ -114,11 +114,8 @@ def num_unreadable(folder: Path) -> int:
     except OSError:
         return 1
     whole = text[: text.rfind("\n") + 1]
-    return (
-        sum(1 for line in whole.split("\n") if line.strip())
-        - sum(1 for _ in rows(folder))
-        + _is_row(text[len(whole) :])
-    )
+    num_lines = sum(1 for line in whole.split("\n") if line.strip())
+    return num_lines - sum(1 for _ in rows(folder)) + _is_row(text[len(whole) :])
 
 
 def _is_row(line: str) -> bool:

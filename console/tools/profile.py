@@ -173,12 +173,12 @@ def _phase_seconds(step: Mapping[str, Any]) -> float:
 
 def _rests(steps: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return for each step after the first the seconds since the one before it that no phase has."""
-    pairs = ((number(before.get("at")), number(after.get("at")), after) for before, after in pairwise(steps))
-    return [
-        max(0.0, at - since - _phase_seconds(after))
-        for since, at, after in pairs
-        if since is not None and at is not None
-    ]
+    rests = []
+    for before, after in pairwise(steps):
+        since, at = number(before.get("at")), number(after.get("at"))
+        if since is not None and at is not None:
+            rests.append(max(0.0, at - since - _phase_seconds(after)))
+    return rests
 
 
 def _between_sessions(rests: Sequence[float], watched: WatchedTotals | None) -> float:

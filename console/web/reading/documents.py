@@ -151,12 +151,8 @@ def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
             for name, value in {**line["figures"], **own}.items():
                 named.setdefault(name, []).append(float(value))
         spread[role] = {name: _spread(values) for name, values in sorted(named.items())}
-    return {
-        "services": lines,
-        "spread": spread,
-        "newest_version": snapshot.newest_version,
-        "queues": asdict(snapshot.queues),
-    }
+    now = {"newest_version": snapshot.newest_version, "queues": asdict(snapshot.queues)}
+    return {"services": lines, "spread": spread, **now}
 
 
 def _figures(view: PageView, role: str, service_id: str) -> dict[str, float]:
@@ -212,13 +208,7 @@ def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]
 
 def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
     errors = [
-        {
-            "reason": reason,
-            "waited": notes.waited,
-            "dead": notes.dead,
-            "newest": notes.newest[:MAX_TEXT],
-            "newest_at": notes.newest_at,
-        }
+        {"reason": reason, **asdict(notes), "newest": notes.newest[:MAX_TEXT]}
         for reason, notes in view.reward_errors.items()
     ]
     return {

@@ -58,11 +58,8 @@ class ReadBudget:
 
     @property
     def is_spent(self) -> bool:
-        return (
-            self.read_bytes >= self._num_bytes
-            or self.read_objects >= self._num_objects
-            or time.monotonic() >= self._until
-        )
+        is_read = self.read_bytes >= self._num_bytes or self.read_objects >= self._num_objects
+        return is_read or time.monotonic() >= self._until
 
 
 class ChapterReader:
