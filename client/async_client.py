@@ -25,7 +25,6 @@ _SLICE_S = 0.25  # a wait that is cancelled occupies its thread so long
 
 class _AsyncHandle(Generic[Handle]):
     def __init__(self, handle: Handle) -> None:
-        """Called by `AsyncClient`."""
         self._handle = handle
 
     @property
@@ -73,10 +72,10 @@ class _AsyncHandle(Generic[Handle]):
 class AsyncRun(_AsyncHandle[Run]):
     """`Run` with coroutines; what reads or waits is one, also where `Run` has a property."""
 
-    @property
-    def run(self) -> Run:
-        """The plain handle."""
-        return self._handle
+    def __init__(self, run: Run) -> None:
+        """Called by `AsyncClient`."""
+        super().__init__(run)
+        self.run = run
 
     async def step(self) -> int:
         """See `Run.step`."""
@@ -128,10 +127,10 @@ class AsyncRun(_AsyncHandle[Run]):
 class AsyncFineTuning(_AsyncHandle[FineTuning]):
     """`FineTuning` with coroutines."""
 
-    @property
-    def training(self) -> FineTuning:
-        """The plain handle."""
-        return self._handle
+    def __init__(self, training: FineTuning) -> None:
+        """Called by `AsyncClient`."""
+        super().__init__(training)
+        self.training = training
 
 
 class AsyncClient:

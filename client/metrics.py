@@ -24,6 +24,9 @@ class Metrics(dict[str, Array]):
     have one element for each step and held-out source, whose ``split`` and ``name`` are arrays of texts.
     """
 
+    def __init__(self, columns: Mapping[str, Array]) -> None:
+        super().__init__(columns)
+
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame` with ``step`` as its index; raises PenstockError when pandas is not installed."""
         try:

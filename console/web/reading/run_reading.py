@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,10 @@ _CONFIG_S = 60.0  # how long the settings that `known_config` read are used
 _PERIOD_S = 2.0  # of heartbeats and queue depths: the page asks no more often
 _GATHER_S = 0.5  # of the messages of a stream
 _STATE_S = 2.0  # how long what the folder says of the run's state is used
+
+
+class RunBusy(BusError):
+    """Other requests read the same run."""
 
 
 class RunReading:
@@ -166,8 +171,9 @@ class RunReading:
             num_lost = self._view.series.latest("logprobs_lost")
         return Storing.of(self.known_config(), num_lost)
 
-    def groups(self) -> _Locked:
-        """Return the run's groups, to be used in a ``with`` by one request at a time. Raises PenstockError."""
+    @contextmanager
+    def groups(self) -> Iterator[StoredGroups]:
+        """Give the run's groups to one request at a time. Raises PenstockError."""
         with self._lock:
             if self._groups is None:
                 from penstock.console.web.reading.stored_groups import StoredGroups  # noqa: PLC0415 # numpy and pyarrow
@@ -176,7 +182,13 @@ class RunReading:
                 blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
                 self._groups_lock = threading.Lock()
-            return _Locked(self._groups, self._groups_lock)
+            groups, lock = self._groups, self._groups_lock
+        if not lock.acquire(timeout=_WAIT_S):
+            raise RunBusy("another request is reading the groups of this run; try again")
+        try:
+            yield groups
+        finally:
+            lock.release()
 
     def _require_store(self) -> None:
         """Raise QueryRefused at once where the object store is stopped, as that of a finished local run is."""
@@ -287,21 +299,3 @@ class RunReading:
             self._bus = self._watcher = self._groups = None
             self._metrics_seen = None
             self._tried_at = float("-inf")
-
-
-class RunBusy(BusError):
-    """Other requests read the same run."""
-
-
-class _Locked:
-    def __init__(self, groups: StoredGroups, lock: threading.Lock) -> None:
-        self._groups = groups
-        self._lock = lock
-
-    def __enter__(self) -> StoredGroups:
-        if not self._lock.acquire(timeout=_WAIT_S):
-            raise RunBusy("another request is reading the groups of this run; try again")
-        return self._groups
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
