@@ -1,17 +1,136 @@
-"""`penstock.AsyncClient`: `Client` with coroutines."""
+"""`penstock.AsyncClient`: `Client` with coroutines, and its handles; each method calls the plain one in a thread."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any, Self
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
-from penstock.client.async_run import AsyncFineTuning, AsyncRun
-from penstock.client.client import LOCAL, Client, Model, Rewards, Settings
+from penstock.client.client import LOCAL, Client, Handle, Model, Rewards, Settings
 from penstock.client.data_files import Data
+from penstock.client.events import Event
+from penstock.client.handles import FineTuning, Run
+from penstock.client.metrics import Metrics
+from penstock.client.processes import State
 
 if TYPE_CHECKING:
-    from penstock.console.evaluation.results import EvaluationResult
+    from penstock.console.evaluation_results import EvaluationResult
+
+
+_SLICE_S = 0.25  # a wait that is cancelled occupies its thread so long
+
+
+class _AsyncHandle(Generic[Handle]):
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    @property
+    def id(self) -> str:
+        """Name of the run."""
+        return self._handle.id
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder; None for one on another machine."""
+        return self._handle.folder
+
+    async def state(self) -> State:
+        """See `Run.state`."""
+        return await asyncio.to_thread(lambda: self._handle.state)
+
+    async def wait(self, timeout: float | None = None) -> Self:  # noqa: ASYNC109 - the same arguments as Run.wait
+        """See `Run.wait`."""
+        await _wait(self._handle.wait, timeout)
+        return self
+
+    async def metrics(self, kind: Literal["step", "eval"] = "step") -> Metrics:
+        """See `Run.metrics`."""
+        return await asyncio.to_thread(self._handle.metrics, kind)
+
+    async def model(self) -> Path:
+        """See `Run.model` and `FineTuning.model`."""
+        return await asyncio.to_thread(lambda: self._handle.model)
+
+    async def stop(self) -> None:
+        """See `Run.stop`."""
+        await asyncio.to_thread(self._handle.stop)
+
+    async def close(self) -> None:
+        """See `Run.close`."""
+        await asyncio.to_thread(self._handle.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class AsyncRun(_AsyncHandle[Run]):
+    """`Run` with coroutines; what reads or waits is one, also where `Run` has a property."""
+
+    def __init__(self, run: Run) -> None:
+        """Called by `AsyncClient`."""
+        super().__init__(run)
+        self.run = run
+
+    async def step(self) -> int:
+        """See `Run.step`."""
+        return await asyncio.to_thread(lambda: self._handle.step)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """See `Run.events`."""
+        arriving = self._handle._arriving()
+        over = object()
+        while (event := await asyncio.to_thread(next, arriving, over)) is not over:
+            if isinstance(event, Event):
+                yield event
+
+    async def pause(self) -> None:
+        """See `Run.pause`."""
+        await asyncio.to_thread(self._handle.pause)
+
+    async def resume(self) -> None:
+        """See `Run.resume`."""
+        await asyncio.to_thread(self._handle.resume)
+
+    async def checkpoint(self) -> Path | None:
+        """See `Run.checkpoint`."""
+        return await asyncio.to_thread(self._handle.checkpoint)
+
+    async def weights(self) -> list[dict[str, Any]]:
+        """See `Run.weights`."""
+        return await asyncio.to_thread(self._handle.weights)
+
+    async def export(self, to: str | Path, version: int | None = None) -> Path:
+        """See `Run.export`."""
+        return await asyncio.to_thread(self._handle.export, to, version)
+
+    async def report(self) -> Path:
+        """See `Run.report`."""
+        return await asyncio.to_thread(lambda: self._handle.report)
+
+    async def summary(self) -> dict[str, Any]:
+        """See `Run.summary`."""
+        return await asyncio.to_thread(self._handle.summary)
+
+    async def chat(
+        self, prompt: str | Sequence[dict[str, str]], *, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> str:
+        """See `Run.chat`."""
+        return await asyncio.to_thread(self._handle.chat, prompt, temperature=temperature, max_tokens=max_tokens)
+
+
+class AsyncFineTuning(_AsyncHandle[FineTuning]):
+    """`FineTuning` with coroutines."""
+
+    def __init__(self, training: FineTuning) -> None:
+        """Called by `AsyncClient`."""
+        super().__init__(training)
+        self.training = training
 
 
 class AsyncClient:
@@ -67,10 +186,8 @@ class AsyncClient:
 
     async def evaluate(self, target: Any, data: Data, **options: Any) -> EvaluationResult:
         """See `Client.evaluate`; ``target`` may also be a handle of this client."""
-        if isinstance(target, AsyncRun):
-            target = target.run
-        if isinstance(target, AsyncFineTuning):
-            target = target.training
+        if isinstance(target, AsyncRun | AsyncFineTuning):
+            target = target._handle
         return await asyncio.to_thread(self.client.evaluate, target, data, **options)
 
     async def close(self) -> None:
@@ -82,3 +199,17 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def _wait(wait: Callable[[float], object], timeout_s: float | None) -> None:
+    """Wait in slices, so that a wait that is cancelled ends; raises what ``wait`` raises, TimeoutError at the end."""
+    started = time.monotonic()
+    while True:
+        left_s = _SLICE_S if timeout_s is None else timeout_s - (time.monotonic() - started)
+        try:
+            await asyncio.to_thread(wait, max(0.0, min(_SLICE_S, left_s)))
+        except TimeoutError:
+            if left_s <= 0.0:
+                raise TimeoutError(f"not over after {timeout_s} s; it continues: wait again, or stop() it") from None
+        else:
+            return

@@ -13,15 +13,14 @@ import structlog
 
 from penstock.client import run_settings
 from penstock.client.data_files import Data
-from penstock.client.fine_tuning import FineTuning
+from penstock.client.handles import FineTuning, Run
 from penstock.client.remote.runs_api import RunsApi
-from penstock.client.run import Run
 from penstock.client.run_settings import Values
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
 if TYPE_CHECKING:
-    from penstock.console.evaluation.results import EvaluationResult
+    from penstock.console.evaluation_results import EvaluationResult
 
 LOCAL = "local"
 
@@ -189,8 +188,8 @@ class Client:
 
     def close(self) -> None:
         """Stop what this client has started on this machine and is still going on; idempotent."""
-        for one in self._started:
-            one.close()
+        for handle in self._started:
+            handle.close()
 
     def __enter__(self) -> Self:
         return self

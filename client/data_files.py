@@ -22,7 +22,7 @@ def is_named(data: Any) -> bool:
     """Return True for a path or a list of paths, False for rows."""
     if isinstance(data, str | os.PathLike):
         return True
-    return isinstance(data, list | tuple) and bool(data) and all(isinstance(one, str | os.PathLike) for one in data)
+    return isinstance(data, list | tuple) and bool(data) and all(isinstance(path, str | os.PathLike) for path in data)
 
 
 def named(data: Any) -> str | list[str]:
@@ -30,7 +30,12 @@ def named(data: Any) -> str | list[str]:
     if isinstance(data, str | os.PathLike):
         path = Path(data)
         return str(path.absolute()) if path.exists() else os.fspath(data)
-    return [str(named(one)) for one in data]
+    return [str(named(path)) for path in data]
+
+
+def stored(data: Any, folder: Path, name: str) -> str | list[str]:
+    """Return what a run file names: the paths of `named`, or that of a file into which rows are written."""
+    return named(data) if is_named(data) else str(write_rows(data, folder, name))
 
 
 def write_rows(data: Any, folder: Path, name: str) -> Path:
@@ -76,7 +81,6 @@ def _rows(data: Any, name: str) -> Iterable[Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """Return arrays and numbers of numpy as lists and numbers; raises TypeError for anything else."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")

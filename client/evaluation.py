@@ -12,7 +12,7 @@ from penstock.client import data_files, run_settings
 from penstock.client.data_files import Data
 from penstock.client.processes import LocalProcess
 from penstock.console import launch
-from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.evaluation_results import EvaluationResult
 from penstock.protocol.errors import ConfigError
 
 FOLDER = "client-evaluations"  # in the folder of runs: rows of calls, and the log
@@ -23,9 +23,9 @@ _INCOMPLETE = 3  # exit code of `penstock eval` when prompts failed
 def evaluate(
     target: str, data: Data, runs: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> EvaluationResult:
-    """Evaluate and return the result; see `Client.evaluate`. The processes are stopped if this is interrupted."""
     folder = runs / FOLDER
-    words = arguments(target, _files(data, folder), runs, options, settings)
+    stored = data_files.stored(data, folder, "rows")
+    words = arguments(target, [stored] if isinstance(stored, str) else stored, runs, options, settings)
     command = launch.module("penstock", "eval", *words)
     process = LocalProcess(f"evaluation of {target}", command, folder / "client.log")
     try:
@@ -54,13 +54,6 @@ def arguments(
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     overrides = run_settings.overrides(run_settings.flat(settings))
     return [target, *(f"--data={file}" for file in files), *flags, "--json", f"run.dir={runs}", *overrides]
-
-
-def _files(data: Data, folder: Path) -> list[str]:
-    if not data_files.is_named(data):
-        return [str(data_files.write_rows(data, folder, "rows"))]
-    named = data_files.named(data)
-    return [named] if isinstance(named, str) else named
 
 
 def _result(lines: Sequence[str]) -> EvaluationResult | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.console import connections
-from penstock.console.report import curves
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, ConfigError
 from penstock.protocol.facts import RunEvent
@@ -34,9 +33,9 @@ class Event:
     data: dict[str, Any]
 
 
-def recorded(folder: Path) -> Iterator[Event]:
-    """Yield the steps and evaluations in a run's folder."""
-    for row in curves.rows(folder):
+def recorded(rows: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """Yield the steps and evaluations of rows of metrics.jsonl."""
+    for row in rows:
         data = {name: value for name, value in row.items() if name not in {"kind", "at"}}
         at = row.get("at")
         yield Event(str(row.get("kind", "")), "trainer", float(at) if isinstance(at, int | float) else 0.0, data)

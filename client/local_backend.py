@@ -1,22 +1,23 @@
-"""A run of this machine: the process of `penstock train --local`, and what it writes into the run's folder."""
+"""A run or a training of this machine: its process, and what it writes into the run's folder.
+
+A run of this machine: the process of `penstock train --local`, and what it writes into the run's folder.
+
+A training on given answers on this machine: the process of `penstock sft` or `dpo`, and what it writes.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.client import events
-from penstock.client.errors import RunFailed
 from penstock.client.events import RUN_FILE, Event
-from penstock.client.processes import GOING_ON, LocalProcess, State
-from penstock.client.registered_reward import RegisteredReward
-from penstock.client.served_function import ServedFunction
+from penstock.client.processes import GOING_ON, POLL_S, LocalProcess, RunFailed, State
+from penstock.client.rewards import RegisteredReward, ServedFunction
 from penstock.console import launch
 from penstock.console.report import curves
 from penstock.console.tools.runs import is_finished
@@ -27,12 +28,9 @@ from penstock.protocol.record import pause_request, run_lock
 _LOG = "client.log"
 _REWARD_S = 120.0  # until the run's reward service listens, on a busy machine
 _VERB_S = 600.0  # of `penstock weights`, which may start the run's servers and read a large model
-_POLL_S = 0.05
 
 
 class LocalBackend:
-    """One run of this machine."""
-
     def __init__(
         self, run_id: str, folder: Path, *, workers: int, reward: ServedFunction | RegisteredReward | None = None
     ) -> None:
@@ -72,7 +70,6 @@ class LocalBackend:
 
     @property
     def state(self) -> State:
-        """How the process is; of a run that was not started here, what its folder says."""
         found = self._process.state if self._process is not None else self._state_of_folder()
         is_paused = found in {"running", "finished"} and pause_request.is_requested(self.folder)
         if is_paused and not is_finished(self.folder):
@@ -86,28 +83,24 @@ class LocalBackend:
 
     @property
     def pid(self) -> int:
-        """Process id of what starts and watches the run's services."""
         return 0 if self._process is None else self._process.pid
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until the run's processes have exited; returns False when ``timeout_s`` passed first."""
         if self._process is not None:
             return self._process.wait(timeout_s)
-        return wait_until(lambda: not run_lock.is_held(self.folder), timeout_s, _POLL_S)
+        return wait_until(lambda: not run_lock.is_held(self.folder), timeout_s, POLL_S)
 
     def failure(self) -> RunFailed:
-        """Return the error with the last lines of the process."""
         assert self._process is not None, "not started"
         return self._process.failure(f"run {self.run_id}")
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of metrics.jsonl."""
         return curves.rows(self.folder)
 
     def events(self) -> Iterator[Event | None]:
         """Yield the events from NATS while the run is going on, else those in the folder."""
         if self._is_over():
-            return events.recorded(self.folder)
+            return events.recorded(self.rows())
         return events.published(self.run_id, self.folder, self._is_over)
 
     def pause(self) -> None:
@@ -131,16 +124,13 @@ class LocalBackend:
             raise PenstockError(f"run {self.run_id} was started by another program: stop it there")
 
     def versions(self) -> list[dict[str, Any]]:
-        """Return what `penstock weights RUN --json` prints."""
         return json.loads(self._verb("weights", self.run_id, "--json"))
 
     def export(self, version: int | None, to: Path) -> None:
-        """Write a version by `penstock weights export`."""
         which = ("--best",) if version is None else ("--version", str(version))
         self._verb("weights", "export", self.run_id, *which, "--to", str(to))
 
     def close(self) -> None:
-        """Stop the run if it was started here and is going on, and what serves its reward."""
         if self._process is not None:
             self._process.stop()
         if self._reward is not None:
@@ -148,13 +138,14 @@ class LocalBackend:
 
     @property
     def _reward_port(self) -> Path:
-        return self.folder / "reward.port"  # written by the reward service (deploy/local_run.py)
+        return self.folder / launch.REWARD_PORT_FILE
 
     def _is_over(self) -> bool:
         return self.state not in GOING_ON
 
     def _register(self, reward: ServedFunction | RegisteredReward) -> None:
-        port = _wait_for(self.reward_port, _REWARD_S, self._is_over)
+        wait_until(lambda: self.reward_port() is not None or self._is_over(), _REWARD_S)
+        port = self.reward_port()
         if port is None and self.state == "finished":  # it was finished before: there is nothing to score
             return
         if port is None and self._is_over():
@@ -166,40 +157,51 @@ class LocalBackend:
         reward.register(f"http://127.0.0.1:{port}")
 
     def reward_port(self) -> int | None:
-        """Return the port of the run's reward service once it listens."""
         try:
             return int(self._reward_port.read_text())
         except (OSError, ValueError):
             return None
 
     def _verb(self, *words: str) -> str:
-        """Return what a verb of `penstock` prints about this run; raises PenstockError with what it says."""
+        """Return the standard output of a verb; raises PenstockError with its last line of stderr when it fails."""
         command = launch.module("penstock", *words, f"run.dir={self.folder.parent}")
-        return output_of(command, environ=os.environ)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_VERB_S, check=False, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired:
+            raise PenstockError(f"penstock {command[-1]} did not end within {_VERB_S:.0f} s") from None
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            raise PenstockError(lines[-1].removeprefix("penstock: ") if lines else f"exit code {done.returncode}")
+        return done.stdout
 
 
-def output_of(command: Sequence[str], *, environ: Mapping[str, str]) -> str:
-    """Return the standard output of a command; raises PenstockError with its last line of stderr when it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_VERB_S,
-            check=False,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        raise PenstockError(f"penstock {command[-1]} did not end within {_VERB_S:.0f} s") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise PenstockError(lines[-1].removeprefix("penstock: ") if lines else f"exit code {done.returncode}")
-    return done.stdout
+class LocalTraining:
+    """One training of this machine; it ends with this Python process."""
 
+    def __init__(self, verb: str, folder: Path, output: Path, process: LocalProcess) -> None:
+        self.run_id = folder.name
+        self.folder = folder
+        self.output = output
+        self._verb = verb
+        self._process = process
 
-def _wait_for(find: Callable[[], int | None], deadline_s: float, give_up: Callable[[], bool]) -> int | None:
-    deadline = time.monotonic() + deadline_s
-    while (found := find()) is None and time.monotonic() < deadline and not give_up():
-        time.sleep(_POLL_S)
-    return found
+    @property
+    def state(self) -> State:
+        return self._process.state
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._process.wait(timeout_s)
+
+    def failure(self) -> RunFailed:
+        return self._process.failure(f"{self._verb} {self.run_id}")
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        return curves.rows(curves.training_folder(self.folder, self._verb))
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def close(self) -> None:
+        self.stop()

@@ -13,12 +13,10 @@ from urllib.parse import urlsplit
 
 from penstock.client import data_files, run_settings
 from penstock.client.events import RUN_FILE
-from penstock.client.local_backend import LocalBackend
-from penstock.client.local_training import LocalTraining
+from penstock.client.local_backend import LocalBackend, LocalTraining
 from penstock.client.processes import LocalProcess
-from penstock.client.registered_reward import RegisteredReward
+from penstock.client.rewards import RegisteredReward, ServedFunction, reward_name, reward_of
 from penstock.client.run_settings import DATA, MODEL, REWARD, Values
-from penstock.client.served_function import ServedFunction, reward_name, reward_of
 from penstock.console import launch
 from penstock.console.tools.runs import unknown_run
 from penstock.deploy import quickstart_task
@@ -90,7 +88,6 @@ def fine_tune(verb: str, values: Values, runs: Path) -> LocalTraining:
 
 
 def _check_files(verb: str, settings: TrainerSettings) -> None:
-    """Raise ConfigError when the model or a file of rows does not exist."""
     found = resolve_inputs(settings)
     section = getattr(found, verb)
     named = (
@@ -122,10 +119,7 @@ def _with_files(values: Values, folder: Path, seed: int) -> Values:
     for key, value in values.items():
         if key in DATA:
             name = "-".join(key) if key[0] != "data" else key[1]
-            is_named = data_files.is_named(value)
-            found[key] = (
-                data_files.named(value) if is_named else str(data_files.write_rows(value, folder / "data", name))
-            )
+            found[key] = data_files.stored(value, folder / "data", name)
     model = values.get(MODEL)
     if model == QUICKSTART and not Path(QUICKSTART).exists():
         found[MODEL] = str(folder / "start")

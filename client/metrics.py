@@ -25,7 +25,6 @@ class Metrics(dict[str, Array]):
     """
 
     def __init__(self, columns: Mapping[str, Array]) -> None:
-        """``columns`` have the same length."""
         super().__init__(columns)
 
     def to_pandas(self) -> Any:
@@ -38,7 +37,7 @@ class Metrics(dict[str, Array]):
         return frame.set_index("step") if "step" in frame else frame
 
 
-def from_rows(rows: Iterable[Mapping[str, Any]]) -> Metrics:
+def metrics_of_rows(rows: Iterable[Mapping[str, Any]]) -> Metrics:
     """Return the figures of rows of `metrics.jsonl`, by step; of two rows of one step and split the later one counts."""
     latest: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:

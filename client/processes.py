@@ -13,8 +13,8 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Literal
 
-from penstock.client.errors import RunFailed
 from penstock.deploy.processes.child import Child, describe_exit, wait_until
+from penstock.protocol.errors import PenstockError
 
 # Of a run on this machine: running, pausing, paused, finished, stopped, failed. The Runs API has the others too.
 State = Literal[
@@ -24,9 +24,13 @@ State = Literal[
 GOING_ON: tuple[State, ...] = ("queued", "waiting", "running", "pausing", "stopping")
 STOP_S = 60.0  # services stop in order, and the trainer writes a checkpoint
 _TERMINATED = (130, 143, -SIGTERM)  # exit codes of a process that was stopped on request
-_POLL_S = 0.05
+POLL_S = 0.05
 
 _started: list[LocalProcess] = []
+
+
+class RunFailed(PenstockError):
+    """A run or a training ended with an error; the text has the last lines of its log."""
 
 
 class LocalProcess:
@@ -39,11 +43,10 @@ class LocalProcess:
         self._started_at_byte = log.stat().st_size if log.exists() else 0
         self._child = Child(name, command, log=log, environ=dict(environ or os.environ), death_signal=SIGTERM)
         self._child.start()
-        _started[:] = [*(one for one in _started if one.state == "running"), self]
+        _started[:] = [*(process for process in _started if process.state == "running"), self]
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._child.pid
 
     @property
@@ -53,7 +56,6 @@ class LocalProcess:
 
     @property
     def state(self) -> State:
-        """How it is, from its exit code."""
         code = self._child.returncode
         if code is None:
             return "running"
@@ -63,10 +65,9 @@ class LocalProcess:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it exits; returns False when ``timeout_s`` passed first."""
-        return wait_until(lambda: self._child.returncode is not None, timeout_s, _POLL_S)
+        return wait_until(lambda: self._child.returncode is not None, timeout_s, POLL_S)
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM and return at once."""
         self._child.ask_to_stop()
 
     def stop(self) -> None:
@@ -74,13 +75,11 @@ class LocalProcess:
         self._child.stop(STOP_S)
 
     def failure(self, what: str) -> RunFailed:
-        """Return the error with the last lines that it wrote."""
         code = self._child.returncode
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
         return RunFailed(f"{what} {end}; {self.log} ends with\n{self.last_lines()}")
 
     def last_lines(self, num_lines: int = 15) -> str:
-        """Return the last lines that this process wrote, indented."""
         return "\n".join(f"    {line}" for line in self.output(16_384)[-num_lines:]) or "    (nothing)"
 
     def output(self, max_bytes: int) -> list[str]:
@@ -96,8 +95,8 @@ class LocalProcess:
 @atexit.register
 def stop_all() -> None:
     """Stop every process that still runs, all at the same time."""
-    running = [one for one in _started if one.state == "running"]
-    for one in running:
-        one.ask_to_stop()
-    for one in running:
-        one.stop()
+    running = [process for process in _started if process.state == "running"]
+    for process in running:
+        process.ask_to_stop()
+    for process in running:
+        process.stop()

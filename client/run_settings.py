@@ -49,7 +49,6 @@ def section(name: str, value: Any, main_key: str) -> Values:
 
 
 def merged(*parts: Values) -> Values:
-    """Return all values together; raises ConfigError for a key that is in two parts."""
     found: Values = {}
     for part in parts:
         if twice := sorted(found.keys() & part.keys()):
@@ -70,7 +69,6 @@ def nested(values: Values) -> dict[str, Any]:
 
 
 def overrides(values: Values) -> list[str]:
-    """Return the values as the overrides of a command line."""
     return [f"{_key(path)}={toml_text(value)}" for path, value in values.items()]
 
 
@@ -93,7 +91,6 @@ def _leaves(value: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[
 
 
 def _plain(path: tuple[str, ...], value: Any) -> Any:
-    """Return a value as TOML has it; raises ConfigError for any other."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, list | tuple):

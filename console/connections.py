@@ -41,7 +41,6 @@ class ConsoleSettings(BaseModel):
 
 
 def find(arguments: Sequence[str], environ: Mapping[str, str], *, run_id: str | None = None) -> Loaded[ConsoleSettings]:
-    """Load the console's settings; for a run of this machine also from its store. Raises ConfigError."""
     files, overrides = split_arguments(arguments)
     if run_id is not None:
         overrides = [*overrides, f"run.id={run_id}"]

@@ -276,7 +276,7 @@ class LocalRun:
 
     @property
     def _reward_port_file(self) -> Path:
-        return self.folder / "reward.port"
+        return self.folder / launch.REWARD_PORT_FILE
 
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"

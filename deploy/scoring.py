@@ -80,7 +80,7 @@ def service(files: Sequence[Path], settings: Sequence[str], *, recorded: Path | 
             children[-1].start()
             supervisor.watch(children[-1])
 
-        port_file = folder / "reward.port"
+        port_file = folder / launch.REWARD_PORT_FILE
         ports = ("reward_service.port=0", f"reward_service.port_file={port_file}")
         start("reward", *_settings_of(settings, recorded, folder), f"run.id={_RUN}", *ports)
         _wait(port_file.exists, supervisor, children[-1], "listen")

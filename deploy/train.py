@@ -22,8 +22,8 @@ from types import FrameType
 
 from penstock.console import launch
 from penstock.console.cli.options import LocalOptions
+from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
-from penstock.console.nodes import JOIN_S, Nodes
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption

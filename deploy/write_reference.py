@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from penstock.console.tools import reference
+from penstock.console.tools import explain_settings
 from penstock.deploy.config_show import SERVICES
 from penstock.protocol.config.describe_settings import describe
 from penstock.protocol.config.run_file import SECTIONS
@@ -107,7 +107,10 @@ def _first_line(model: type[BaseModel]) -> str:
 
 
 def main() -> int:
-    for file, document in ((reference.FILE, reference_document()), (reference.SCHEMA, run_file_schema())):
+    for file, document in (
+        (explain_settings.REFERENCE_FILE, reference_document()),
+        (explain_settings.SCHEMA_FILE, run_file_schema()),
+    ):
         file.write_text(as_text(document), encoding="utf-8")
         print(file)
     return 0

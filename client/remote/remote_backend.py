@@ -1,4 +1,4 @@
-"""A run behind a Runs API (`penstock console`); of a console on this machine its folder is read too."""
+"""A run or a training behind a Runs API (`penstock console`); of a console on this machine its folder is read too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.client.errors import RunFailed
-from penstock.client.events import Event
+from penstock.client.events import Event, recorded
 from penstock.client.local_backend import LocalBackend
-from penstock.client.processes import GOING_ON, State
-from penstock.client.registered_reward import RegisteredReward
+from penstock.client.processes import GOING_ON, RunFailed, State
 from penstock.client.remote.remote_events import RemoteEvents
 from penstock.client.remote.runs_api import RunsApi
-from penstock.client.served_function import ServedFunction
+from penstock.client.rewards import RegisteredReward, ServedFunction
+from penstock.console.report import curves
 from penstock.deploy.processes.child import wait_until
 from penstock.protocol.errors import PenstockError
 
@@ -28,8 +27,6 @@ _WINDOW = 2000  # steps whose figures the API returns one by one
 
 
 class RemoteBackend:
-    """One run of a Runs API."""
-
     def __init__(self, api: RunsApi, run_id: str, *, reward: ServedFunction | RegisteredReward | None = None) -> None:
         """``reward`` is registered at the run's reward service when that listens."""
         self.run_id = run_id
@@ -47,15 +44,12 @@ class RemoteBackend:
 
     @property
     def state(self) -> State:
-        """What the API says."""
         return self._call("GET", "")["state"]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until no process of the run is left or to come; returns False when ``timeout_s`` passed first."""
         return wait_until(lambda: self.state not in GOING_ON, timeout_s, _POLL_S)
 
     def failure(self) -> RunFailed:
-        """Return the error with the end of the log."""
         found = self._call("GET", "")
         return RunFailed(f"run {self.run_id} failed: {found.get('detail')}; its log ends with\n{found.get('log', '')}")
 
@@ -84,9 +78,7 @@ class RemoteBackend:
     def events(self) -> Iterator[Event | None]:
         """Yield the events as they are published until the run is over; of one that is over, its steps and evaluations."""
         if self.state not in GOING_ON:
-            for row in self.rows():
-                data = {name: value for name, value in row.items() if name not in {"kind", "at"}}
-                yield Event(str(row.get("kind")), "trainer", float(row.get("at") or 0.0), data)
+            yield from recorded(self.rows())
             return
         over_since: float | None = None
         with RemoteEvents(self._api, self.run_id) as arriving:
@@ -102,26 +94,21 @@ class RemoteBackend:
                 yield None
 
     def pause(self) -> None:
-        """Ask the API to pause it."""
         self._call("POST", "/pause")
 
     def resume(self) -> None:
-        """Ask the API to start it again."""
         self._call("POST", "/resume")
 
     def stop(self) -> None:
-        """Ask the API to stop it, and wait until it has."""
         if self.state in GOING_ON or self.state == "created":
             self._call("POST", "/stop")
             if not self.wait(_STOP_S):
                 raise PenstockError(f"run {self.run_id} did not stop within {_STOP_S:.0f} s; it is {self.state}")
 
     def versions(self) -> list[dict[str, Any]]:
-        """Return the stored versions."""
         return self._here("weights").versions()
 
     def export(self, version: int | None, to: Path) -> None:
-        """Write a version as a model folder."""
         self._here("export").export(version, to)
 
     def close(self) -> None:
@@ -160,3 +147,26 @@ class RemoteBackend:
             except PenstockError as err:
                 sys.stderr.write(f"penstock: run {self.run_id}: {err}\n")
                 known = None
+
+
+class RemoteTraining(RemoteBackend):
+    """One training that a console runs; it goes on without this process."""
+
+    def __init__(self, api: RunsApi, run_id: str, verb: str) -> None:
+        """Read where it writes its model; raises ApiRefused when there is no such run."""
+        super().__init__(api, run_id)
+        self._verb = verb
+        settings = self._call("GET", "/config")["settings"]
+        output = settings.get(verb, {}).get("output")
+        self.output = Path(output) if output else Path(str(settings["run"]["dir"])) / run_id / verb
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield steps and validations: of the folder, or the figures that the API has."""
+        if self.folder is not None:
+            yield from curves.rows(curves.training_folder(self.folder, self._verb))
+            return
+        for row in super().rows():
+            yield row
+            found = {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
+            if found:
+                yield {"kind": "eval", "step": row.get("step"), **found}

@@ -8,7 +8,6 @@ import queue
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -27,7 +26,6 @@ class RemoteEvents:
     """The messages of one stream, from the first event of the run; a context manager."""
 
     def __init__(self, api: RunsApi, run: str) -> None:
-        """Prepare; the thread starts when it is entered."""
         self._api = api
         self._run = run
         self._arrived: queue.Queue[dict[str, Any] | PenstockError] = queue.Queue(_MAX_WAITING)
@@ -40,9 +38,7 @@ class RemoteEvents:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._response is not None:  # wakes the thread, which waits for the next line
             found = self._response.extensions["network_stream"].get_extra_info("socket")

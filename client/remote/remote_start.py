@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client import data_files
-from penstock.client.registered_reward import RegisteredReward
-from penstock.client.remote.remote_backend import RemoteBackend
-from penstock.client.remote.remote_training import RemoteTraining
+from penstock.client.remote.remote_backend import RemoteBackend, RemoteTraining
 from penstock.client.remote.runs_api import ApiRefused, RunsApi
+from penstock.client.rewards import RegisteredReward, ServedFunction, reward_name, reward_of
 from penstock.client.run_settings import DATA, MODEL, REWARD, Values, nested
-from penstock.client.served_function import ServedFunction, reward_name, reward_of
 from penstock.protocol.errors import ConfigError
 
 _CONFLICT = 409
@@ -74,9 +72,7 @@ def _refuse_what_is_here(api: RunsApi, values: Values) -> None:
 def _with_files(values: Values, runs: Path) -> dict[tuple[str, ...], Any]:
     found: dict[tuple[str, ...], Any] = dict(values)
     for key in DATA & values.keys():
-        value = values[key]
-        is_named = data_files.is_named(value)
-        found[key] = data_files.named(value) if is_named else str(data_files.write_rows(value, runs / _FILES, key[1]))
+        found[key] = data_files.stored(values[key], runs / _FILES, key[1])
     model = values.get(MODEL)
     if isinstance(model, str) and Path(model).exists():
         found[MODEL] = str(Path(model).absolute())

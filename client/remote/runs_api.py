@@ -24,14 +24,11 @@ class ApiRefused(PenstockError):
     """The Runs API refused a request, or does not answer; ``status`` is 0 then."""
 
     def __init__(self, text: str, status: int = 0) -> None:
-        """``status`` is that of HTTP."""
         super().__init__(text)
         self.status = status
 
 
 class RunsApi:
-    """One Runs API, and the token for it."""
-
     def __init__(self, url: str, token: str | None) -> None:
         """Prepare; raises ConfigError for a URL that is not one of http."""
         parts = urlsplit(url)
@@ -79,10 +76,7 @@ class RunsApi:
     def stream(self, path: str, **query: Any) -> Iterator[httpx.Response]:
         """Give an answer whose lines arrive over time; raises ApiRefused, or httpx.HTTPError when the connection breaks."""
         timeout = httpx.Timeout(_QUIET_S, connect=_CONNECT_S)
-        with (
-            self._client(timeout) as client,
-            client.stream("GET", self.url + path, params=query) as response,
-        ):
+        with self._client(timeout) as client, client.stream("GET", self.url + path, params=query) as response:
             if not response.is_success:
                 response.read()
                 raise _refusal(response, f"GET {path}")
@@ -90,7 +84,6 @@ class RunsApi:
 
 
 def _refusal(response: httpx.Response, what: str) -> ApiRefused:
-    """Return the error that a problem document describes."""
     try:
         problem = response.json()
         parts = [str(problem["detail"])]

@@ -13,14 +13,7 @@ from typing import Annotated, Literal, NoReturn
 
 from penstock import __version__
 from penstock.agents.hosting import commands as environments
-from penstock.console.cli import (
-    console_verbs,
-    model_verbs,
-    reward_verbs,
-    run_verbs,
-    service_verbs,
-    train_verbs,
-)
+from penstock.console.cli import model_verbs, reward_verbs, run_verbs, service_verbs, train_verbs
 from penstock.console.cli.options import INSPECT, SERVE, START
 from penstock.protocol import command_line, process_end
 from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
@@ -51,7 +44,7 @@ for part in (
     run_verbs.runs,
     run_verbs.weights,
     run_verbs.dead_letters,
-    console_verbs.app,
+    service_verbs.console_app,
 ):
     app.command(part)
 app["--help"].show = app["--version"].show = False  # the text above and the verb say the same
@@ -178,9 +171,9 @@ def version() -> None:
 
     Example:  penstock version
     """
-    from penstock.console.tools.versions import versions
+    from penstock.console.tools.versions import installed_versions
 
-    print("\n".join(f"{name} {value}" for name, value in versions()))
+    print("\n".join(f"{name} {value}" for name, value in installed_versions()))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

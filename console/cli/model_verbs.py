@@ -203,7 +203,7 @@ def merge(  # noqa: PLR0913 - each is an option of the command
         if weights or base or (method, t, density, scale, seed) != ("linear", 0.5, 0.5, 1.0, 0):
             raise UsageError("--average-last merges with equal weights; leave out --method and its options")
         return _average_last(models, average_last, to)
-    from penstock.console.models.merge import Recipe, merge_folders, parse_weights
+    from penstock.console.registry.model_merge import Recipe, merge_folders, parse_weights
 
     recipe = Recipe(method, parse_weights(weights, len(models)), t=t, density=density, scale=scale, seed=seed)
     count = merge_folders([Path(model) for model in models], base, to, recipe)

@@ -13,8 +13,6 @@ Page = Annotated[bool | None, Parameter(negative="--no-page")]
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartOptions:
-    """Options of `penstock quickstart`."""
-
     task: Annotated[
         Literal["sort", "tools"], Help("sort: sort 8 digits; tools: ask for what it is asked, in two turns.")
     ] = "sort"
@@ -38,8 +36,6 @@ class QuickstartOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """Options of `penstock recipe`."""
-
     seed: Annotated[int, Least(0), Help("Seed of data and sampling.")] = 0
     steps: Annotated[int, Least(2), Help("Optimizer steps.")] = 120
     workers: Annotated[int, Least(1), Help("Rollout workers.")] = 1
@@ -60,8 +56,6 @@ class RecipeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
-    """Options of `penstock train --local`."""
-
     workers: Annotated[int, Help("With --local: number of rollout workers.")] = 2
     serve: Annotated[
         tuple[Path, ...],
@@ -98,8 +92,6 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Options of `penstock eval`."""
-
     data: Annotated[
         tuple[Path, ...], Help("File with held-out prompts, repeatable; or a folder or id as in data.eval.")
     ]

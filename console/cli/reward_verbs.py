@@ -92,18 +92,9 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
         return try_data(name, source, number, at, token_file, as_json=json)
     if json or map:
         raise UsageError("--json and --map are for rows; give --data or --run-file")
-    extra = read_extra_info(extra_info)
-    at = service_url(url, serve, (), typed())
-    return score_texts(
-        name,
-        completions,
-        at,
-        token_file,
-        prompt=prompt,
-        ground_truth=ground_truth,
-        data_source=data_source,
-        extra_info=extra,
-    )
+    texts = {"prompt": prompt, "ground_truth": ground_truth, "data_source": data_source}
+    row = {**texts, "extra_info": read_extra_info(extra_info)}
+    return score_texts(name, completions, service_url(url, serve, (), typed()), token_file, row)
 
 
 @app.command

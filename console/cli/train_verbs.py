@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_text
 import os
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.console.cli.options import (
     QuickstartOptions,
     RecipeOptions,
 )
-from penstock.console.nodes import NodeOptions, find
+from penstock.console.launch import NodeOptions, find_nodes
 from penstock.protocol.command_line import FLAT, Help, Json, Parameter, RunArguments, application, typed
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.commands.data_commands import data_check
@@ -86,7 +87,7 @@ def train(
 
     launch.give_ranks_time()
     again = typed()[1:]
-    place = find(nodes, os.environ)
+    place = find_nodes(nodes, os.environ)
     if local and place is not None:
         raise ConfigError(
             f"--local starts every service on this machine, and this is node {place.rank} of {place.count}; start NATS, S3, the "
@@ -291,5 +292,6 @@ def settings(
     from penstock.console.tools import explain_settings
 
     if json_schema:
-        return explain_settings.print_schema()
+        print(json_text.dumps(explain_settings.run_file_schema(), indent=1, ensure_ascii=False))
+        return 0
     return explain_settings.print_settings(topic, as_json=json)

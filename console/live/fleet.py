@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.console.live.run_snapshot import Incident, ServiceLine, service_name
-from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
+from penstock.console.live.run_snapshot import Incident, ServiceLine, ServiceTotals, WatchedTotals, service_name
 from penstock.protocol import heartbeats
 from penstock.protocol.facts import Heartbeat
 
@@ -45,7 +44,6 @@ class _Marks:
 
 class ServiceHistory:
     def __init__(self, first: Heartbeat, seen_at: float, *, in_window: bool) -> None:
-        """Start with the first heartbeat; ``seen_at`` is the reader's clock, in seconds."""
         self.beat = first
         self.seen_at = seen_at
         self.alive = True
@@ -110,7 +108,6 @@ class ServiceHistory:
         self._origin = _Marks(self.beat.busy_s, self.beat.idle_s)
 
     def count(self, figure: str) -> int:
-        """Return a counter (``tokens_generated``, ``groups_scored``...) summed over all starts."""
         return int(self._earlier.get(figure, 0.0) + self.beat.figures.get(figure, 0.0))
 
     @property
@@ -119,17 +116,14 @@ class ServiceHistory:
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds inside the window."""
         return self._earlier_busy_s + max(self.beat.busy_s - self._origin.busy_s, 0.0)
 
     @property
     def idle_s(self) -> float:
-        """Seconds spent waiting for others inside the window."""
         return self._earlier_idle_s + max(self.beat.idle_s - self._origin.idle_s, 0.0)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated per second over the last packs; 0.0 for a service that is lost or has just started."""
         (first_at, first), (last_at, last) = self._rates[0], self._rates[-1]
         if not self.alive or last_at <= first_at:
             return 0.0
@@ -170,7 +164,6 @@ class Fleet:
         self._restored_until = float("-inf")  # steps up to then belong to earlier sessions
 
     def restore(self, totals: WatchedTotals) -> None:
-        """Continue with the totals of earlier sessions, before anything else is folded."""
         self.both_working_s = totals.both_working_s
         self._restored_until = totals.until
         for service in totals.services:
@@ -234,11 +227,9 @@ class Fleet:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated per second by all running workers."""
         return sum(history.tokens_per_s for history in self._services.values())
 
     def count(self, figure: str) -> int:
-        """Return a counter summed over all services and all their starts."""
         return sum(history.count(figure) for history in self._services.values())
 
     def has(self, role: str) -> bool:
@@ -250,14 +241,12 @@ class Fleet:
         return history.num_starts if history else 1
 
     def cpu_s_per_role(self) -> dict[str, float]:
-        """Return CPU seconds by role, including those of killed processes."""
         total: dict[str, float] = {}
         for (role, _), history in self._services.items():
             total[role] = total.get(role, 0.0) + history.cpu_s
         return total
 
     def lines(self, now: float) -> tuple[ServiceLine, ...]:
-        """Return one line per service, workers first."""
         lines = []
         for (role, service_id), history in self._services.items():
             if not history.is_of_this_session:

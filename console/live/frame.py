@@ -36,8 +36,6 @@ _STAGES = {"tasks": "to generate", "generated": "to score", "scored": "to train"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The lines that each part would like to have."""
-
     figures: int
     details: int
     services: int  # without the head
@@ -48,8 +46,6 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The lines that each part gets; 0 leaves it out."""
-
     curve: int
     details: int
     services: int  # with the head
@@ -93,7 +89,6 @@ def fit(height: int, wanted: Wanted) -> Layout:
 
 
 def render(snapshot: Snapshot, width: int = 96, height: int | None = None) -> RenderableType:
-    """Draw the panel for a terminal of this size; without a height, everything is shown."""
     width = max(min(width, _MAX_WIDTH), 20)
     inside = width - 4
     details = _details(snapshot, is_wide=inside >= _WIDE)
@@ -229,7 +224,6 @@ def _figures(s: Snapshot) -> list[RenderableType]:
 
 
 def _details(s: Snapshot, *, is_wide: bool) -> list[RenderableType]:
-    """Return the further lines, the most important first."""
     off_policy, engine = learning.panel_lines(s.learning)
     queues = ", ".join(
         f"{s.queues.waiting[stage]}+{s.queues.held.get(stage, 0)} {words}"
@@ -259,7 +253,6 @@ def _line(text: Text) -> Text:
 
 
 def _problem(what: str, cause: str, cure: str, inside: int) -> list[RenderableType]:
-    """Return the lines of one diagnosis: what was seen first, then cause and cure."""
     lines = [Text(line, style="bold yellow") for line in textwrap.wrap(f"! {printable(what)}", inside)]
     rest = textwrap.wrap(f"{printable(cause)} {printable(cure)}", max(inside - 2, 1))
     return [*lines, *(Text(f"  {line}", style="yellow") for line in rest)]

@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.live import Live
 
 from penstock.console import connections
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.live.frame import figure, rate, render
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
@@ -81,11 +80,10 @@ class LivePanel:
         self._has_caught_up = False
         self._problem = ""  # the last one shown
         self._folder = folder
-        if folder is not None and (earlier := watched_totals.load(folder)) is not None:
+        if folder is not None and (earlier := run_snapshot.load_totals(folder)) is not None:
             self._view.restore(earlier)
 
     def __enter__(self) -> LivePanel:
-        """Start watching; raises MissingStream when the run was never bootstrapped."""
         self._watcher = Watcher(self._bus, self._view)
         if self._mode == "rich":
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
@@ -94,10 +92,7 @@ class LivePanel:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Fold the last messages, draw the last frame, stop watching."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ending.set()
         if self._thread is not None:
             self._thread.join(30.0)
@@ -111,7 +106,6 @@ class LivePanel:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """Add a note to the incidents, from any thread."""
         self._notes.put((time.time(), text))
 
     def snapshot(self) -> Snapshot:
@@ -119,12 +113,10 @@ class LivePanel:
             return self._view.snapshot(time.time())
 
     def summary(self) -> RunSummary:
-        """Return the totals so far; complete after the block has ended."""
         with self._lock:
             return self._view.summary()
 
     def wait(self, until: Callable[[Snapshot], bool], *, deadline_s: float = float("inf")) -> bool:
-        """Block until a snapshot satisfies ``until``; False when the deadline came first."""
         give_up = time.monotonic() + deadline_s
         while not until(self.snapshot()):
             if time.monotonic() > give_up:
@@ -134,7 +126,7 @@ class LivePanel:
 
     def _keep(self, folder: Path) -> None:
         try:
-            watched_totals.save(folder, self._view.totals())
+            run_snapshot.save_totals(folder, self._view.totals())
         except OSError as err:
             problem = f"the totals of this session are not kept for the next: {err}"
             if problem != self._problem:

@@ -14,8 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.console.live.fleet import Fleet
-from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, StepPoint
-from penstock.console.live.watched_totals import NotedIncident, Pause, WatchedTotals
+from penstock.console.live.run_snapshot import (
+    EvalPoint,
+    Incident,
+    NotedIncident,
+    Pause,
+    QueueDepths,
+    StepPoint,
+    WatchedTotals,
+)
 from penstock.console.report import event_fields, learning
 from penstock.console.report.event_fields import (
     EvalFields,
@@ -42,7 +49,6 @@ class RunFold:
     """What the messages of one run say; not thread-safe, one thread folds and reads."""
 
     def __init__(self, run_id: str, *, total_steps: int | None = None) -> None:
-        """Start empty; ``total_steps`` may also arrive with the trainer's events."""
         self.run_id = run_id
         self.total_steps = total_steps
         self.steps: dict[int, StepPoint] = {}
@@ -80,7 +86,6 @@ class RunFold:
         self._noted: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)  # incidents that no stored event repeats
 
     def restore(self, totals: WatchedTotals) -> None:
-        """Continue with what was watched in earlier sessions, before anything else is folded."""
         self._restored = totals
         self._paused_s = totals.paused_s
         self._pauses = [(pause.end, pause.seconds) for pause in totals.pauses]
@@ -102,7 +107,6 @@ class RunFold:
         )
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add the steps and evaluations of metrics.jsonl whose events are no longer on the stream."""
         missing = RunFold(self.run_id)
         for row in rows:
             at = event_fields.number(row.get("at"))
@@ -128,7 +132,6 @@ class RunFold:
             self._saw(point.at)
 
     def fold_event(self, event: RunEvent) -> None:
-        """Take one event of a service; other kinds are ignored, one whose data does not fit is counted."""
         try:
             self._fold_event(event)
         except UnreadableEvent as err:

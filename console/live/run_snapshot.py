@@ -1,12 +1,26 @@
-"""The state of a run at one moment, as plain frozen values: what the panel draws."""
+"""The state of a run at one moment, as plain frozen values: what the panel draws, and the totals that are kept between sessions.
+
+A heartbeat carries totals since its process started, and expires. The program that writes the report stores them in the run's
+folder (``watched.json``) while it watches, and continues with them when the run is resumed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.console.report.learning import HeldOut
 from penstock.console.report.run_summary import Diagnosis
+from penstock.protocol.facts import Heartbeat
+from penstock.protocol.files import atomic_write, read_regular
+
+_SERVICE_NAMES = {"reward": "reward service", "rollout": "rollout worker"}
+log = structlog.get_logger("console.watched_totals")
+TOTALS_FILE = "watched.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +42,6 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """One evaluation of one version on the held-out prompts of one split."""
-
     step: int
     at: float
     version: int
@@ -56,7 +68,6 @@ class ServiceLine:
 
     @property
     def name(self) -> str:
-        """The name shown: an id that contains its role."""
         return service_name(self.role, self.service_id)
 
 
@@ -68,8 +79,6 @@ def service_name(role: str, service_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A failure, a recovery or a note; ``at`` is wall-clock seconds."""
-
     at: float
     text: str
     kind: str = "note"  # "lost", "back", "dead_letter" or "note"
@@ -79,9 +88,6 @@ def elapsed_at(at: float, started_at: float, pauses: Sequence[tuple[float, float
     """Return the seconds of a run until ``at``, without the pauses between its sessions (their ends and lengths)."""
     paused_s = sum(max(min(at, end) - (end - length), 0.0) for end, length in pauses)
     return max(at - started_at - paused_s, 0.0)
-
-
-_SERVICE_NAMES = {"reward": "reward service", "rollout": "rollout worker"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,6 @@ class Snapshot:
     evaluated_at: dict[int, float] = field(default_factory=dict)  # by step, of the primary split
 
     def elapsed_at(self, at: float) -> float:
-        """Return what `elapsed_s` was at a moment in wall-clock seconds."""
         return elapsed_at(at, self.started_at, self.pauses)
 
     def versions_behind(self, line: ServiceLine) -> int:
@@ -153,3 +158,59 @@ class Snapshot:
         if max(trainer, rollout) < 0.05:
             return "no bottleneck"
         return "generation is the bottleneck" if trainer > rollout else "training is the bottleneck"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ServiceTotals(_Frozen):
+    beat: Heartbeat
+    num_starts: int
+    earlier_cpu_s: float
+    earlier: Mapping[str, float]  # counters
+    busy_s: float  # from the first step on, the process of the last heartbeat included
+    idle_s: float
+
+
+class NotedIncident(_Frozen):
+    """An incident that no stored event repeats."""
+
+    at: float
+    text: str
+    kind: str
+
+
+class Pause(_Frozen):
+    """Time between two sessions of a run."""
+
+    end: float  # wall-clock seconds
+    seconds: float
+
+
+class WatchedTotals(_Frozen):
+    until: float  # wall-clock seconds: when this was the state of the run
+    since: float | None = None  # when the first service of the first session was seen
+    paused_s: float = 0.0  # between sessions
+    pauses: tuple[Pause, ...] = ()  # the same, one by one
+    both_working_s: float = 0.0
+    services: tuple[ServiceTotals, ...] = ()
+    incidents: tuple[NotedIncident, ...] = ()
+
+
+def load_totals(folder: Path) -> WatchedTotals | None:
+    try:
+        return WatchedTotals.model_validate_json(read_regular(folder / TOTALS_FILE))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as err:
+        reason = str(err).split("\n", 1)[0]
+        log.warning(
+            "totals of earlier sessions cannot be read, and are not in the sums", file=TOTALS_FILE, reason=reason
+        )
+        return None
+
+
+def save_totals(folder: Path, totals: WatchedTotals) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(folder / TOTALS_FILE, totals.model_dump_json())

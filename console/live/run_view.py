@@ -155,7 +155,6 @@ class RunView(RunFold):
         return list(self.steps.values())
 
     def _absent_services(self, now: float) -> Iterator[Diagnosis]:
-        """Yield one diagnosis for each role that has been absent for 15 s while messages wait for it."""
         for role, since in self._absent_since.items():
             name, queue, verb, command = _ABSENT[role]
             waiting = self.queues.waiting.get(queue, 0)

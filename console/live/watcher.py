@@ -82,12 +82,8 @@ class Watcher:
             self._fold_heartbeats(now)
         if self._depths and all(p.done() for pair in self._depths.values() for p in pair):
             self._fold_depths()
-        if (
-            now - self._polled_at >= self._period_s
-            and self._heartbeats is None
-            and not self._depths
-            and not self._bus.down_s
-        ):
+        is_due = now - self._polled_at >= self._period_s
+        if is_due and self._heartbeats is None and not self._depths and not self._bus.down_s:
             self._polled_at = now
             self._request()
 

@@ -16,7 +16,7 @@ from penstock.console import connections
 from penstock.console.terminal import console, printable
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import RecordBroken
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import RecordedGroup, RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
@@ -99,7 +99,6 @@ class GroupHistory:
 
 
 def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
-    """Return the lineage of a version; raises RecordBroken for one that is not in the record."""
     chain, steps = _chain(record, version)
     maker = record.maker_of(version)
     session = maker if isinstance(maker, RecordedSession) else record.session_of(maker)
@@ -125,7 +124,6 @@ def packs_of(record: StoredRecord) -> dict[str, BlobRef]:
 
 
 def group_history(record: StoredRecord, group_id: str) -> GroupHistory:
-    """Return the history of a group; raises RecordBroken for one that is not in the record."""
     issued = [c.number for c in record.chapters if any(group_id in ids for ids in c.issued.values())]
     if not issued:
         raise RecordBroken(
@@ -212,17 +210,21 @@ def print_lineage(
     record, blobs = open_record(run, arguments, environ)
     if group is not None:
         found = group_history(record, group)
-        read_texts([found.trained] if found.trained else [], packs_of(record), blobs)
-        _print(found, console(), full=full, as_json=as_json)
-        return 0
-    found = version_lineage(record, record.last_version if version is None else version)
-    read_texts(found.groups, packs_of(record), blobs)
-    _print(found, console(), full=full, as_json=as_json)
+        members = [found.trained] if found.trained else []
+    else:
+        found = version_lineage(record, record.last_version if version is None else version)
+        members = found.groups
+    read_texts(members, packs_of(record), blobs)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    elif isinstance(found, VersionLineage):
+        _show_version(found, console(), full=full)
+    else:
+        _show_group(found, console(), full=full)
     return 0
 
 
 def open_record(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[StoredRecord, Blobs]:
-    """Read a run's record; NATS is needed only when no checkpoint of the run is on this machine."""
     settings = connections.find(arguments, environ, run_id=run).settings
     blobs = Blobs(settings.s3, deadline_s=30.0)
     blobs.check(run)
@@ -244,15 +246,6 @@ def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: B
         texts = group_pack.decode_texts(blobs.get(packs[key]), [member.row_group for member in some])
         for member, text in zip(some, texts, strict=True):
             member.prompt_text, member.completions = text.prompt_text, text.completions
-
-
-def _print(found: VersionLineage | GroupHistory, console: Console, *, full: bool, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(asdict(found)))
-    elif isinstance(found, VersionLineage):
-        _show_version(found, console, full=full)
-    else:
-        _show_group(found, console, full=full)
 
 
 def _show_version(found: VersionLineage, console: Console, *, full: bool) -> None:
@@ -343,6 +336,5 @@ def _show_texts(member: Member, console: Console) -> None:
 
 
 def short(text: str) -> str:
-    """Return a text on one line, truncated to the column."""
     line = " ".join(text.split())
     return line if len(line) <= _TEXT else line[: _TEXT - 1] + "…"

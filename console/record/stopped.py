@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from penstock.console import connections
 from penstock.console.terminal import console, printable
-from penstock.console.tools.runs import unknown_run
+from penstock.console.tools.runs import run_folder
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
-from penstock.protocol.facts import ScoredGroup
+from penstock.protocol.groups import ScoredGroup
 from penstock.protocol.record.stopped_batch import FOLDER, read_batch, stopped_batches
-from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trajectory import Group
 
 _FAR_REWARD = 1e4  # of a reward; a loss in float32 of products of these soon is infinite
@@ -39,11 +37,7 @@ class StoppedGroup:
 def print_stopped(
     run: str, arguments: Sequence[str], environ: Mapping[str, str], *, step: int | None, as_json: bool
 ) -> int:
-    """Print a saved batch; return the exit code. Raises ConfigError when the run has none, or a damaged one."""
-    check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
-    if not folder.is_dir():
-        raise unknown_run(run, folder.parent)
+    folder = run_folder(run, arguments, environ)
     chosen = _choose(folder, step)
     try:
         batch, groups = read_batch(chosen)

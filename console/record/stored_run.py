@@ -27,12 +27,7 @@ _SET_SERVERS = ", or set nats.url and s3.endpoint"
 
 
 def replay(
-    run: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    typed: Sequence[str],
-    *,
-    batch: str | None = None,
+    run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str], *, batch: str | None = None
 ) -> list[str]:
     """Return the command line of a replay with the ``typed`` arguments, on as many ranks as the run had, or had at the ``batch``.
 
@@ -94,7 +89,6 @@ def ensure_local_servers(
 
 
 def _start_again(store: Path | None, typed: Sequence[str]) -> None:
-    """Restart the ``typed`` command together with the servers of a store, unless they run."""
     if store is not None and not run_lock.is_locked(store / "lock"):
         launch.replace_process(
             launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))

@@ -7,6 +7,9 @@ token that ``HF_TOKEN`` or `hf auth login` gives.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import re
 import shutil
 import sys
 import tempfile
@@ -15,18 +18,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.console import connections
-from penstock.console.evaluation import results
-from penstock.console.registry import card, versions
-from penstock.console.registry.versions import Registry
+from penstock import __version__
+from penstock.console import connections, evaluation_results
+from penstock.console.evaluation_results import EvaluationResult, estimate_text
+from penstock.console.registry import versions
+from penstock.console.registry.versions import OFFLINE, Registry, Scores, stored_scores
 from penstock.console.report import curves
-from penstock.console.tools.runs import unknown_run
+from penstock.console.tools.runs import run_folder
 from penstock.console.tools.weights import export
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.subjects import check_run_id
+from penstock.protocol.files import read_regular
 
 CARD = "README.md"
+_MOST_POINTS = 12
+_NOT_SHOWN = ("nats.", "s3.", "run.dir", "retention.")
+_CHUNK = 1 << 20
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 class HubFailed(PenstockError):
@@ -75,7 +83,6 @@ def _library() -> Any:
 
 @contextmanager
 def _failures(repo: str, what: str) -> Iterator[None]:
-    """Turn what the library raises into HubFailed with the reason and what to do."""
     try:
         yield
     except PenstockError:
@@ -95,27 +102,22 @@ def _failures(repo: str, what: str) -> Iterator[None]:
 
 
 def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the model card of RUN or RUN@VERSION. Raises PenstockError."""
     run, at, version = target.partition("@")
-    folder = connections.find(arguments, environ).settings.run.dir / check_run_id(run)
-    if not folder.is_dir():
-        raise unknown_run(run, folder.parent)
+    folder = run_folder(run, arguments, environ)
     if not at:
-        found = card.of_run(curves.rows(folder), results.results_of(folder))
-        return card.write(folder, None, "", found)
+        return model_card(folder, None, "", stored_scores(folder))
     registry = Registry.read(run, arguments, environ)
     number = registry.version(version)
     row = registry.row(number)
     root = row["state_root"] if row else next((t.state_root for t in registry.tags.values() if t.version == number), "")
     if not root and number not in registry.scores:
         raise ConfigError(f"run {run} has no version {number}; see: penstock model list {run}")
-    return card.write(folder, number, root, registry.scores)
+    return model_card(folder, number, root, registry.scores)
 
 
 def push_model(
     target: str, repo: str, arguments: Sequence[str], environ: Mapping[str, str], *, private: bool, revision: str | None
 ) -> int:
-    """Upload a model to the hub, of a run with its card; return the exit code. Raises PenstockError."""
     is_folder = (Path(target) / "config.json").is_file()
     text = None if is_folder else card_of(target, arguments, environ)
     with _model(target, arguments, environ) as folder:
@@ -145,3 +147,141 @@ def _model(target: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
             with contextlib.redirect_stdout(sys.stderr):
                 export(run, number, Path(scratch) / "model", arguments, environ)
             yield Path(scratch) / "model"
+
+
+def model_card(run_folder: Path, version: int | None, state_root: str, scores: Scores) -> str:
+    """Return the card of a version, None for the final model. Raises ConfigError when the run has no settings."""
+    document = _run_config(run_folder)
+    settings, origins = document["settings"], document.get("origins") or {}
+    stored = [one for one in evaluation_results.results_of(run_folder) if version is None or one.version == version]
+    sections = [
+        _front_matter(settings),
+        _title(run_folder.name, version, state_root, settings),
+        "## Evaluation\n\n" + ("\n".join(_evaluation(version, scores, stored)) or "No evaluation is stored."),
+        "## Training\n\n" + "\n".join(_training(run_folder)),
+        "## Settings\n\nWhat was set; everything else has its default.\n\n```toml\n"
+        + "\n".join(_given(settings, origins))
+        + "\n```",
+        "## Data\n\n" + "\n".join(_data_files(settings, stored)),
+        "## Licence\n\n<!-- Name the licence of this model here and in the field license above; that of the base model and of the data apply. -->",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _run_config(run_folder: Path) -> dict[str, Any]:
+    path = run_folder / "config.json"
+    try:
+        document = json.loads(read_regular(path))
+        if isinstance(document["settings"], dict):
+            return document
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ConfigError(
+        f"{path} has no settings of a run that can be read: a card needs the folder of the run; set run.dir"
+    )
+
+
+def _front_matter(settings: Mapping[str, Any]) -> str:
+    path = str((settings.get("model") or {}).get("path", ""))
+    is_id = _HUB_ID.fullmatch(path) is not None
+    base = (
+        f"base_model: {json.dumps(path)}" if is_id else f"# base_model: to be filled in; trained from {_public(path)}"
+    )
+    # Comments where the user is to write: the hub refuses a card whose license is there and is none that it knows.
+    return (
+        "---\n# license: to be filled in\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        f"{base}\ntags:\n- penstock\n- reinforcement-learning\n---"
+    )
+
+
+def _title(run: str, version: int | None, state_root: str, settings: Mapping[str, Any]) -> str:
+    name = f"# {run}, " + ("final model" if version is None else f"version {version}")
+    algorithm = (settings.get("algorithm") or {}).get("name", "unknown")
+    digest = f" Digest of the weights: `{state_root}`." if state_root else ""
+    return f"{name}\n\nTrained with [Penstock](https://pypi.org/project/penstock/) {__version__}, algorithm `{algorithm}`.{digest}"
+
+
+def _evaluation(version: int | None, scores: Scores, results: Sequence[EvaluationResult]) -> Iterator[str]:
+    chosen = max(scores, default=None) if version is None else version
+    during = (
+        {name: one for name, one in scores.get(chosen, {}).items() if not name.startswith(OFFLINE)}
+        if chosen is not None
+        else {}
+    )
+    if during:
+        yield f"During the run, of version {chosen}:\n\n| metric | value | measured on |\n|---|---|---|"
+        for name, one in sorted(during.items()):
+            yield f"| {_cell(name)} | {one.value:.4g} | {_cell(one.conditions)} |"
+        yield ""
+    for result in results:
+        yield from _offline(result)
+
+
+def _offline(result: EvaluationResult) -> Iterator[str]:
+    yield f"`penstock eval` of {_cell(_public(result.model))}, {result.k} samples of each prompt, 95 % intervals over prompts:\n"
+    yield "| source | prompts | reward | correct | " + f"pass@{result.k} | maj@{result.k} |\n|---|---|---|---|---|---|"
+    for source in result.sources:
+        cells = [estimate_text(source.reward, as_share=False), estimate_text(source.accuracy)]
+        cells += [estimate_text(source.pass_at.get(result.k)), estimate_text(source.maj)]
+        yield f"| {_cell(source.source)} | {source.complete} of {source.prompts} | {' | '.join(cells)} |"
+    yield f"\nCorrect: {_cell(result.success)}. Majority: {_cell(result.answer)}.\n"
+
+
+def _training(run_folder: Path) -> Iterator[str]:
+    found = curves.read(run_folder)
+    held_out = found.held_out
+    yield f"{found.last_step or 0} steps.\n"
+    for name, points in (("training reward", found.rewards), (held_out.name, held_out.points)):
+        if points:
+            thinned = _thinned(points)
+            yield f"| step | {' | '.join(str(step) for step, _ in thinned)} |"
+            yield "|---" * (len(thinned) + 1) + "|"
+            yield f"| {name} | {' | '.join(f'{value:.3g}' for _, value in thinned)} |\n"
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    numbers = sorted({round(i * (len(points) - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)})
+    return [points[number] for number in numbers]
+
+
+def _given(settings: Mapping[str, Any], origins: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from _given(value, origins, f"{key}.")
+        elif origins.get(key, "default") != "default" and not key.startswith(_NOT_SHOWN):
+            yield f"{key} = {json.dumps(_public(value), ensure_ascii=False)}"
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_public(one) for one in value]
+    return " ".join(Path(value).name.split()) if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def _data_files(settings: Mapping[str, Any], results: Sequence[EvaluationResult]) -> Iterator[str]:
+    yield "| use | file | sha256 |\n|---|---|---|"
+    section = settings.get("data") or {}
+    for use, value in (("training", section.get("train")), ("held out", section.get("eval"))):
+        for file in value if isinstance(value, list) else [value] if value else []:
+            yield f"| {use} | {_cell(Path(str(file)).name)} | {_digest(Path(str(file)))} |"
+    for name in sorted({(Path(one.path).name, one.sha256) for result in results for one in result.data}):
+        yield f"| evaluation | {_cell(name[0])} | `{name[1]}` |"
+
+
+def _digest(path: Path) -> str:
+    """Return the sha256 of a file as it is now; the run may have read another content."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError:
+        return "not on this machine"
+    return f"`{digest.hexdigest()}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

@@ -3,6 +3,9 @@
 `penstock model list`, `tag`, `select`, and `merge RUN --average-last N`. A tag, in ``tags.json`` of the run's folder, names a version and
 the digest of its weights. A version that the run deletes keeps its tag and loses its objects, unless its model was written to
 ``models/TAG`` in the run's folder when it was tagged.
+
+A score ``SOURCE.METRIC`` is of an evaluation during the run (``eval`` is data.eval), ``eval:SOURCE.METRIC`` of `penstock eval`,
+the newest one of the version. Metrics are accuracy, reward, pass@K, and of `penstock eval` maj@K.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,12 +25,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.table import Table
 
-from penstock.console import connections
-from penstock.console.evaluation import results
-from penstock.console.models.merge import Recipe, merge_folders
-from penstock.console.registry import card
-from penstock.console.registry.card import Scores
+from penstock.console import connections, evaluation_results
+from penstock.console.evaluation_results import Estimate, EvaluationResult
+from penstock.console.registry.model_merge import Recipe, merge_folders
 from penstock.console.report import curves
+from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, table
 from penstock.console.tools import weights
 from penstock.console.tools.weights import export, stored_versions
@@ -39,7 +41,91 @@ MODELS = "models"
 RESERVED = ("best", "head")  # the run itself gives these
 _NAME = re.compile(r"(?=.*[A-Za-z_])[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 Row = dict[str, Any]
+OFFLINE = "eval:"
 _MOST_SCORES = 6  # columns of the table; --json has all
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    value: float
+    conditions: str = ""  # how it was measured: scores of other conditions cannot be compared
+    low: float | None = None
+    high: float | None = None
+
+
+Scores = dict[int, dict[str, Score]]  # by version and name
+
+
+def scores_of_run(rows: Iterable[Mapping[str, Any]], results: Iterable[EvaluationResult]) -> Scores:
+    """Return the scores of all versions, from the rows of ``metrics.jsonl`` and the results of `penstock eval`, oldest first."""
+    found: Scores = {}
+    for row in rows:
+        version = row.get("version")
+        if row.get("kind") == "eval" and isinstance(version, int):
+            found.setdefault(version, {}).update(_during(row))
+    for result in results:
+        if result.version is not None:
+            found.setdefault(result.version, {}).update(_offline_scores(result))
+    return found
+
+
+def _during(row: Mapping[str, Any]) -> Iterator[tuple[str, Score]]:
+    source = str(row.get("split") or "eval")
+    conditions = f"{row.get('num_prompts')} prompts, {row.get('num_samples')} samples, {row.get('success', '')}"
+    values = {"accuracy": row.get("accuracy"), "reward": row.get("reward_mean")}
+    pass_at = row.get("pass_at")
+    values |= {f"pass@{k}": value for k, value in pass_at.items()} if isinstance(pass_at, dict) else {}
+    for name, value in values.items():
+        if (value := number(value)) is not None:
+            yield f"{source}.{name}", Score(value, conditions)
+
+
+def _offline_scores(result: EvaluationResult) -> Iterator[tuple[str, Score]]:
+    data = " ".join(sorted(one.sha256[:12] for one in result.data))
+    sampling = " ".join(f"{key}={value}" for key, value in sorted(result.sampling.items()))
+    for source in result.sources:
+        conditions = f"data {data}, {source.prompts} prompts, {result.k} samples, {sampling}, {result.success}"
+        estimates: dict[str, Estimate | None] = {"accuracy": source.accuracy, "reward": source.reward}
+        estimates |= {f"pass@{k}": one for k, one in source.pass_at.items()}
+        estimates[f"maj@{result.k}"] = source.maj
+        incomplete = "" if source.complete == source.prompts else f", {source.complete} complete"
+        for name, one in estimates.items():
+            if one is not None:
+                yield f"{OFFLINE}{source.source}.{name}", Score(one.value, conditions + incomplete, one.low, one.high)
+
+
+def stored_scores(run_folder: Path) -> Scores:
+    """Return the scores of all versions that a run's folder has."""
+    return scores_of_run(curves.rows(run_folder), evaluation_results.results_of(run_folder))
+
+
+def score_names(scores: Scores) -> list[str]:
+    return sorted({name for named in scores.values() for name in named})
+
+
+def best_version(scores: Scores, stored: Sequence[int], by: str, least: float | None = None) -> tuple[int, Score]:
+    """Return the stored version with the highest score, of equal ones the newest.
+
+    Raises ConfigError when no stored version has the score, when scores were measured under different conditions, or when
+    the highest is below ``least``.
+    """
+    scored = {version: scores[version][by] for version in stored if by in scores.get(version, {})}
+    if not scored:
+        known = ", ".join(score_names({version: scores.get(version, {}) for version in stored})) or "none"
+        raise ConfigError(f"no stored version has the score {by}; scores of stored versions: {known}")
+    conditions = {one.conditions: version for version, one in scored.items()}
+    if len(conditions) > 1:
+        (one, first), (other, second) = sorted(conditions.items(), key=lambda item: item[1])[:2]
+        raise ConfigError(
+            f"{by} was measured under different conditions and cannot be compared: version {first} with {one}; version {second} with "
+            f"{other}; evaluate both alike with penstock eval"
+        )
+    version = max(scored, key=lambda one: (scored[one].value, one))
+    if least is not None and scored[version].value < least:
+        raise ConfigError(
+            f"no stored version reaches {by} = {least:g}; the best is version {version} with {scored[version].value:.4g}"
+        )
+    return version, scored[version]
 
 
 class Tag(BaseModel):
@@ -58,8 +144,7 @@ class _Tags(BaseModel):
     tags: dict[str, Tag] = {}
 
 
-def read(run_folder: Path) -> dict[str, Tag]:
-    """Return the tags of a run by name; raises ConfigError for a damaged file."""
+def read_tags(run_folder: Path) -> dict[str, Tag]:
     path = run_folder / FILE
     try:
         return _Tags.model_validate_json(read_regular(path)).tags
@@ -71,7 +156,7 @@ def read(run_folder: Path) -> dict[str, Tag]:
         ) from None
 
 
-def check_name(name: str) -> str:
+def check_tag_name(name: str) -> str:
     """Return a tag's name; raises ConfigError for one that could be mistaken for a version or a path."""
     if name in RESERVED or not _NAME.fullmatch(name):
         raise ConfigError(
@@ -81,28 +166,27 @@ def check_name(name: str) -> str:
     return name
 
 
-def put(run_folder: Path, name: str, tag: Tag, *, move: bool = False) -> Tag | None:
+def store_tag(run_folder: Path, name: str, tag: Tag, *, move: bool = False) -> Tag | None:
     """Store a tag and return the one that it replaces; raises ConfigError if there is one and ``move`` is not set."""
-    known = read(run_folder)
-    before = known.get(check_name(name))
+    known = read_tags(run_folder)
+    before = known.get(check_tag_name(name))
     if before is not None and before.version != tag.version and not move:
         raise ConfigError(
             f"tag {name} of run {run_folder.name} names version {before.version}; to move it to version {tag.version}, add --move"
         )
-    _write(run_folder, {**known, name: tag})
+    _write_tags(run_folder, {**known, name: tag})
     return before
 
 
-def remove(run_folder: Path, name: str) -> Tag:
-    """Remove a tag and return it; raises ConfigError when there is none."""
-    known = read(run_folder)
+def delete_tag(run_folder: Path, name: str) -> Tag:
+    known = read_tags(run_folder)
     if name not in known:
         raise ConfigError(f"run {run_folder.name} has no tag {name}; it has {', '.join(sorted(known)) or 'none'}")
-    _write(run_folder, {key: value for key, value in known.items() if key != name})
+    _write_tags(run_folder, {key: value for key, value in known.items() if key != name})
     return known[name]
 
 
-def _write(run_folder: Path, tags: dict[str, Tag]) -> None:
+def _write_tags(run_folder: Path, tags: dict[str, Tag]) -> None:
     atomic_write(run_folder / FILE, _Tags(tags=tags).model_dump_json(indent=1) + "\n")
 
 
@@ -116,11 +200,9 @@ class Registry:
 
     @classmethod
     def read(cls, run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Registry:
-        """Read the run's folder, NATS and the object store; raises PenstockError."""
         folder = connections.find(arguments, environ).settings.run.dir / run
         rows = stored_versions(run, arguments, environ)
-        found = card.of_run(curves.rows(folder), results.results_of(folder))
-        return cls(run, folder, rows, found, read(folder))
+        return cls(run, folder, rows, stored_scores(folder), read_tags(folder))
 
     @property
     def stored(self) -> list[int]:
@@ -140,11 +222,9 @@ class Registry:
         )
 
     def row(self, version: int) -> Row | None:
-        """Return a stored version; None when its weights are gone."""
         return next((row for row in self.rows if row["version"] == version), None)
 
     def listed(self) -> list[Row]:
-        """Return every version that is stored, tagged or scored, oldest first."""
         known = sorted({*self.stored, *self.scores, *(tag.version for tag in self.tags.values())})
         return [self._listed(version) for version in known]
 
@@ -171,13 +251,12 @@ def _is_best(row: Row) -> bool:
 
 
 def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print the versions of a run with tags and scores; return the exit code. Raises PenstockError."""
     registry = Registry.read(run, arguments, environ)
     rows = registry.listed()
     if as_json:
         print(json_text.dumps(rows))
         return 0
-    columns = card.names(registry.scores)
+    columns = score_names(registry.scores)
     console().print(_table(rows, columns[:_MOST_SCORES]))
     if hidden := columns[_MOST_SCORES:]:
         print(f"not shown: {', '.join(hidden)} (--json has them)")
@@ -198,7 +277,7 @@ def set_tag(
     note: str = "",
 ) -> int:
     """Tag a stored version, with ``keep`` also write its model to the run's folder; return the exit code. Raises PenstockError."""
-    check_name(name)
+    check_tag_name(name)
     registry = Registry.read(run, arguments, environ)
     number = registry.version(version)
     row = registry.row(number)
@@ -210,7 +289,9 @@ def set_tag(
         raise ConfigError(
             f"{folder} holds version {before.version}; remove it before the tag is moved, or choose another name"
         )
-    put(registry.folder, name, Tag(version=number, state_root=row["state_root"], at=time.time(), note=note), move=move)
+    store_tag(
+        registry.folder, name, Tag(version=number, state_root=row["state_root"], at=time.time(), note=note), move=move
+    )
     if keep and not folder.exists():
         with contextlib.redirect_stdout(sys.stderr):
             export(run, number, folder, arguments, environ)
@@ -223,7 +304,7 @@ def set_tag(
 def remove_tag(run: str, name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Remove a tag; what was written to ``models`` stays. Return the exit code. Raises ConfigError."""
     folder = connections.find(arguments, environ).settings.run.dir / run
-    tag = remove(folder, name)
+    tag = delete_tag(folder, name)
     kept = folder / MODELS / name
     print(f"run {run}: tag {name} of version {tag.version} removed{f'; {kept} stays' if kept.exists() else ''}")
     return 0
@@ -239,13 +320,12 @@ def print_selected(
     tag: str | None = None,
     as_json: bool = False,
 ) -> int:
-    """Print the stored version with the highest score, and tag it; return the exit code. Raises PenstockError."""
     registry = Registry.read(run, arguments, environ)
-    version, score = card.select(registry.scores, registry.stored, by, least)
+    version, score = best_version(registry.scores, registry.stored, by, least)
     row = registry.row(version)
     assert row is not None
     if tag is not None:
-        put(
+        store_tag(
             registry.folder,
             tag,
             Tag(version=version, state_root=row["state_root"], at=time.time(), note=f"{by} {score.value:.6g}"),

@@ -1,4 +1,8 @@
-"""The curves of a run, read from its metrics.jsonl: one row for each step and evaluation."""
+"""The curves of a run, read from its metrics.jsonl: one row for each step and evaluation; and those of a training on given answers.
+
+`penstock sft`, `dpo` and `rm` write into folders such as ``sft-training`` below a run's folder. A folder in which
+`penstock train` has started too is that of a run, and shown as one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,10 @@ from typing import Any
 from penstock.console.report.event_fields import number
 from penstock.console.report.learning import Evaluation, HeldOut, held_out, recent_reward
 from penstock.protocol.files import read_regular
+
+COMMANDS = ("sft", "dpo", "rm")
+RESULT = "result.json"  # written by the trainer when the model folder is complete, removed when it trains again
+_OF_A_RUN = ("metrics.jsonl", "config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +33,12 @@ class Curves:
 
     @property
     def held_out(self) -> HeldOut:
-        """The evaluations by the measure that suits the reward."""
         accuracies, rewards = dict(self.accuracies), dict(self.eval_rewards)
         steps = sorted(accuracies.keys() | rewards.keys())
         return held_out([Evaluation(step, accuracies.get(step), rewards.get(step)) for step in steps])
 
     @property
     def recent_reward(self) -> float | None:
-        """The mean training reward of the last steps."""
         return recent_reward([value for _, value in self.rewards])
 
 
@@ -108,11 +114,8 @@ def num_unreadable(folder: Path) -> int:
     except OSError:
         return 1
     whole = text[: text.rfind("\n") + 1]
-    return (
-        sum(1 for line in whole.split("\n") if line.strip())
-        - sum(1 for _ in rows(folder))
-        + _is_row(text[len(whole) :])
-    )
+    num_lines = sum(1 for line in whole.split("\n") if line.strip())
+    return num_lines - sum(1 for _ in rows(folder)) + _is_row(text[len(whole) :])
 
 
 def _is_row(line: str) -> bool:
@@ -120,3 +123,90 @@ def _is_row(line: str) -> bool:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training on given answers, as far as it came."""
+
+    command: str
+    step: int | None  # optimizer steps
+    loss: float | None  # of the last step
+    eval_loss: float | None  # of the last validation
+    losses: tuple[float, ...]  # of each step
+    is_finished: bool
+
+
+def training_folder(folder: Path, command: str) -> Path:
+    return folder / f"{command}-training"
+
+
+def command_of(folder: Path) -> str | None:
+    """Return the command that trained last in a run's folder; None for a run, and where none has trained."""
+    if any((folder / name).exists() for name in _OF_A_RUN):
+        return None
+    found = [(when, command) for command in COMMANDS if (when := _changed(training_folder(folder, command)))]
+    return max(found)[1] if found else None
+
+
+def is_training_finished(folder: Path, command: str) -> bool:
+    return (training_folder(folder, command) / RESULT).is_file()
+
+
+def read_training(folder: Path) -> Training | None:
+    command = command_of(folder)
+    if command is None:
+        return None
+    steps = list(training_rows(training_folder(folder, command)))
+    losses = [value for row in steps if (value := number(row.get("loss"))) is not None]
+    eval_losses = [value for row in steps if (value := number(row.get("eval_loss"))) is not None]
+    last = steps[-1].get("step") if steps else None
+    return Training(
+        command=command,
+        step=last if isinstance(last, int) else None,
+        loss=losses[-1] if losses else None,
+        eval_loss=eval_losses[-1] if eval_losses else None,
+        losses=tuple(losses),
+        is_finished=is_training_finished(folder, command),
+    )
+
+
+def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's metrics.jsonl, or those of the training in its folder."""
+    command = command_of(folder)
+    return rows(folder) if command is None else training_rows(training_folder(folder, command))
+
+
+def metrics_file(folder: Path) -> Path:
+    command = command_of(folder)
+    return (folder if command is None else training_folder(folder, command)) / "metrics.jsonl"
+
+
+def metrics_stamp(folder: Path) -> tuple[int, int] | None:
+    """Return size and time of a run's metrics.jsonl, by which a change is seen; None where there is none."""
+    try:
+        stat = metrics_file(folder).stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
+
+
+def training_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a training's steps; the figures of a validation are among those of the step that it follows."""
+    held: dict[str, Any] | None = None
+    for row in rows(folder):
+        if row.get("kind") == "eval" and held is not None and held.get("step") == row.get("step"):
+            held = {**row, **held}
+            continue
+        if held is not None:
+            yield held
+        held = {**row, "kind": "step"}
+    if held is not None:
+        yield held
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return (folder / "metrics.jsonl").stat().st_mtime
+    except OSError:
+        return 0.0

@@ -78,8 +78,6 @@ class StateFields(EventFields):
 
 
 class PublicationFields(EventFields):
-    """The trainer's metrics of one version."""
-
     version: Annotated[int, Field(ge=0, le=2**53)] | None = None
     kind: _Text = ""
     raw_bytes: _Count = 0
@@ -93,8 +91,6 @@ class NoteFields(EventFields):
 
 
 class RewardErrorFields(EventFields):
-    """Groups that wait because they got no reward."""
-
     reason: _Text = ""
     detail: _Text = ""
     group_ids: Annotated[tuple[str, ...], BeforeValidator(lambda value: value or ())] = ()
@@ -108,7 +104,6 @@ M = TypeVar("M", bound=EventFields)
 
 
 def read(model: type[M], data: Mapping[str, Any]) -> M:
-    """Validate the data of an event; raises UnreadableEvent."""
     try:
         return model.model_validate(data)
     except ValidationError as err:

@@ -77,8 +77,6 @@ _OWN_LABELS = (_PART, _ENVIRONMENT, *_BY_LAYERS.values())  # names that begin so
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation; a value is None if it is unknown."""
-
     step: int
     accuracy: float | None
     reward: float | None
@@ -118,7 +116,6 @@ def recent_reward(rewards: Sequence[float]) -> float | None:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of at least one value; infinite, not an error, where the sum is beyond the largest float."""
     return sum(values) / len(values)
 
 
@@ -166,7 +163,6 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def rows(metrics: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
-    """Return the lines of the report's table."""
     for name in (*LABELS, *sorted(set(metrics) - set(LABELS))):
         if name in metrics:
             one = metrics[name]
@@ -184,7 +180,6 @@ def reward_parts(metrics: Mapping[str, float]) -> str:
 
 
 def panel_learning(metrics: Mapping[str, float]) -> str:
-    """Return what the panel shows of one step's learning: loss, learning rates, lengths."""
     lr, lr_set = metrics.get("lr"), metrics.get("lr_set")
     parts = [f"loss {metrics['loss']:.3g}"] if "loss" in metrics else []
     if lr is not None:

@@ -30,9 +30,9 @@ def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) 
     folder.mkdir(parents=True, exist_ok=True)
     has_plot = importlib.util.find_spec("matplotlib") is not None
     if has_plot:
-        from penstock.console.report import curve_plot  # noqa: PLC0415 - half a second, and an extra
+        from penstock.console.report import plots  # noqa: PLC0415 - half a second, and an extra
 
-        curve_plot.draw(folder / "curve.png", summary, points)
+        plots.draw_run(folder / "curve.png", summary, points)
     document = {**summary.model_dump(), "curves": asdict(points)}
     (folder / _JSON).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     path = folder / "report.md"

@@ -34,8 +34,6 @@ class WorkerWeights(_Frozen):
 
 
 class Spread(_Frozen):
-    """One metric over the steps of a run."""
-
     mean: float
     smallest: float
     largest: float
@@ -44,8 +42,6 @@ class Spread(_Frozen):
 
 
 class Diagnosis(_Frozen):
-    """Something that keeps a run from learning."""
-
     key: str = Field(description="Which rule found it; the names are those of `console/report/diagnoses.py`.")
     what: str = Field(description="What was seen, with its figures.")
     cause: str = Field(description="The usual cause.")
@@ -53,16 +49,12 @@ class Diagnosis(_Frozen):
 
 
 class ScorerShare(_Frozen):
-    """The trained groups scored by one reward, or one version of an endpoint."""
-
     groups: int = Field(default=0, description="Groups trained with its rewards.")
     first_step: int = Field(description="First step that trained one of them.")
     last_step: int = Field(description="Last step that did.")
 
 
 class WeightsSummary(_Frozen):
-    """Bytes, density and pauses of all published versions."""
-
     raw_bytes: int = Field(default=0, description="Bytes of all versions as full snapshots.")
     sent_bytes: int = Field(default=0, description="Bytes the trainer published.")
     fetched_bytes: int = Field(default=0, description="Bytes fetched by all workers.")
@@ -73,8 +65,6 @@ class WeightsSummary(_Frozen):
 
 
 class Overlap(_Frozen):
-    """How far generation and training overlapped."""
-
     trained_stale_share: float | None = Field(
         default=None, description="Share of trained tokens that an older version had sampled (staleness 1 or more)."
     )

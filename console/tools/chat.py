@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -47,7 +46,6 @@ class ChatEngine:
     """One engine process; a context manager that is ready when entered and has ended when left."""
 
     def __init__(self, model: Path, *, device: str, dtype: str) -> None:
-        """Prepare; raises ChatEngineError when ``model`` is not a model folder."""
         if not (model / "config.json").is_file():
             raise ChatEngineError(f"{model} is not a model folder: it has no config.json; name one with --model DIR")
         self._model = model
@@ -58,7 +56,6 @@ class ChatEngine:
         self._client: httpx.Client | None = None
 
     def __enter__(self) -> ChatEngine:
-        """Start the engine and wait until it is ready; raises ChatEngineError with the end of its log."""
         folder = Path(self._scratch.name)
         self._log = folder / "engine.log"
         port_file = folder / "port"
@@ -81,9 +78,7 @@ class ChatEngine:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -104,7 +99,6 @@ class ChatEngine:
         return str(self._post("/generate", {"text": messages[-1]["content"], "sampling_params": sampling})["text"])
 
     def close(self) -> None:
-        """End the engine's process; idempotent."""
         if self._client is not None:
             self._client.close()
         if self._process is not None and self._process.poll() is None:
@@ -144,7 +138,6 @@ class ChatEngine:
 
 
 def has_chat_template(model: Path) -> bool:
-    """Return True if a model folder has a chat template, as a file or in its tokenizer_config.json."""
     if (model / "chat_template.jinja").is_file():
         return True
     try:

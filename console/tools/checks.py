@@ -25,7 +25,8 @@ from penstock.console import connections, launch
 from penstock.console.terminal import console
 from penstock.console.tools.versions import package_version
 from penstock.protocol import logs
-from penstock.protocol.config.run_file import Loaded, split_arguments
+from penstock.protocol.config.run_file import Loaded
+from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -61,7 +62,6 @@ class Finding:
 
 
 def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check this machine: interpreter, packages, programs, GPU, memory, disk, ports."""
     yield python()
     for extra, packages in _EXTRAS.items():
         yield installed(extra, packages)
@@ -80,7 +80,6 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def engine(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that the engine a worker of this run file would start is installed. Raises ConfigError."""
     chosen = launch.given(arguments, environ, "worker", "engine")
     name = str(chosen.value) if chosen is not None else "embedded"
     if name not in _ENGINES or launch.given(arguments, environ, name, "command") is not None:
@@ -103,7 +102,6 @@ def engine(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Fin
 
 
 def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
-    """Check that NATS and S3 answer, if their addresses are configured."""
     settings = loaded.settings
     if not connections.is_configured(loaded):
         yield Finding("NATS", "ok", "not configured; the quickstart starts its own (or: penstock up)")
@@ -119,12 +117,10 @@ def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
 
 
 def python() -> Finding:
-    """Report the interpreter; one that is too old could not have installed Penstock."""
     return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def installed(extra: str, packages: tuple[str, ...]) -> Finding:
-    """Check that the packages of an extra are installed; which are needed depends on what runs here."""
     found = {name: package_version(name) for name in packages}
     missing = [name for name, version in found.items() if version is None]
     if missing:
@@ -133,7 +129,6 @@ def installed(extra: str, packages: tuple[str, ...]) -> Finding:
 
 
 def runnable(program: str, purpose: str) -> Finding:
-    """Check that a program is installed and starts."""
     installed_here = Path(sys.executable).with_name(program)
     path = str(installed_here) if installed_here.exists() else shutil.which(program)
     fix = "pip install 'penstock[local]'"
@@ -147,7 +142,6 @@ def runnable(program: str, purpose: str) -> Finding:
 
 
 def sandbox() -> Finding:
-    """Report the sandbox that the code reward would use here; the reward service probes it by attacking it."""
     command = launch.module("penstock.reward_service", "sandbox")
     fix = "only code rewards need it: apt install bubblewrap, or a kernel with Landlock (5.13)"
     try:
@@ -161,7 +155,6 @@ def sandbox() -> Finding:
 
 
 def gpu() -> Finding:
-    """Check for NVIDIA GPUs with nvidia-smi."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return Finding("gpu", "ok", "none; the quickstart and small models run on the CPU")
@@ -224,7 +217,6 @@ def memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Finding:
-    """Check the free space of the folder of runs."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -240,7 +232,6 @@ def disk(folder: Path) -> Finding:
 
 
 def loopback() -> Finding:
-    """Check that a port can be bound on the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)):
             return Finding("loopback", "ok", "a free port can be bound on 127.0.0.1")
@@ -251,7 +242,6 @@ def loopback() -> Finding:
 
 
 def port_use(port: int, key: str) -> Finding:
-    """Check whether a default port is in use; it matters only to the service with that default."""
     try:
         with socket.create_server(("127.0.0.1", port)):
             return Finding(f"port {port}", "ok", f"free (default of {key})")

@@ -1,45 +1,136 @@
-"""`penstock dead-letters`: list, show and send again the messages that could not be processed."""
+"""`penstock dead-letters`: list, show and send again the messages that could not be processed.
+
+Groups that are sent again keep their ids: by them the trainer counts dead-lettered groups as outstanding again. Everything
+that NATS deduplicates by is new: the message id, and the pack's name, from which every later message id is derived. With the
+old ones NATS would drop the message as a duplicate.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 from rich.text import Text
 
 from penstock.console import connections
 from penstock.console.terminal import console, printable, table
-from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
-from penstock.protocol import logs, streams
+from penstock.protocol import logs, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
-from penstock.protocol.facts import (
-    DeadLetter,
-    Fact,
-    GroupGenerated,
-    GroupScored,
-    Head,
-    Task,
-    TaskIssued,
-    TaskList,
-    decode,
-)
+from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, TaskIssued, TaskList, decode
+from penstock.protocol.groups import Split, Task
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry
+from penstock.protocol.versions import PolicyVersion, is_fresh
 
+FACT_OF_STAGE: dict[str, type[TaskIssued | GroupGenerated | GroupScored]] = {
+    "tasks": TaskIssued,
+    "generated": GroupGenerated,
+    "scored": GroupScored,
+}
+_AGAIN = re.compile(r"(\.again[0-9-]+)+$")
+_MAX_NAME = 180  # characters kept of a pack's name, whose limit is 200
 _FULL_S = 20.0  # deadline for a publication to a full stream
 _MOST_SHOWN = 2000  # characters of one text
 _POISON_SHOWN = 80  # bytes of an unreadable message
-
-
 F = TypeVar("F", bound=Fact)
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead letter as stored in its stream."""
+
+    number: int
+    at: datetime
+    fact: DeadLetter
+    times_sent: int = 0
+    sent_at: str = ""  # the last time
+
+    @property
+    def split(self) -> str:
+        return self.fact.subject.rsplit(".", 1)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """How far the run is; None for what is not known yet."""
+
+    version: int | None = None  # newest published one
+    step: int | None = None  # of the newest checkpoint
+    total_steps: int | None = None
+    max_staleness: int | None = None
+
+
+def content(letter: DeadLetter) -> TaskIssued | GroupGenerated | GroupScored:
+    expected = FACT_OF_STAGE.get(letter.stage)
+    if expected is None:
+        raise WireError(f"stage {letter.stage!r} is none of {', '.join(FACT_OF_STAGE)}")
+    return decode(letter.payload, expected)
+
+
+def refusal(letter: Letter, progress: RunProgress, *, run: str | None = None, once_more: bool = False) -> str | None:
+    """Return why a letter cannot be sent again; None if it can. ``run`` is the run whose letter it is."""
+    try:
+        fact = content(letter.fact)
+    except WireError as err:
+        return f"its message cannot be read by this build: {err}"
+    if run is not None and (letter.fact.run_id, fact.run_id) != (run, run):
+        return f"it is of run {letter.fact.run_id} and its message of run {fact.run_id}, not of {run}: it was forged"
+    if letter.split not in get_args(Split):
+        return f"its subject {letter.fact.subject!r} ends with none of {', '.join(get_args(Split))}"
+    if letter.split == "eval":
+        return "it belongs to an evaluation that has already failed; the next evaluation issues its prompts again"
+    if letter.fact.stage == "scored" and letter.fact.group_ids:
+        return "the trainer has already issued its prompts again, as their next attempt"
+    if progress.step is not None and progress.total_steps is not None and progress.step >= progress.total_steps:
+        return f"the run has ended: {progress.step} of {progress.total_steps} steps were trained"
+    if letter.times_sent and not once_more:
+        return f"it was sent again at {letter.sent_at}; add --once-more to send it another time"
+    return _too_old(fact, progress)
+
+
+def _too_old(fact: Fact, progress: RunProgress) -> str | None:
+    """Return why the trainer would drop the groups as stale; tasks have no samples yet and are never stale."""
+    if progress.version is None or progress.max_staleness is None:
+        return None
+    match fact:
+        case GroupGenerated():
+            oldest = min(group.oldest_version for group in fact.groups)
+        case GroupScored():
+            oldest = min(group.generated.oldest_version for group in fact.groups)
+        case _:
+            return None
+    now = PolicyVersion(progress.version)
+    if oldest <= now and is_fresh(now, PolicyVersion(oldest), progress.max_staleness):
+        return None
+    return (
+        f"it was sampled by version {oldest} and the run is at {progress.version}: the trainer would drop it, because "
+        f"max_staleness is {progress.max_staleness}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Resent:
+    subject: str
+    fact: TaskIssued | GroupGenerated | GroupScored
+    msg_id: str
+
+
+def resent(letter: Letter) -> Resent:
+    fact = content(letter.fact)
+    times = letter.times_sent + 1
+    pack_id = f"{_AGAIN.sub('', fact.pack_id)[:_MAX_NAME]}.again{letter.number}-{times}"
+    subject = getattr(subjects, letter.fact.stage)(fact.run_id, letter.split)
+    return Resent(subject, fact.model_copy(update={"pack_id": pack_id}), f"again:{letter.number}:{times}")
 
 
 class _Mark(BaseModel):
@@ -49,23 +140,11 @@ class _Mark(BaseModel):
     at: str = Field(default="", max_length=100)
 
 
-class _Trainer(BaseModel):
-    steps: int | None = None
-
-
-class _Rollout(BaseModel):
-    max_staleness: int | None = None
-
-
-class _Settings(BaseModel):
-    trainer: _Trainer
-    rollout: _Rollout
-
-
-class _Recorded(BaseModel):
+class _Limits(BaseModel):
     """The limits among the settings of a session."""
 
-    settings: _Settings
+    steps: int | None = Field(validation_alias=AliasPath("settings", "trainer", "steps"))
+    max_staleness: int | None = Field(validation_alias=AliasPath("settings", "rollout", "max_staleness"))
 
 
 class DeadLetters:
@@ -91,11 +170,9 @@ class DeadLetters:
         self.bus.close()
 
     def all(self) -> list[Letter]:
-        """Read all letters, the oldest first, and note those that cannot be read; raises MissingStream."""
         return self.read(after=0, most=None)
 
     def read(self, *, after: int, most: int | None) -> list[Letter]:
-        """Read the letters whose number is above ``after``, at most ``most`` of them; otherwise like `all`."""
         marks = {entry.key: self._mark(entry) for entry in self._state.entries(f"{streams.RESENT_KEY}.").wait()}
         letters = []
         self.unreadable = {}
@@ -117,7 +194,6 @@ class DeadLetters:
             return _Mark(times=1, at="(unknown)")
 
     def find(self, numbers: Sequence[int]) -> list[Letter]:
-        """Return letters by number; raises ConfigError for an unknown number."""
         letters = {letter.number: letter for letter in self.all()}
         for number in numbers:
             if number in self.unreadable:
@@ -139,8 +215,8 @@ class DeadLetters:
         try:
             for chapter in chapters(committed.record, self.blobs.get):
                 for session in chapter.lives[-1:]:
-                    limits = _Recorded.model_validate_json(self.blobs.get(session.config)).settings
-                    return RunProgress(version, committed.step, limits.trainer.steps, limits.rollout.max_staleness)
+                    limits = _Limits.model_validate_json(self.blobs.get(session.config))
+                    return RunProgress(version, committed.step, limits.steps, limits.max_staleness)
         except (WireError, BlobMissing, BlobCorrupt, ValidationError) as err:
             self.problems.append(
                 f"the limits of the run cannot be read ({type(err).__name__}: {err}): age is not checked"
@@ -167,7 +243,6 @@ class DeadLetters:
             print(f"penstock: {printable(problem)}", file=sys.stderr)
 
     def send(self, letter: Letter) -> None:
-        """Send a letter again and store that it was sent."""
         message = resent(letter)
         self.bus.publish(
             message.subject, message.fact, msg_id=message.msg_id, full_deadline_s=_FULL_S, traceparent=new_trace()
@@ -261,7 +336,6 @@ def resend(
 
 
 def letter_document(letter: Letter) -> dict[str, Any]:
-    """Return a letter as `--json` shows it in a list."""
     fact = letter.fact
     return {
         "id": letter.number,
@@ -276,7 +350,6 @@ def letter_document(letter: Letter) -> dict[str, Any]:
 
 
 def groups_of(letter: DeadLetter, blobs: Blobs) -> tuple[list[dict[str, Any]], str]:
-    """Return the groups of a letter as text, and the problem when they cannot be read."""
     try:
         fact = content(letter)
     except WireError as err:

@@ -1,27 +1,56 @@
-"""`penstock settings`: the sections of a run file, the settings of one, or one setting in full."""
+"""`penstock settings`: the sections of a run file, the settings of one, or one setting in full.
+
+The descriptions are in the files `reference.json` and `run.schema.json`, which `deploy/write_reference.py` writes.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from penstock.console.tools import reference
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, Alias, advice
 from penstock.protocol.config.setting_description import SettingDescription
 from penstock.protocol.errors import ConfigError
 
+REFERENCE_FILE = Path(__file__).with_name("reference.json")
+SCHEMA_FILE = Path(__file__).with_name("run.schema.json")
 _WIDEST = 120
 _NARROWEST = 60
 _FIRST_PART = re.compile(r"[;.] ")
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    sections: Mapping[str, str]
+    settings: Mapping[str, SettingDescription]
+
+
+@functools.cache
+def load_reference() -> Reference:
+    document = json.loads(REFERENCE_FILE.read_text(encoding="utf-8"))
+    return Reference(
+        sections=document["sections"],
+        settings={one["key"]: SettingDescription.from_document(one) for one in document["settings"]},
+    )
+
+
+def nearest_keys(word: str) -> list[str]:
+    """Return the keys nearest to a word that is none: the same name in any section, else similar ones."""
+    keys = list(load_reference().settings)
+    same = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
+    return same or difflib.get_close_matches(word, [*load_reference().sections, *keys], n=3, cutoff=0.7)
+
+
 def print_settings(topic: str | None, *, as_json: bool) -> int:
-    """Print the sections, or the settings that a section, a key or the end of a key names; raises ConfigError."""
-    known = reference.load()
+    known = load_reference()
     if topic is None and not as_json:
         print("\n".join(_sections(known)))
         return 0
@@ -38,14 +67,9 @@ def print_settings(topic: str | None, *, as_json: bool) -> int:
     return 0
 
 
-def print_schema() -> int:
-    print(json.dumps(run_file_schema(), indent=1, ensure_ascii=False))
-    return 0
-
-
 def run_file_schema() -> dict[str, Any]:
     """Return the JSON Schema of a run file, in which other projects' names of settings are allowed, marked as such."""
-    return with_aliases(json.loads(reference.SCHEMA.read_text(encoding="utf-8")), ALIASES)
+    return with_aliases(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")), ALIASES)
 
 
 def find(topic: str) -> list[SettingDescription]:
@@ -53,7 +77,7 @@ def find(topic: str) -> list[SettingDescription]:
 
     For a word that names none, those whose key has it, else those whose description does. Raises ConfigError with the nearest keys, or with what is said of another project's key.
     """
-    settings = reference.load().settings
+    settings = load_reference().settings
     word = topic.removeprefix("--").strip("[]").replace("-", "_")
     if word in settings:
         return [settings[word]]
@@ -72,13 +96,13 @@ def find(topic: str) -> list[SettingDescription]:
 def _mentioning(word: str) -> list[SettingDescription]:
     if instead := advice(word):
         raise ConfigError(f"{word} is a key of another project: {instead}")
-    settings = reference.load().settings.values()
+    settings = load_reference().settings.values()
     if found := [setting for setting in settings if word in re.split(r"[._]", setting.key)]:
         return found
     whole = re.compile(rf"\b{re.escape(word.replace('_', ' '))}\b", re.IGNORECASE)
     if found := [setting for setting in settings if whole.search(setting.description)]:
         return found
-    near = reference.nearest(word)
+    near = nearest_keys(word)
     hint = f"did you mean {', '.join(near)}?" if near else "`penstock settings` lists the sections"
     raise ConfigError(f"no setting or section is named {word}; {hint}")
 
@@ -117,7 +141,6 @@ def first_part(one: SettingDescription) -> str:
 
 
 def summary(one: SettingDescription) -> str:
-    """Return type, unit and default in a few words."""
     unit = f" of {one.unit}" if one.unit and "number" in one.type else ""
     default = one.default if one.default.startswith("made") else f"default {one.default}"
     return f"({one.type}{unit}; {'required' if one.default == 'required' else default})"
@@ -137,7 +160,7 @@ def with_aliases(schema: dict[str, Any], aliases: Mapping[str, Alias]) -> dict[s
     return schema
 
 
-def _sections(known: reference.Reference) -> Iterator[str]:
+def _sections(known: Reference) -> Iterator[str]:
     width = max(map(len, known.sections))
     for name, about in known.sections.items():
         count = sum(setting.section == name for setting in known.settings.values())
@@ -154,7 +177,6 @@ def _presets(presets: Mapping[str, str]) -> str:
 
 
 def _other_names(key: str, aliases: Mapping[str, Alias]) -> list[str]:
-    """Return other projects' keys that set this one, and are accepted in a run file."""
     return sorted(name for name, alias in aliases.items() if key in alias.keys)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console import launch
-from penstock.console.tools import explain_settings, reference
+from penstock.console.tools import explain_settings
 from penstock.protocol.config.setting_description import MADE_AT_START, REQUIRED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
@@ -39,7 +39,7 @@ class DataSample:
     problem: str = ""  # the first one
 
 
-def read(data: str, model: str | None) -> DataSample | None:
+def read_sample(data: str, model: str | None) -> DataSample | None:
     """Return what the first rows say; None for a path that does not exist, such as an id on the hub.
 
     Columns with other names are mapped where their names say what they hold. The trainer's code reads the rows, in a child process.
@@ -49,15 +49,15 @@ def read(data: str, model: str | None) -> DataSample | None:
     options = [data, "--first", str(_NUM_ROWS), "--no-tests", "--json"]
     if model and Path(model).exists():
         options += ["--model", model]
-    sample = _read(options, {})
+    sample = _checked_rows(options, {})
     if suggested := sample.mapping:
-        mapped = _read([*options, *(f"--map={column}={name}" for column, name in suggested.items())], suggested)
+        mapped = _checked_rows([*options, *(f"--map={column}={name}" for column, name in suggested.items())], suggested)
         if mapped.num_prompts and not mapped.problem:
             return mapped
     return replace(sample, mapping={})
 
 
-def _read(options: Sequence[str], mapping: Mapping[str, str]) -> DataSample:
+def _checked_rows(options: Sequence[str], mapping: Mapping[str, str]) -> DataSample:
     command = launch.module("penstock", "data", "check", *options)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
@@ -131,8 +131,8 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
     """
     if file.exists():
         raise ConfigError(f"{file} exists and is not overwritten; name another file: penstock init other.toml")
-    answers = check(complete(answers, file, ask))
-    sample = read(str(answers.data), answers.model)
+    answers = check_answers(complete(answers, file, ask))
+    sample = read_sample(str(answers.data), answers.model)
     texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, sample or DataSample(), schema=schema))}
     if schema and not file.with_name(SCHEMA_NAME).exists():
         texts[file.with_name(SCHEMA_NAME)] = json.dumps(explain_settings.run_file_schema(), ensure_ascii=False) + "\n"
@@ -154,7 +154,6 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
 
 
 def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
-    """Return the answers with every gap filled: by asking, or by its default. Raises ConfigError for what has none."""
     builtin = ", ".join(_builtin_rewards())
     questions: dict[str, tuple[str, str | None]] = {
         "model": ("Model folder (Hugging Face: config.json, safetensors, tokenizer)", None),
@@ -183,7 +182,7 @@ def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
 
 
 def _builtin_rewards() -> Sequence[str]:
-    return reference.load().settings["reward.name"].values
+    return explain_settings.load_reference().settings["reward.name"].values
 
 
 def _number(name: str, text: str) -> int:
@@ -193,10 +192,9 @@ def _number(name: str, text: str) -> int:
         raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
 
 
-def check(answers: Answers) -> Answers:
-    """Return the answers; raises ConfigError for one that no run file can hold."""
+def check_answers(answers: Answers) -> Answers:
     check_run_id(str(answers.run_id))
-    presets = reference.load().settings["algorithm.name"].values
+    presets = explain_settings.load_reference().settings["algorithm.name"].values
     if answers.algorithm not in presets:
         near = difflib.get_close_matches(str(answers.algorithm), presets, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(presets)}"
@@ -259,7 +257,7 @@ def _values(answers: Answers, sample: DataSample) -> Iterator[tuple[str, object]
 
 
 def _entry(key: str, value: object) -> Iterator[str]:
-    one = reference.load().settings[key]
+    one = explain_settings.load_reference().settings[key]
     yield from explain_settings.wrapped(explain_settings.first_part(one), "# ", width=100)
     name = key.rpartition(".")[2]
     if value is None:
@@ -282,7 +280,6 @@ def lengths(sample: DataSample) -> tuple[int, int]:
 
 
 def sample_notes(sample: DataSample) -> Iterator[str]:
-    """Yield what was found in the first rows of the data, and what is wrong with them."""
     if sample.num_prompts:
         read_as = "".join(f", {column} from {name}" for column, name in sample.mapping.items())
         longest = "" if sample.longest_prompt is None else f", longest prompt {sample.longest_prompt} tokens"
@@ -302,7 +299,6 @@ def _two_kinds_of_gpus(answers: Answers, file: Path) -> Iterator[str]:
 
 
 def notes(answers: Answers) -> Iterator[str]:
-    """Yield what has to be done before the run can start."""
     for what, path in (("model", answers.model), ("data", answers.data), ("held-out data", answers.eval)):
         if path and not Path(path).exists():
             yield f"{what}: there is no {path} yet"

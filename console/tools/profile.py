@@ -18,17 +18,14 @@ from typing import Any
 
 from rich.table import Table
 
-from penstock.console import connections
-from penstock.console.live import watched_totals
-from penstock.console.live.run_snapshot import service_name
-from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
+from penstock.console.live import run_snapshot
+from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, service_name
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable, table
-from penstock.console.tools.runs import unknown_run
+from penstock.console.tools.runs import run_folder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
-from penstock.protocol.subjects import check_run_id
 
 OTHER = "other"
 # Phases of the training thread, one after the other: field of the step's line -> name.
@@ -51,8 +48,6 @@ _NUM_PARTS = 4  # of a service's CPU that are named in the table
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of the trainer's steps; seconds of wall-clock time, summed over the steps."""
-
     name: str
     seconds: float
     share: float  # of the time from the first step to the last
@@ -146,7 +141,6 @@ def limits(found: RunProfile) -> list[str]:
 
 
 def _slower_role(services: Sequence[ServiceProfile]) -> str:
-    """Return which of the other roles works most of the time, as a clause."""
     shares = [
         (share, service)
         for service in services
@@ -179,12 +173,12 @@ def _phase_seconds(step: Mapping[str, Any]) -> float:
 
 def _rests(steps: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return for each step after the first the seconds since the one before it that no phase has."""
-    pairs = ((number(before.get("at")), number(after.get("at")), after) for before, after in pairwise(steps))
-    return [
-        max(0.0, at - since - _phase_seconds(after))
-        for since, at, after in pairs
-        if since is not None and at is not None
-    ]
+    rests = []
+    for before, after in pairwise(steps):
+        since, at = number(before.get("at")), number(after.get("at"))
+        if since is not None and at is not None:
+            rests.append(max(0.0, at - since - _phase_seconds(after)))
+    return rests
 
 
 def _between_sessions(rests: Sequence[float], watched: WatchedTotals | None) -> float:
@@ -216,12 +210,8 @@ def _order(service: ServiceProfile) -> tuple[int, str]:
 
 
 def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print the profile of a run; return the exit code. Raises ConfigError when there is no such run, or nothing to read."""
-    check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
-    if not folder.is_dir():
-        raise unknown_run(run, folder.parent)
-    found = profile(curves.rows(folder), watched_totals.load(folder))
+    folder = run_folder(run, arguments, environ)
+    found = profile(curves.rows(folder), run_snapshot.load_totals(folder))
     if not found.steps and not found.services:
         raise ConfigError(
             f"run {run} has no steps in {folder / 'metrics.jsonl'} yet; wait for the first one: penstock watch {run}"
@@ -234,7 +224,6 @@ def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str]
 
 
 def document(run: str, found: RunProfile) -> dict[str, Any]:
-    """Return the profile as a JSON object; seconds, shares from 0 to 1."""
     services = [{**asdict(service), "waiting_share": service.waiting_share} for service in found.services]
     return {"run_id": run, **asdict(found), "services": services, "cpu_s": found.cpu_s, "says": limits(found)}
 

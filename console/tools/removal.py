@@ -46,7 +46,6 @@ class Holdings:
         return not (self.streams or self.objects)
 
     def describe(self) -> str:
-        """Return a summary with counts and sizes, in one line."""
         messages = sum(count for count, _ in self.streams.values())
         stream_bytes = sum(size for _, size in self.streams.values())
         return (
@@ -93,7 +92,6 @@ def remove_run(
 
 
 def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
-    """Look up everything that belongs to a run; raises BusError or BlobError."""
     found = {}
     for name in _names(run):
         try:
@@ -181,7 +179,6 @@ def _remove_folder(here: Path, *, yes: bool, folder: bool) -> None:
 
 
 def _others_in(store: Path, run: str) -> list[str]:
-    """Return the other runs and rescored inputs with objects in the store of a finished local run, but no copies."""
     copies = {path.name for path in store.glob(f"{connections.COPIED_INPUTS}/*")}
     found = {path.name for path in store.glob("objects/*/runs/*") if path.is_dir()}
     return sorted(found - copies - {run})

@@ -37,8 +37,6 @@ class ErrorLine:
 
 
 class ErrorCount:
-    """Counts errors by reason; called on the bus's thread."""
-
     def __init__(self) -> None:
         self._lines: dict[str, ErrorLine] = {}
         self._lock = threading.Lock()
@@ -62,7 +60,6 @@ class ErrorCount:
             self._last = time.monotonic()
 
     def lines(self) -> list[ErrorLine]:
-        """Return the reasons, sorted by dead letters and waits, most first."""
         with self._lock:
             return sorted(self._lines.values(), key=lambda line: (-line.dead, -line.waited))
 

@@ -59,7 +59,6 @@ class RewardService:
                 raise ConfigError(f"--token-file {token_file}: not readable ({err.strerror})") from None
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the service's answer; raises RewardServiceError when it does not answer or refuses."""
         import httpx  # noqa: PLC0415 # the page's console starts without it
 
         timeout = httpx.Timeout(self._answer_s, connect=_CONNECT_S)
@@ -124,7 +123,6 @@ def warn_of_new_service() -> None:
 
 
 def read_extra_info(text: str) -> dict[str, Any]:
-    """Return a JSON object; raises ConfigError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as err:
@@ -135,7 +133,6 @@ def read_extra_info(text: str) -> dict[str, Any]:
 
 
 def without_serve(typed: Sequence[str]) -> list[str]:
-    """Return the words of a command without ``--serve FILE``."""
     kept: list[str] = []
     words = iter(typed)
     for word in words:
@@ -160,25 +157,11 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
 
 
 def score_texts(
-    name: str,
-    completions: Sequence[str],
-    url: str,
-    token_file: Path | None,
-    *,
-    prompt: str,
-    ground_truth: str,
-    data_source: str,
-    extra_info: Mapping[str, Any],
+    name: str, completions: Sequence[str], url: str, token_file: Path | None, row: Mapping[str, Any]
 ) -> int:
-    """Score completions with a reward and print one line each; return 1 when the reward could not score."""
+    """Score completions of a row with a reward and print one line each; return 1 when the reward could not score."""
     texts = list(completions or _EXAMPLE)
-    group = {
-        "prompt": prompt,
-        "completions": texts,
-        "ground_truth": ground_truth,
-        "data_source": data_source,
-        "extra_info": extra_info,
-    }
+    group = {**row, "completions": texts}
     answer = RewardService(url, token_file).call("POST", "/v1/score", {"reward": name, "groups": [group]})
     result = answer["results"][0]
     if result["error"] is not None:
@@ -186,7 +169,7 @@ def score_texts(
         error = f"{result['error']['reason']}: {result['error']['detail']}"
         print(f"penstock: {name} could not score: {printable(error)}; in a run the group {kind}", file=sys.stderr)
         return 1
-    print(f"scored by {result['scorer']}, ground truth {ground_truth!r}")
+    print(f"scored by {result['scorer']}, ground truth {row['ground_truth']!r}")
     for text, score in zip(texts, result["scores"], strict=True):
         parts = "".join(f"  {part}={value:g}" for part, value in score["parts"].items())
         print(f"{score['score']:8.3f}  {text!r}{parts}")
@@ -299,7 +282,6 @@ def _check_tests(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _programs(solution: str | None) -> list[tuple[str, str]]:
-    """Return (kind, answer) pairs for a row of tests."""
     empty = ("an empty program", "```python\npass\n```")
     return [empty] if solution is None else [("its own solution", f"````python\n{solution}\n````"), empty]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.report import curves, fine_tuned
+from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable, table
 from penstock.protocol import streams
@@ -36,7 +36,7 @@ _MARKS = (
     "job.json",  # created by the Runs API, and perhaps not started yet
     connections.STORE,
     run_lock.RUN_LOCK,
-    *(f"{command}-training" for command in fine_tuned.COMMANDS),
+    *(f"{command}-training" for command in curves.COMMANDS),
 )  # a folder with any of these is a run's
 
 
@@ -57,7 +57,6 @@ class RunLine:
 
 
 def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print all runs, newest first; return the exit code. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     lines = list_folder(loaded.settings.run.dir)
     for line in lines:
@@ -87,11 +86,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
 
 
 def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print a run's report; return the exit code. Raises ConfigError when there is no such run."""
-    check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
-    if not folder.is_dir():
-        raise unknown_run(run, folder.parent)
+    folder = run_folder(run, arguments, environ)
     try:
         text = printable(read_regular(folder / "report.md").decode("utf-8", "replace"))
     except FileNotFoundError:
@@ -108,6 +103,14 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     else:
         print(text)
     return 0
+
+
+def run_folder(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path:
+    """Return the folder of a run of this machine; raises ConfigError that lists the runs found."""
+    folder = connections.find(arguments, environ).settings.run.dir / check_run_id(run)
+    if not folder.is_dir():
+        raise unknown_run(run, folder.parent)
+    return folder
 
 
 def unknown_run(run: str, folder: Path, *, more: str = "") -> ConfigError:
@@ -161,10 +164,8 @@ def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine
 
 
 def describe(folder: Path) -> RunLine:
-    if (trained := fine_tuned.read(folder)) is not None:
-        when = datetime.fromtimestamp(fine_tuned.metrics_file(folder).stat().st_mtime, UTC).isoformat(
-            timespec="seconds"
-        )
+    if (trained := curves.read_training(folder)) is not None:
+        when = datetime.fromtimestamp(curves.metrics_file(folder).stat().st_mtime, UTC).isoformat(timespec="seconds")
         losses = {"loss": trained.loss, "eval_loss": trained.eval_loss}
         return RunLine(folder.name, state_of(folder), trained.step, when=when, folder=str(folder), **losses)
     found = curves.read(folder)
@@ -186,7 +187,6 @@ def describe(folder: Path) -> RunLine:
 
 
 def state_of(folder: Path) -> str:
-    """Return whether a run is running, finished or stopped, by the files of its folder."""
     if run_lock.is_held(folder):
         return "running"
     return "finished" if is_finished(folder) else "stopped"
@@ -197,8 +197,8 @@ def is_finished(folder: Path) -> bool:
 
     A run without ``trainer.json`` is finished when it has a report, a training on given answers when it has its model.
     """
-    if (command := fine_tuned.command_of(folder)) is not None:
-        return fine_tuned.is_finished(folder, command)
+    if (command := curves.command_of(folder)) is not None:
+        return curves.is_training_finished(folder, command)
     ended, started = _read_object(folder / "trainer.json"), _read_object(folder / "config.json")
     if ended is None:
         return (folder / "report.json").exists()

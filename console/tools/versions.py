@@ -7,8 +7,7 @@ import platform
 from collections.abc import Iterator
 
 
-def versions() -> Iterator[tuple[str, str]]:
-    """Yield the names and versions that a bug report needs."""
+def installed_versions() -> Iterator[tuple[str, str]]:
     yield "penstock", package_version("penstock") or "(not installed: run from its folder)"
     yield "python", platform.python_version()
     yield "platform", platform.platform()
@@ -17,7 +16,6 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package, None when it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

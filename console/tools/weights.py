@@ -57,7 +57,6 @@ def reasons(manifests: Mapping[str, VersionManifest], kept: KeptVersions) -> dic
 
 
 def why(kept: Row) -> str:
-    """Return the reasons of one row as people read them."""
     parts: list[str] = []
     if (best := kept["best"]) is not None:
         place = "best" if best["rank"] == 1 else f"best no. {best['rank']}"
@@ -68,7 +67,6 @@ def why(kept: Row) -> str:
 
 
 def stored_text(manifests: Iterable[VersionManifest], kept: KeptVersions) -> str:
-    """Return the stored versions in ranges, and which are the best and the milestones."""
     ranges: list[list[int]] = []
     for version in sorted({manifest.version for manifest in manifests}):
         if ranges and version == ranges[-1][-1] + 1:
@@ -83,7 +81,6 @@ def stored_text(manifests: Iterable[VersionManifest], kept: KeptVersions) -> str
 
 
 def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print the stored versions of a run; return the exit code. Raises PenstockError."""
     rows = stored_versions(run, arguments, environ)
     if as_json:
         print(json_text.dumps(rows))
@@ -98,7 +95,6 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
 
 
 def stored_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Row]:
-    """Return the stored versions of a run as `list_versions` describes them. Raises PenstockError."""
     logs.configure("weights", level="error")
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:

@@ -1,9 +1,10 @@
 """Write the events of one run to one tracker, in their order, from the last position.
 
-Each event is one row: the library is asked what it holds (`TrackerWriter.last_event`); where it cannot tell, the position file
-in the run's folder counts, which is replaced after each batch, once the batch was flushed. Its ``key`` is created before
-anything is written, so that a tracker finds its run again. The run never waits: events are read as by `penstock watch`, and
-an error ends this process only.
+An event is one row of numbers by name, each step once; a run that has ended also gives a table of samples and its report.
+The library is asked what it holds (`TrackerWriter.last_event`); where it cannot tell, the position file in the run's folder
+counts, which is replaced after each batch, once the batch was flushed. Its ``key`` is created before anything is written, so
+that a tracker finds its run again. The run never waits: events are read as by `penstock watch`, and an error ends this
+process only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,16 +25,23 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.console.report.event_fields import StateFields, UnreadableEvent, read
-from penstock.console.tracking import rows
-from penstock.console.tracking.interface import Destination, TrackerWriter
-from penstock.console.tracking.rows import RowFold
+from penstock.console.record.lineage import Member, open_record, packs_of, read_texts, version_lineage
+from penstock.console.report.event_fields import StateFields, UnreadableEvent, number, read
+from penstock.console.tracking.interface import EVENT, Destination, Row, TrackerWriter
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.transport.bus import Bus
 
+METRICS = "metrics"  # the kind of events that `penstock log` publishes
+_GROUPS = {"step": "train", "eval": "eval"}  # kind of event -> prefix of its names
+_HISTOGRAMS = ("staleness_tokens",)  # by age: a name for each age would be a chart for each age
+_NO_FIGURES = ("step",)
+_MOST_VALUES = 1000  # of one event
+SAMPLE_COLUMNS = ("step", "prompt", "completion", "reward")
+REPORT_FILES = ("report.md", "report.json", "curve.png")
+_TEXT_CHARS = 4000
 log = structlog.get_logger("console.tracking")
 _BATCH = 256
 _WHO_FINISHES = ("trainer", "log")  # Penstock's trainer; another one, by `MetricsLog`
@@ -41,6 +49,92 @@ _WAIT_S = 0.2
 _QUIET_S = 10.0  # without an event, at the end of a run
 _REPORT_S = 30.0  # from the end of the run to its report
 _MOST_CONFIG_BYTES = 1024**2
+
+
+class RowFold:
+    """Turns the events of a run into rows.
+
+    A step or an evaluation that a resumed trainer repeats is left out: trackers cannot take back what they show.
+    ``steps`` are the last steps so far by series, for a reader that resumes.
+    """
+
+    def __init__(self, steps: Mapping[str, int] | None = None) -> None:
+        self.steps: dict[str, int] = dict(steps or {})
+        self.num_repeated = 0
+
+    def row(self, event: int, fact: RunEvent) -> Row | None:
+        """Return the row of an event; None for one without figures, or of a step that was there before."""
+        if fact.kind == METRICS:
+            step, values = fact.data.get("step"), dict(figures(fact.data.get("values")))
+            return self._row(event, fact.at, step, values)
+        group = _GROUPS.get(fact.kind)
+        if group is None:
+            return None
+        name = fact.data.get("name")
+        series = f"{group}/{name}" if isinstance(name, str) and name else group
+        step = fact.data.get("step")
+        if step is None or not _is_step(step):
+            return None
+        if step <= self.steps.get(series, -1):
+            self.num_repeated += 1
+            return None
+        self.steps[series] = step
+        data = {key: value for key, value in fact.data.items() if key not in (*_NO_FIGURES, *_HISTOGRAMS)}
+        return self._row(event, fact.at, step, {f"{series}/{key}": value for key, value in figures(data)})
+
+    @staticmethod
+    def _row(event: int, at: float, step: Any, values: dict[str, float]) -> Row | None:
+        if not values or not _is_step(step):
+            return None
+        return Row(event, step, at, {**values, EVENT: float(event)})
+
+
+def figures(data: Any) -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers of nested tables as ``outer/inner``, at most a thousand; other values are left out."""
+    found = _figures(data, "") if isinstance(data, Mapping) else iter(())
+    for _, one in zip(range(_MOST_VALUES), found, strict=False):
+        yield one
+
+
+def _figures(data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _figures(value, f"{prefix}{key}/")
+        elif (found := number(value)) is not None:
+            yield f"{prefix}{key}", found
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTable:
+    """Trained completions of the newest version in the record."""
+
+    step: int
+    rows: list[tuple[int, str, str, float]]
+
+
+def read_samples(run: str, arguments: Sequence[str], environ: Mapping[str, str], most: int) -> SampleTable:
+    record, blobs = open_record(run, arguments, environ)
+    chosen: list[tuple[int, Member]] = []
+    for step in reversed(record.steps):
+        members = version_lineage(record, step.made_version).groups
+        chosen += [(step.step, member) for member in members]
+        if sum(len(member.rewards) for _, member in chosen) >= most:
+            break
+    read_texts([member for _, member in chosen], packs_of(record), blobs)
+    rows = [
+        (step, member.prompt_text[:_TEXT_CHARS], completion[:_TEXT_CHARS], reward)
+        for step, member in chosen
+        for completion, reward in zip(member.completions, member.rewards, strict=False)
+    ]
+    return SampleTable(record.steps[-1].step if record.steps else 0, rows[:most])
+
+
+def report_files(folder: Path) -> list[Path]:
+    return [path for name in REPORT_FILES if (path := folder / name).is_file() and not path.is_symlink()]
 
 
 class Position(BaseModel):
@@ -111,7 +205,7 @@ class Job:
     folder: Path  # of the run; its position, settings and report are there
     open: Callable[[Destination], TrackerWriter]
     destination: Callable[[str, dict[str, Any]], Destination]  # of a key and the run's settings
-    read_samples: Callable[[], rows.SampleTable] | None = None
+    read_samples: Callable[[], SampleTable] | None = None
     once: bool = False  # write what is there, then end, finished or not
     awaits_report: bool = False  # it will be written after the run has ended
     on_read: Callable[[], object] = lambda: None  # called once nothing of the run's servers is needed any more
@@ -168,7 +262,6 @@ class Consumer:
         return position.event
 
     def work(self) -> Written:
-        """Write until the end; raises what the tracker raises."""
         done = Written()
         position = self._file.position
         while not self._stop.is_set():
@@ -238,7 +331,6 @@ class Consumer:
         return self._read_up_to >= self._target
 
     def _settings(self) -> dict[str, Any]:
-        """Return the run's settings by dotted key, as its folder has them; empty without it."""
         try:
             document = json.loads(read_regular(self._job.folder / "config.json", _MOST_CONFIG_BYTES))
             return {
@@ -259,7 +351,7 @@ class Consumer:
             except PenstockError as err:
                 log.warning("no table of samples", error=str(err))
             else:
-                writer.table("samples", table.step, rows.COLUMNS, table.rows)
+                writer.table("samples", table.step, SAMPLE_COLUMNS, table.rows)
                 position.stored.append(f"samples {end}")
         self._job.on_read()
         if f"report {end}" not in position.stored:
@@ -274,7 +366,7 @@ class Consumer:
         give_up = time.monotonic() + (_REPORT_S if self._job.awaits_report else 0.0)
         started = time.time()
         while True:
-            files = rows.report_files(self._job.folder)
+            files = report_files(self._job.folder)
             is_new = files and (not self._job.awaits_report or files[0].stat().st_mtime >= started - 1.0)
             if is_new or time.monotonic() > give_up or self._stop.is_set():
                 return files

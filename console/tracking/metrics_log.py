@@ -9,15 +9,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import structlog
 
 from penstock.console import connections
-from penstock.console.tracking.rows import METRICS
+from penstock.console.tracking.consumer import METRICS
 from penstock.protocol import streams, subjects
-from penstock.protocol.config.run_file import SECTIONS
+from penstock.protocol.config.schema_keys import SECTIONS
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
@@ -70,7 +69,6 @@ class MetricsLog:
         self._publish(METRICS, {"step": step, "values": finite})
 
     def finish(self) -> None:
-        """Mark the run as finished and wait until all is sent; the metrics log is closed."""
         self._publish("state", {"text": "finished", "finished": True})
         self.close()
 
@@ -83,9 +81,7 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         else:

@@ -18,7 +18,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from penstock.console import connections, launch
 from penstock.console.tracking.interface import TRACKERS
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
-from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.config.run_file import load
+from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
 
@@ -113,7 +114,6 @@ class TrackSettings(Section):
 
 
 def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[str, str]) -> TrackSettings:
-    """Load the settings of trackers; a run that is named is found as by `penstock watch`. Raises ConfigError."""
     files, overrides = split_arguments(arguments)
     if run is None:
         return load(TrackSettings, files=files, overrides=overrides, environ=environ).settings
@@ -132,7 +132,6 @@ def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[st
 
 
 def check(settings: TrackSettings) -> None:
-    """Raise ConfigError for a tracker that is unknown or not installed, before anything starts."""
     for one in settings.tracker:
         TRACKERS.find(one.type).value.require_installed()
 
@@ -155,7 +154,6 @@ def store(settings: TrackSettings) -> None:
 
 
 def command(run: str, label: str, arguments: Sequence[str], *flags: str) -> list[str]:
-    """Return the command line of the process that writes a run to one tracker."""
     return launch.module(MODULE, run, label, *flags, *arguments)
 
 

@@ -102,10 +102,7 @@ class _Token:
 
 
 class Access:
-    """The tokens in one file, and the one-time links of this process."""
-
     def __init__(self, file: Path) -> None:
-        """Create the file if there is none; raises ConfigError for one that others may read, or with a wrong line."""
         self.file = file
         self._lock = threading.Lock()
         self._seen: tuple[int, int, int] = (0, 0, 0)
@@ -203,8 +200,7 @@ class Access:
             atomic_write(self.file, "".join(token.line() for token in tokens), sync=True, mode=0o600)
 
 
-def file_of(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:
-    """Return the file of the tokens: the given one, or that in the folder of runs. Raises ConfigError."""
+def tokens_file(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:
     return (given or connections.find(arguments, environ).settings.run.dir / TOKENS).absolute()
 
 

@@ -18,7 +18,7 @@ from penstock import __version__
 from penstock.console.web import control_routes, event_routes, reading_routes
 from penstock.console.web.access import BROWSER_S, CALLER, STATIC, TOKEN, Gate, cookie_name
 from penstock.console.web.context import Context, WebContext
-from penstock.console.web.jobs import actions, queue
+from penstock.console.web.jobs import queue
 from penstock.console.web.problems import Problem, ProblemBody, answer_errors
 from penstock.console.web.reading_routes import closing_runs
 
@@ -142,7 +142,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 def _advance_once(context: WebContext) -> None:
     queue.repeat_pauses(context.runs_dir)
-    queue.advance(actions.machine(context))
+    queue.advance(context)
 
 
 async def _advance(context: WebContext) -> None:
@@ -156,7 +156,6 @@ async def _advance(context: WebContext) -> None:
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Add the schema that the error answers of all routes refer to."""
     original = app.openapi
 
     def openapi() -> dict[str, object]:

@@ -36,7 +36,6 @@ class WebContext:
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server stops: streams end then
 
     def settings_of(self, run: str) -> Loaded[connections.ConsoleSettings]:
-        """Return the addresses of a run's NATS and S3; raises ConfigError."""
         run_file = self.runs_dir / run / RUN_FILE
         own = [str(run_file)] if run_file.is_file() and not run_file.is_symlink() else []
         arguments = [*self.arguments, *own, f"run.dir={self.runs_dir}"]
@@ -56,7 +55,6 @@ RunName = Annotated[str, PathParameter(pattern=f"^{RUN_ID.pattern}$", descriptio
 
 
 def run_folder(run: RunName, web: Context) -> Path:
-    """Return the folder of a run; a problem 404 if there is none."""
     folder = web.runs_dir / run
     if folder.is_symlink() or not folder.is_dir():
         raise Problem(404, f"there is no run {run}", fix="list the runs with GET /v1/runs")

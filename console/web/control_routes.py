@@ -11,9 +11,8 @@ from pydantic import BaseModel, Field
 
 from penstock.console.web.context import Admin, Context, Reader, RunFolder, Runner
 from penstock.console.web.jobs import actions, job_file, queue
-from penstock.console.web.jobs.job_file import Job
+from penstock.console.web.jobs.job_file import Job, RunState, State
 from penstock.console.web.jobs.job_request import RunRequest
-from penstock.console.web.jobs.job_state import RunState, State
 from penstock.console.web.problems import RESPONSES
 
 router = APIRouter(prefix="/v1", tags=["control"], responses=RESPONSES)

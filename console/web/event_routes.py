@@ -27,7 +27,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from penstock.console.web.context import Context, Reader, RunFolder, WebContext
 from penstock.console.web.jobs import actions
-from penstock.console.web.jobs.job_state import ALIVE
+from penstock.console.web.jobs.job_file import ALIVE
 from penstock.console.web.problems import RESPONSES, Problem
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import PenstockError
@@ -184,7 +184,6 @@ class _Stream:
         return [ServerSentEvent(event="state", data=state, retry=_RETRY_MS)]
 
     def _begin(self) -> list[ServerSentEvent]:
-        """Connect to the run's NATS, if it is there now."""
         if self._reading is not None or self._is_over or time.monotonic() < self._next_try:
             return []
         with contextlib.suppress(PenstockError):

@@ -19,13 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console.tools.rewards import RewardServiceError
 from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
-from penstock.console.web.jobs import job_file, job_state
+from penstock.console.web.jobs import job_file
 from penstock.console.web.problems import RESPONSES, Problem
-from penstock.console.web.reading import documents, group_detail, server_requests
-from penstock.console.web.reading.group_detail import MAX_TOKENS, group_document, token_document
+from penstock.console.web.reading import documents, recorded_groups, server_requests
 from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun, listed_runs
 from penstock.console.web.reading.page_view import MAX_POINTS
-from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
+from penstock.console.web.reading.recorded_groups import (
+    MAX_TOKENS,
+    GroupFilter,
+    QueryRefused,
+    group_document,
+    token_document,
+)
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
@@ -46,7 +51,6 @@ _scans = threading.BoundedSemaphore(_MAX_SCANS)
 
 @contextlib.asynccontextmanager
 async def closing_runs(app: FastAPI) -> AsyncIterator[None]:
-    """Close the runs that are watched when the server stops."""
     yield
     opened: OpenRuns | None = getattr(app.state, "open_runs", None)
     if opened is not None:
@@ -54,7 +58,6 @@ async def closing_runs(app: FastAPI) -> AsyncIterator[None]:
 
 
 def where(web: WebContext) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """Return what names the servers and the folder of runs, see `connections.find`."""
     return (*web.arguments, f"run.dir={web.runs_dir}"), web.environ
 
 
@@ -117,7 +120,7 @@ class TestedCompletions(BaseModel):
 def _state(folder: Path, otherwise: str) -> str:
     """Return the state of a run's job; a run that was stopped here may be running elsewhere."""
     try:
-        found = job_state.of_folder(folder, job_file.read(folder), ask=False).state
+        found = job_file.run_state(folder, job_file.read(folder), ask=False).state
     except PenstockError:
         return otherwise
     return otherwise if found == "stopped" else found
@@ -174,7 +177,7 @@ def versions(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[s
 @router.get("/runs/{run}/rewards")
 def rewards(reading: Reading, web: Context) -> dict[str, Any]:
     """Return errors by reason, scorers, the distribution of the newest rewards, and the reward service's endpoints."""
-    return reading.rewards() | {"service": server_requests.endpoints(*_reward_service(reading, web))}
+    return reading.rewards() | {"service": server_requests.reward_endpoints(*_reward_service(reading, web))}
 
 
 @router.post("/runs/{run}/rewards/test")
@@ -182,7 +185,7 @@ def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompl
     """Score completions by hand, by the code that scores the run's groups."""
     body = {"reward": tested.reward, "groups": [tested.model_dump(exclude={"reward"})]}
     try:
-        return server_requests.score(*_reward_service(reading, web), body)
+        return server_requests.score_groups(*_reward_service(reading, web), body)
     except RewardServiceError as err:
         raise Problem(503, str(err)) from None
 
@@ -190,19 +193,19 @@ def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompl
 @router.get("/runs/{run}/dead-letters")
 def dead_letters(reading: Reading, web: Context, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
     """Return the newest dead letters."""
-    return server_requests.page(reading.run_id, *where(web), before=before, limit=limit)
+    return server_requests.dead_letters(reading.run_id, *where(web), before=before, limit=limit)
 
 
 @router.get("/runs/{run}/dead-letters/{number}")
 def dead_letter(reading: Reading, web: Context, number: Number) -> dict[str, Any]:
     """Return one dead letter with its prompts and completions."""
-    return server_requests.show(reading.run_id, number, *where(web))
+    return server_requests.dead_letter(reading.run_id, number, *where(web))
 
 
 @router.post("/runs/{run}/dead-letters/{number}/resend")
 def resend(_: Runner, reading: Reading, web: Context, number: Number, once_more: bool = False) -> dict[str, Any]:
     """Send one dead letter again."""
-    return server_requests.resend(reading.run_id, number, *where(web), once_more=once_more)
+    return server_requests.resend_dead_letter(reading.run_id, number, *where(web), once_more=once_more)
 
 
 def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | None]:
@@ -214,8 +217,6 @@ def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | N
 
 @dataclass(frozen=True, slots=True)
 class _Filter:
-    """The query of a list of groups or trajectories."""
-
     step_from: Step = None
     step_to: Step = None
     reward_min: Finite = None
@@ -262,7 +263,7 @@ def group(
         with reading.groups() as found:
             entry = found.find(group_id, chapter=chapter)
             stored, problem = found.group(entry)
-            current = None if stored is None else found.current(entry, stored, storing)
+            current = None if stored is None else found.logprobs.of_group(entry, stored, storing)
         return group_document(entry, stored, current, problem)
 
 
@@ -288,8 +289,8 @@ def tokens(
             stored, problem = found.group(entry)
             if stored is None:
                 raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
-            current = found.current(entry, stored, storing)
-        texts = group_detail.reader(reading.folder, reading.known_config())
+            current = found.logprobs.of_group(entry, stored, storing)
+        texts = recorded_groups.token_reader(reading.folder, reading.known_config())
         return token_document(stored, current, trajectory, row, first, count, texts)
 
 

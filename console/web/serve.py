@@ -20,7 +20,7 @@ from pathlib import Path
 import uvicorn
 
 from penstock.console import connections
-from penstock.console.web.access import Access, Role, file_of
+from penstock.console.web.access import Access, Role, tokens_file
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import logs
@@ -34,8 +34,6 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where the console listens, and under which host names."""
-
     host: str = "127.0.0.1"
     port: int = PORT
     tokens: Path | None = None
@@ -47,7 +45,7 @@ def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOp
     """Serve until SIGINT or SIGTERM; return the exit code. Raises ConfigError when the address cannot be had."""
     logs.configure("console", level="warning")
     runs_dir = connections.find(arguments, environ).settings.run.dir.absolute()
-    access = Access(file_of(arguments, environ, options.tokens))
+    access = Access(tokens_file(arguments, environ, options.tokens))
     with contextlib.closing(http_tls.listen(options.host, options.port, key="--port", backlog=_BACKLOG)) as bound:
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -98,8 +96,6 @@ async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`, which ends the event streams too."""
-
     @contextlib.contextmanager
     def capture_signals(self):
         yield

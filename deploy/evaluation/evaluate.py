@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
-from penstock.console.evaluation import result_table, results
-from penstock.console.evaluation.results import Answers, Correctness, EvaluationResult, Outcome, summarise
+from penstock.console.evaluation_results import Answers, Correctness, EvaluationResult, Outcome, summarise
 from penstock.console.terminal import console
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
@@ -69,22 +69,26 @@ def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int
 
 def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Event) -> tuple[EvaluationResult, str]:
     folder = evaluation.folder
-    done = {number: one for number, one in results.read_outcomes(folder).items() if one.failed is None}
-    results.rewrite_outcomes(folder, done.values())
+    done = {
+        number: outcome
+        for number, outcome in evaluation_results.read_outcomes(folder).items()
+        if outcome.failed is None
+    }
+    evaluation_results.rewrite_outcomes(folder, done.values())
     missing = [prompt for prompt in evaluation.planned if prompt.number not in done]
     if done:
         print(f"penstock eval: {len(done)} of {len(evaluation.planned)} prompts were evaluated before", file=sys.stderr)
-    earlier = results.read_result(folder)
+    earlier = evaluation_results.read_result(folder)
     root, problem, rules = earlier.state_root if earlier else "", "", _read_rules(folder)
     at, wall_s = (earlier.finished_at, earlier.wall_s) if earlier else (None, None)
     if missing or rules is None:
         started = time.monotonic()
         rules, root, problem = _sample(evaluation, missing, options, stop)
         at, wall_s = time.time(), time.monotonic() - started
-    outcomes = list(results.read_outcomes(folder).values())
+    outcomes = list(evaluation_results.read_outcomes(folder).values())
     result = _result(evaluation, outcomes, rules, options.answer, root)
     result = result.model_copy(update={"finished_at": at, "wall_s": wall_s})
-    results.write_result(folder, result)
+    evaluation_results.write_result(folder, result)
     return result, problem
 
 
@@ -143,7 +147,7 @@ class _Store:
         self._printed_at = time.monotonic()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        results.append_outcomes(self._folder, outcomes)
+        evaluation_results.append_outcomes(self._folder, outcomes)
         self._num_done += len(outcomes)
         if time.monotonic() - self._printed_at > _PROGRESS_S:
             self._printed_at = time.monotonic()
@@ -206,12 +210,12 @@ def _rewarded_by(one: Outcome, rules: SuccessRules) -> str:
 
 def _write_rules(folder: Path, rules: SuccessRules) -> None:
     document = {"thresholds": dict(rules.thresholds), "by_source": dict(rules.by_source)}
-    (folder / results.RULES).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / evaluation_results.RULES).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_rules(folder: Path) -> SuccessRules | None:
     try:
-        document = json.loads((folder / results.RULES).read_bytes())
+        document = json.loads((folder / evaluation_results.RULES).read_bytes())
         thresholds: dict[str, SuccessThreshold] = dict(document["thresholds"])
         return SuccessRules(thresholds, dict(document["by_source"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -220,13 +224,13 @@ def _read_rules(folder: Path) -> SuccessRules | None:
 
 def _show(result: EvaluationResult, folder: Path, *, as_json: bool) -> None:
     if importlib.util.find_spec("matplotlib") is not None and result.overall.complete:
-        from penstock.console.evaluation import result_plot  # noqa: PLC0415  half a second, and optional
+        from penstock.console.report import plots  # noqa: PLC0415  half a second, and optional
 
-        result_plot.draw(folder / results.PLOT, result)
+        plots.draw_result(folder / evaluation_results.PLOT, result)
     if as_json:
         print(result.model_dump_json())
         return
-    console().print(result_table.table(result))
-    for note in result_table.notes(result):
+    console().print(evaluation_results.result_table(result))
+    for note in evaluation_results.result_notes(result):
         print(note)
-    print(f"stored: {folder / results.RESULT}")
+    print(f"stored: {folder / evaluation_results.RESULT}")

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import cast, get_args
 
+from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
-from penstock.console.evaluation import results
-from penstock.console.evaluation.results import Answers, DataFile, Extract, Outcome
+from penstock.console.evaluation_results import Answers, DataFile, Extract, Outcome
 from penstock.deploy.bootstrap import connection_arguments, without_servers
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.samples import PlannedPrompt
@@ -145,7 +145,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     evaluated = target.find(name, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
     home = evaluated.home.absolute()
-    scratch = home / results.FOLDER / f".starting-{os.getpid()}"
+    scratch = home / evaluation_results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
     model = target.export(evaluated, scratch / "model", connection_arguments(rest))
@@ -183,7 +183,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     planned, data = _plan(sets, [Path(file) for file in files], options.num_prompts)
     sampling = _sampling(options, settings, tokenizer)
     evaluation_id = _evaluation_id(evaluated, data, sampling, options.samples, len(planned), settings)
-    folder = home / results.FOLDER / evaluation_id
+    folder = home / evaluation_results.FOLDER / evaluation_id
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from penstock.console.evaluation.results import Outcome
+from penstock.console.evaluation_results import Outcome
 from penstock.deploy.evaluation.target import VERSION
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.console import connections, launch
-from penstock.console.models.tensor_files import open_model
 from penstock.console.registry import versions
+from penstock.console.registry.model_merge import open_model
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import toml_text
@@ -157,7 +157,7 @@ def _final_model(run: str, home: Path) -> Target:
 
 
 def _of_version(run: str, version: str, home: Path, arguments: Sequence[str]) -> Target:
-    tag = versions.read(home).get(version)
+    tag = versions.read_tags(home).get(version)
     if tag is not None and ((kept := home / versions.MODELS / version) / "config.json").is_file():
         return Target(f"{run}@{version}", home, _identity(kept), kept, run, tag.version, recorded=_config(home))
     version = str(tag.version) if tag is not None else version

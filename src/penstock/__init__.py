@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from penstock.agents.proxy.messages import Message as Message
     from penstock.agents.proxy.messages import ToolCall as ToolCall
     from penstock.client.async_client import AsyncClient as AsyncClient
-    from penstock.client.async_run import AsyncFineTuning as AsyncFineTuning
-    from penstock.client.async_run import AsyncRun as AsyncRun
+    from penstock.client.async_client import AsyncFineTuning as AsyncFineTuning
+    from penstock.client.async_client import AsyncRun as AsyncRun
     from penstock.client.client import Client as Client
-    from penstock.client.errors import RunFailed as RunFailed
     from penstock.client.events import Event as Event
-    from penstock.client.fine_tuning import FineTuning as FineTuning
+    from penstock.client.handles import FineTuning as FineTuning
+    from penstock.client.handles import Run as Run
     from penstock.client.metrics import Metrics as Metrics
-    from penstock.client.run import Run as Run
+    from penstock.client.processes import RunFailed as RunFailed
     from penstock.console.tracking.metrics_log import MetricsLog as MetricsLog
     from penstock.protocol.errors import ConfigError as ConfigError
     from penstock.protocol.errors import PenstockError as PenstockError
@@ -80,8 +80,8 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. tests/packaging/test_public_interface.py has each with its signature.
 _MODULES = {
     "AsyncClient": "penstock.client.async_client",
-    "AsyncFineTuning": "penstock.client.async_run",
-    "AsyncRun": "penstock.client.async_run",
+    "AsyncFineTuning": "penstock.client.async_client",
+    "AsyncRun": "penstock.client.async_client",
     "Candidate": "penstock.trainer.algorithm.filters.interface",
     "Client": "penstock.client.client",
     "ClipRange": "penstock.trainer.algorithm.losses.interface",
@@ -98,7 +98,7 @@ _MODULES = {
     "Event": "penstock.client.events",
     "Extension": "penstock.protocol.extensions",
     "Filter": "penstock.trainer.algorithm.filters.interface",
-    "FineTuning": "penstock.client.fine_tuning",
+    "FineTuning": "penstock.client.handles",
     "GroupCandidate": "penstock.trainer.algorithm.group_filters.interface",
     "GroupFilter": "penstock.trainer.algorithm.group_filters.interface",
     "Loss": "penstock.trainer.algorithm.losses.interface",
@@ -114,8 +114,8 @@ _MODULES = {
     "Registry": "penstock.protocol.extensions",
     "Reply": "penstock.agents.environments.play",
     "Row": "penstock.agents.environments.play",
-    "Run": "penstock.client.run",
-    "RunFailed": "penstock.client.errors",
+    "Run": "penstock.client.handles",
+    "RunFailed": "penstock.client.processes",
     "Sampler": "penstock.rollout_service.environments.environment",
     "Sampling": "penstock.protocol.groups",
     "Sequences": "penstock.trainer.algorithm.losses.interface",

@@ -12,10 +12,9 @@ import pytest
 
 import penstock
 from penstock.client import local_start
-from penstock.client.errors import RunFailed
 from penstock.client.events import Event
-from penstock.client.processes import State
-from penstock.client.run import Run
+from penstock.client.handles import Run
+from penstock.client.processes import RunFailed, State
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import pause_request, run_lock
 from penstock.reward_service.errors import UserFileError
@@ -197,8 +196,8 @@ async def test_coroutines_do_what_the_methods_do() -> None:
         (penstock.Run, penstock.AsyncRun),
         (penstock.FineTuning, penstock.AsyncFineTuning),
     ):
-        names = {name for name in vars(plain) if not name.startswith("_")}
-        assert names <= set(vars(coroutines)), names - set(vars(coroutines))
+        names = {name for name in dir(plain) if not name.startswith("_")}
+        assert names <= set(dir(coroutines)), names - set(dir(coroutines))
 
 
 async def test_an_asynchronous_wait_can_be_cancelled_and_times_out() -> None:

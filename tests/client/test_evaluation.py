@@ -12,13 +12,12 @@ import pytest
 import penstock
 from penstock.client import evaluation
 from penstock.client.client import _target_name
-from penstock.client.errors import RunFailed
-from penstock.client.fine_tuning import FineTuning
-from penstock.client.local_training import LocalTraining
-from penstock.client.processes import LocalProcess
+from penstock.client.handles import FineTuning
+from penstock.client.local_backend import LocalTraining
+from penstock.client.processes import LocalProcess, RunFailed
 from penstock.console.cli.main import app
 from penstock.console.cli.options import EvalOptions
-from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.evaluation_results import EvaluationResult
 from penstock.protocol.errors import ConfigError, PenstockError
 
 ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.client import events
 from penstock.client.events import Event
+from penstock.console.report import curves
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.facts import RunEvent
@@ -65,4 +66,4 @@ def test_a_run_that_ends_before_its_streams_exist_has_no_events(run_id: str, fol
 
 def test_steps_of_a_folder_are_events(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "at": 2.5, "step": 1}\n{"kind": "st')
-    assert list(events.recorded(tmp_path)) == [Event("step", "trainer", 2.5, {"step": 1})]
+    assert list(events.recorded(curves.rows(tmp_path))) == [Event("step", "trainer", 2.5, {"step": 1})]

@@ -22,7 +22,7 @@ ROWS = [
 
 def test_each_figure_is_an_array_over_the_steps() -> None:
     """Steps are in order and whole numbers; a repeated step counts with its last row; what is missing is nan, not 0."""
-    found = metrics.from_rows(ROWS)
+    found = metrics.metrics_of_rows(ROWS)
     assert found["step"].tolist() == [1, 2, 3]
     assert found["step"].dtype == np.int64
     np.testing.assert_array_equal(found["loss"], [1.0, 0.75, np.nan])
@@ -41,14 +41,14 @@ def test_evaluations_of_one_step_are_told_apart_by_their_source() -> None:
     rows = [
         {"step": 5, "split": "eval", "name": name, "reward_mean": value} for name, value in (("a", 0.1), ("b", 0.2))
     ]
-    found = metrics.from_rows(rows)
+    found = metrics.metrics_of_rows(rows)
     assert found["name"].tolist() == ["a", "b"]
     assert found["reward_mean"].tolist() == [0.1, 0.2]
 
 
 def test_a_data_frame_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pandas the error says how to install it; with it the frame's index is the step."""
-    found = metrics.from_rows(ROWS)
+    found = metrics.metrics_of_rows(ROWS)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(PenstockError, match="pip install pandas"):
         found.to_pandas()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.client.served_function import ServedFunction, reward_name, reward_of
+from penstock.client.rewards import ServedFunction, reward_name, reward_of
 from penstock.reward_service.errors import UserFileError
 
 CELL = """

@@ -19,9 +19,8 @@ from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.report import curves, learning, report
 from penstock.console.terminal import printable
-from penstock.console.tools.dead_letters import DeadLetters, print_list
+from penstock.console.tools.dead_letters import DeadLetters, RunProgress, print_list, refusal
 from penstock.console.tools.removal import running_services
-from penstock.console.tools.resending import RunProgress, refusal
 from penstock.console.tools.reward_errors import print_errors
 from penstock.console.tools.runs import describe, list_broker
 from penstock.deploy.processes.servers import NatsServer

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from penstock.console.tools import reference
+from penstock.console.tools import explain_settings
 from penstock.protocol.config.setting_description import ANY_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_every_setting_is_read() -> None:
     """By its name, somewhere outside the validators; and a setting that nothing reads is found."""
     files = [file for package in _PACKAGES for file in (ROOT / package).rglob("*.py")]
     read = {name for file in files for name in names_read(ast.parse(file.read_text(encoding="utf-8")))}
-    assert unread(reference.load().settings, read) == []
+    assert unread(explain_settings.load_reference().settings, read) == []
     assert unread(["trainer.steps", "trainer.forgotten_setting"], read) == ["trainer.forgotten_setting"]
 
 
@@ -74,7 +74,7 @@ def test_the_seed_has_the_readers_that_its_description_names() -> None:
         "trainer/learner/trainable.py",  # adapters' first values
         "fine_tuning/session.py",
     }
-    described = reference.load().settings["run.seed"].description
+    described = explain_settings.load_reference().settings["run.seed"].description
     for what in (
         "order of the prompts and examples",
         "mini-batches",

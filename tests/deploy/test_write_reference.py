@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from penstock.console.tools import explain_settings, reference
+from penstock.console.tools import explain_settings
 from penstock.deploy import config_show, quickstart, write_reference
 from penstock.protocol.config.foreign_config import ALIASES
 from penstock.protocol.config.run_file import SECTIONS, format_config
@@ -30,8 +30,8 @@ def problems(validator: jsonschema.Draft202012Validator, text: str) -> list[str]
 @pytest.mark.parametrize(
     ("file", "made"),
     [
-        (reference.FILE, write_reference.reference_document),
-        (reference.SCHEMA, write_reference.run_file_schema),
+        (explain_settings.REFERENCE_FILE, write_reference.reference_document),
+        (explain_settings.SCHEMA_FILE, write_reference.run_file_schema),
     ],
     ids=["reference", "schema"],
 )
@@ -41,7 +41,7 @@ def test_the_stored_descriptions_are_those_of_the_code(file: Path, made):
 
 def test_every_setting_is_described():
     """Type, default and a description of every key of every section that a service reads."""
-    known = reference.load()
+    known = explain_settings.load_reference()
     assert set(known.sections) == set(SECTIONS)
     assert all(known.sections.values())
     for one in known.settings.values():
@@ -58,7 +58,7 @@ def test_every_setting_is_described():
 
 
 def test_numbers_of_seconds_tokens_and_bytes_have_their_unit():
-    units = {key: one.unit for key, one in reference.load().settings.items()}
+    units = {key: one.unit for key, one in explain_settings.load_reference().settings.items()}
     assert all(unit == "seconds" for key, unit in units.items() if key.endswith("_s"))
     assert all(unit == "tokens" for key, unit in units.items() if key.endswith("_tokens"))
     assert all(unit == "bytes" for key, unit in units.items() if key.endswith("_bytes"))
@@ -71,7 +71,7 @@ def test_numbers_of_seconds_tokens_and_bytes_have_their_unit():
 
 def test_the_default_is_that_of_the_default_algorithm():
     """Of a key that the default preset sets, its value: what a run gets whose file does not name the key."""
-    settings = reference.load().settings
+    settings = explain_settings.load_reference().settings
     assert settings["algorithm.dual_clip"].default == "1.2"
     assert settings["algorithm.stale_negative_weight"].presets == {"async_grpo": "0.5"}
 

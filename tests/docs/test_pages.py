@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import TypeGuard
 
 import pytest
-from docs import generate
-from docs.generate import commands, diagnoses, settings
+from docs import generate, schemas
 from docs.self_contained import loads
 
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
 from penstock.protocol.command_line import arguments_of
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
-from penstock.protocol.config.run_file import SECTIONS
+from penstock.protocol.config.schema_keys import SECTIONS
 from tests.docs.pages import PAGES, READMES, ROOT, Block, blocks, inline_code, penstock_commands
 
 _KEY = re.compile(rf"^({'|'.join(SECTIONS)})\.[a-z_]+(\.[a-z_]+)*$")
 _OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", "data.roles.", "data.template_arguments.", "algorithm.options.", "worker.engine_options.", "sglang.environ.", "vllm.environ.")  # fmt: skip
 FOREIGN = ALIASES.keys() | RENAMED.keys() | ABSENT.keys()  # of other systems: the settings loader has an answer
 _NO_KEYS = (".py", ".md", ".json", ".jsonl", ".conf", ".toml")  # files named like a section
-_VERBS = {" ".join(words) for words, _ in commands.verbs()}
+_VERBS = {" ".join(words) for words, _ in generate.verbs()}
 _PATHS = re.compile(r"^(?:docs|protocol|serving|trainer|fine_tuning|rollout_service|agents|reward_service|sandbox|reward_model|console|deploy|forensics|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
 
 
@@ -141,22 +140,22 @@ def test_every_generated_reference_has_a_page_and_every_mark_a_module():
 def test_the_reference_has_every_verb_key_and_message():
     """Commands, settings and facts are read from the code that defines them."""
     assert {"train", "weights export", "dead-letters list", "reward serve"} <= _VERBS
-    text = settings.text()
-    assert [key for key in settings.all_keys() if f"`{key}`" not in text] == []
+    text = generate.text("settings")
+    assert [key for key in schemas.all_keys() if f"`{key}`" not in text] == []
     assert {
         "trainer.lr",
         "model.lora.rank",
         "worker.engine",
         "reward_service.port",
         "algorithm.clip_low",
-    } <= settings.all_keys()
+    } <= schemas.all_keys()
     assert all(tag in generate.text("facts") for tag in ("task_issued.v1", "group_scored.v1", "dead_letter.v1"))
 
 
 def test_every_diagnosis_is_shown():
     """Each rule of the report has an example in docs/metrics.md."""
-    shown = {one.key for run in diagnoses.RUNS for one in diagnoses.shown(run)}
-    assert len(diagnoses.RUNS) >= len(rules._RULES)
+    shown = {one.key for run in generate.RUNS for one in generate.shown(run)}
+    assert len(generate.RUNS) >= len(rules._RULES)
     source = ast.parse((ROOT / "console" / "report" / "diagnoses.py").read_text())
     keys = {word.value.value for node in ast.walk(source) if isinstance(node, ast.Call) for word in node.keywords if word.arg == "key" and isinstance(word.value, ast.Constant)}  # fmt: skip
     assert shown == keys
@@ -201,7 +200,7 @@ def _is_override(word: str) -> bool:
 
 @cache
 def _keys() -> frozenset[str]:
-    return frozenset(settings.all_keys())
+    return frozenset(schemas.all_keys())
 
 
 def _is_key(key: str) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from penstock.console.report import fine_tuned
+from penstock.console.report import curves
 from penstock.fine_tuning import checkpoints
 from penstock.fine_tuning.checkpoints import TrainingState
 from penstock.fine_tuning.length import Best, Length, check_warmup
@@ -146,13 +146,13 @@ def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
 
 def test_a_result_counts_until_the_training_begins_again(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path / "sft-training")
-    assert not fine_tuned.is_finished(tmp_path, "sft")
+    assert not curves.is_training_finished(tmp_path, "sft")
     folder.finish({"num_steps": 3})
-    assert fine_tuned.is_finished(tmp_path, "sft")
+    assert curves.is_training_finished(tmp_path, "sft")
     pause_request.request(tmp_path)
     assert folder.is_pause_requested
     folder.rewind(0)
-    assert not fine_tuned.is_finished(tmp_path, "sft")
+    assert not curves.is_training_finished(tmp_path, "sft")
     folder.close()
 
 

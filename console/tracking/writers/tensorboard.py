@@ -65,7 +65,6 @@ class TensorBoardWriter(TrackerWriter):
         self._file.flush()
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
-        """Write a table as Markdown, under Text."""
         self._add(self._text(name, as_markdown(columns, rows)), step)
 
     def file(self, path: Path) -> None:

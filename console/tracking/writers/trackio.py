@@ -54,7 +54,6 @@ class TrackioWriter(TrackerWriter):
         self._num_rows += 1
 
     def flush(self) -> None:
-        """Wait until the library's thread has stored the rows."""
         give_up = time.monotonic() + _FLUSH_S
         while self._is_local and self._storage.get_log_count(self._project, self._name) < self._num_rows:
             if time.monotonic() > give_up:
@@ -67,7 +66,6 @@ class TrackioWriter(TrackerWriter):
         self._num_rows += 1
 
     def file(self, path: Path) -> None:
-        """Write Markdown; other files are left out."""
         if path.suffix == ".md":
             text = path.read_text(encoding="utf-8", errors="replace")
             self._run.log({path.stem: self._trackio.Markdown(text)})

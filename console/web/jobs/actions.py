@@ -20,12 +20,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from penstock.console import connections, launch
-from penstock.console.tools import removal
-from penstock.console.web.context import WebContext
-from penstock.console.web.jobs import job_file, job_state, queue
-from penstock.console.web.jobs.job_file import Job
+from penstock.console.tools import removal, runs
+from penstock.console.web.context import RUN_FILE, WebContext
+from penstock.console.web.jobs import job_file, queue
+from penstock.console.web.jobs.job_file import Job, RunState
 from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
-from penstock.console.web.jobs.job_state import RunState
 from penstock.console.web.launchers.launcher import installed, scheduler_options
 from penstock.console.web.problems import Problem
 from penstock.protocol import files
@@ -84,7 +83,6 @@ def hidden(document: dict[str, Any], hide: Path) -> dict[str, Any]:
 
 
 def create(web: WebContext, request: RunRequest) -> Path:
-    """Create a run's folder with its job and its run file, all at once; return it. Raises Problem or ConfigError."""
     options = _options(request)
     command = request.command_name
     if command != job_file.TRAIN:
@@ -115,7 +113,6 @@ def create(web: WebContext, request: RunRequest) -> Path:
 
 
 def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
-    """Return the run file of a request as bytes and as sections. Raises Problem."""
     try:
         text = run_file_text(request)
         content = text.encode()
@@ -130,14 +127,13 @@ def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
 
 
 def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, content: bytes, options: BaseModel) -> None:
-    """Write run file, checked settings and job into the folder ``new``. Raises Problem."""
     directory, command = Path.cwd(), request.command_name
-    (new / job_file.RUN_FILE).write_bytes(content)
-    arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
+    (new / RUN_FILE).write_bytes(content)
+    arguments = queue.run_arguments(web.arguments, new / RUN_FILE, run, web.runs_dir, command)
     document = check(arguments, web.environ, directory, new, command=command)
     if (unread := document.pop("unread", [])) and request.run_file is None:
         _refuse_unread(command, unread)
-    job_file.write_document(new / job_file.PLANNED, document)
+    job_file.write_document(new / runs.PLANNED, document)
     job = Job(
         run=run,
         created_at=time.time(),
@@ -156,7 +152,7 @@ def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, conten
 def start(web: WebContext, folder: Path) -> RunState:
     """Queue a run, and start it if the machine is free; also resumes it. No change for one that is queued or running."""
     with job_file.changing(folder) as job:
-        state = job_state.of_folder(folder, job)
+        state = job_file.run_state(folder, job)
         if state.state in {"pausing", "stopping"}:
             raise _wrong_state(folder, state, "start", "a run that has ended its pause or stop", "repeat it then")
         if state.state == "finished":
@@ -166,14 +162,14 @@ def start(web: WebContext, folder: Path) -> RunState:
         if state.state not in {"queued", "waiting", "running"}:
             changed = {"intent": "run", "starts": job.starts + 1, "queued_ns": time.time_ns(), "error": ""}
             job_file.write(folder, job.model_copy(update=changed))
-    queue.advance(machine(web))
+    queue.advance(web)
     return read_state(folder)
 
 
 def pause(web: WebContext, folder: Path) -> RunState:
     """Let a run issue no new tasks, train what is under way, write a checkpoint and exit; one that is queued leaves the queue."""
     with job_file.changing(folder) as job:
-        state = job_state.of_folder(folder, job)
+        state = job_file.run_state(folder, job)
         if state.state == "queued":
             job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
         elif state.state in {"running", "waiting"}:
@@ -189,7 +185,7 @@ def pause(web: WebContext, folder: Path) -> RunState:
 def stop(web: WebContext, folder: Path, *, force: bool) -> RunState:
     """Let a run write a checkpoint and exit at once; with ``force`` it is killed, and resumes from its last checkpoint."""
     with job_file.changing(folder) as job:
-        state = job_state.of_folder(folder, job)
+        state = job_file.run_state(folder, job)
         if state.state == "queued":
             job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
         elif state.is_alive:
@@ -209,7 +205,7 @@ def remove(web: WebContext, folder: Path, *, force: bool) -> None:
 
 
 def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> None:
-    state = job_state.of_folder(folder, job)
+    state = job_file.run_state(folder, job)
     if state.is_alive:
         raise _wrong_state(
             folder, state, "delete", "a run without a process", f"POST /v1/runs/{folder.name}/stop first"
@@ -228,18 +224,13 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
 
 
 def read_state(folder: Path, *, ask: bool = True) -> RunState:
-    """Return the state of a run; raises Problem when its scheduler does not answer."""
-    return job_state.of_folder(folder, job_file.read(folder), ask=ask)
-
-
-def machine(web: WebContext) -> queue.Machine:
-    return queue.Machine(web.runs_dir, web.arguments, web.environ, web.at_a_time)
+    return job_file.run_state(folder, job_file.read(folder), ask=ask)
 
 
 def config(folder: Path) -> dict[str, Any]:
     """Return the settings with their origins: those the trainer was last started with, or those that were checked."""
     started = job_file.read_document(folder / "config.json")
-    found = started or job_file.read_document(folder / job_file.PLANNED)
+    found = started or job_file.read_document(folder / runs.PLANNED)
     if found is None:
         raise Problem(404, f"run {folder.name} has no stored settings", fix="start it once")
     return {"run": folder.name, "source": "started" if started else "planned", **found}
@@ -255,7 +246,6 @@ def _left_nothing(web: WebContext, folder: Path) -> bool:
 
 
 def _refuse_services(request: RunRequest, command: str) -> None:
-    """Refuse rollout workers and reward files for a command that has none."""
     given = [name for name in ("workers", "serve") if name in request.model_fields_set]
     if given:
         raise Problem(

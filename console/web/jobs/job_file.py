@@ -1,7 +1,8 @@
-"""``job.json`` in a run's folder: what the API was asked for, so that any process of the API can go on with it.
+"""``job.json`` in a run's folder: what the API was asked for, so that any process of the API can go on with it; and the run's state.
 
 The run file that was sent is beside it (``run.toml``), as are the settings that were checked (``planned-config.json``) and what
-became of the process (``launch.json``, written by `launchers/run_process.py`). All are written whole or not at all.
+became of the process (``launch.json``, written by `launchers/run_process.py`). All are written whole or not at all. The state is
+that of these files, of the run's lock and of its launcher; `decide` is pure.
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.console.report import curves
 from penstock.console.tools import runs
-from penstock.console.web import context
+from penstock.console.web.launchers.launcher import Found, launcher_of, scheduler_options
+from penstock.console.web.launchers.run_process import LAUNCH
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import atomic_write, read_regular
+from penstock.protocol.record import run_lock
 
 JOB = "job.json"
-RUN_FILE = context.RUN_FILE
-PLANNED = runs.PLANNED
-LAUNCH = "launch.json"
 TRAIN = "train"  # the command of a run with rollouts; all others train on given answers
 _LOCK = "job.lock"
 _LOCK_S = 10.0
 _MAX_BYTES = 1024 * 1024
-
 _MAX_KNOWN = 20_000
-
 Intent = Literal["none", "run", "pause", "stop"]
 _intents: dict[Path, tuple[tuple[int, int, int], Intent]] = {}  # by folder: the file's stamp, and what it says
+State = Literal[
+    "created", "queued", "waiting", "running", "pausing", "paused", "stopping", "stopped", "failed", "finished"
+]
+ALIVE = frozenset[State]({"waiting", "running", "pausing", "stopping"})
+_STOPPED_BY_SIGNAL = (130, 143)  # what `penstock train` returns after SIGINT and SIGTERM
 
 
 class Job(BaseModel):
@@ -110,7 +115,6 @@ def intent_of(folder: Path) -> Intent:
 
 
 def read_launch(folder: Path) -> Launch | None:
-    """Return what became of the newest process; None before the first, and for a damaged file."""
     found = _read(folder / LAUNCH)
     if found is None:
         return None
@@ -125,7 +129,6 @@ def write(folder: Path, job: Job) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None if there is none or it cannot be read."""
     found = _read(path)
     try:
         document = json.loads(found or b"null")
@@ -180,3 +183,75 @@ def _read(path: Path) -> bytes | None:
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
     atomic_write(path, json.dumps(document, indent=1) + "\n", sync=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    state: State
+    detail: str = ""
+    exit_code: int | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the run has a process, or its scheduler will start one."""
+        return self.state in ALIVE
+
+
+def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
+    """Return the state of a run; without ``ask`` no scheduler is asked, and ``launch.json`` decides. Raises Problem."""
+    held = run_lock.is_held(folder)
+    if job is None:
+        return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped")
+    launch = read_launch(folder)
+    found = Found("absent")
+    launcher = launcher_of(job.launcher)
+    if launcher is not None and (ask or launcher.uses_this_machine):
+        found = launcher.find(folder, scheduler_options(job.options, launcher.options), job.handle)
+    elif launch is not None and launch.start == job.starts and launch.ended_at is None:
+        found = Found("running")
+    if held and not found.is_alive:
+        found = Found("running", "started outside of this API")
+    is_run = job.command == TRAIN
+    is_finished = runs.is_finished(folder) if is_run else curves.is_training_finished(folder, job.command)
+    return decide(job, launch, found, is_finished=is_finished)
+
+
+def is_launched(job: Job, launch: Launch | None) -> bool:
+    return job.handle_start >= job.starts or (launch is not None and launch.start >= job.starts)
+
+
+def decide(job: Job, launch: Launch | None, found: Found, *, is_finished: bool) -> RunState:
+    """Return the state that a job, its newest process and its launcher add up to."""
+    if found.is_alive:
+        return _alive(job, found)
+    if job.error:
+        return RunState("failed", job.error)
+    if job.intent == "run" and not is_launched(job, launch):
+        return RunState("queued", "starts when the runs before it have ended")
+    if is_finished:
+        return RunState("finished", exit_code=0)
+    if job.starts == 0:
+        return RunState("created")
+    if launch is None or launch.start < job.starts:
+        return RunState("stopped", found.detail)
+    return _ended(job, launch, found)
+
+
+def _alive(job: Job, found: Found) -> RunState:
+    if job.intent == "pause":
+        return RunState("pausing", "trains what is under way, then writes a checkpoint and exits")
+    if job.intent == "stop":
+        return RunState("stopping", "writes a checkpoint and exits")
+    return RunState("waiting" if found.state == "waiting" else "running", found.detail)
+
+
+def _ended(job: Job, launch: Launch, found: Found) -> RunState:
+    code = launch.exit_code
+    if code is None:
+        what = found.detail or "its process was killed, or the machine restarted"
+        return RunState("stopped" if job.intent in {"stop", "pause"} else "failed", what)
+    if code == 0:
+        return RunState("paused" if job.intent == "pause" else "stopped", exit_code=code)
+    if job.intent == "stop" or code in _STOPPED_BY_SIGNAL:
+        return RunState("stopped", exit_code=code)
+    return RunState("failed", f"ended with exit code {code}; its log is logs/launch.log", exit_code=code)

@@ -130,7 +130,6 @@ _COMPUTED = ("name", "algorithm", "context_length", "model_size", "num_gpus")
 
 
 def run_file_text(request: RunRequest) -> str:
-    """Return the run file that a request asks for. Raises Problem."""
     fields = [name for name in (*_DIRECT, *_COMPUTED[1:3]) if getattr(request, name) is not None]
     if request.run_file is not None:
         if given := [*fields, *(["settings"] if request.settings is not None else [])]:
@@ -154,9 +153,9 @@ def run_file_text(request: RunRequest) -> str:
     for name, (section, key) in _keys(command).items():
         if (value := getattr(request, name)) is not None:
             sections.setdefault(section, {})[key] = value
-    if command == "train":
-        _algorithm(request, sections)
-    else:
+    if command == "train" and request.algorithm is not None:
+        sections.setdefault("algorithm", {})["name"] = request.algorithm.strip().lower()
+    elif command != "train":
         _refuse_rollouts(request, command)
     _merge(sections, request.settings or {})
     _length(sections, "trainer" if command == "train" else command)
@@ -166,7 +165,6 @@ def run_file_text(request: RunRequest) -> str:
 
 
 def _keys(command: Command) -> dict[str, tuple[str, str]]:
-    """Return the section and key that each job field of one value becomes."""
     if command == "train":
         return _DIRECT
     own = {name: (command, key) for name, key in _OF_SECTION.items()}
@@ -186,7 +184,6 @@ def _refuse_rollouts(request: RunRequest, command: Command) -> None:
 
 
 def run_name(request: RunRequest, settings: Mapping[str, Any]) -> str:
-    """Return the run's name: ``run``, ``run.id`` of the settings, or ``name`` in allowed letters. Raises ConfigError."""
     section = settings.get("run")
     of_settings = section.get("id") if isinstance(section, dict) else None
     if request.run is not None or isinstance(of_settings, str):
@@ -197,7 +194,6 @@ def run_name(request: RunRequest, settings: Mapping[str, Any]) -> str:
 
 
 def as_toml(sections: Mapping[str, Any]) -> str:
-    """Return sections of settings as the text of a run file."""
     lines: list[str] = []
     tables: list[str] = []
     for section, values in sections.items():
@@ -222,12 +218,6 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
-
-
-def _algorithm(request: RunRequest, sections: dict[str, Any]) -> None:
-    if request.algorithm is None:
-        return
-    sections.setdefault("algorithm", {})["name"] = request.algorithm.strip().lower()
 
 
 def _length(sections: dict[str, Any], section: str) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import structlog
 
 from penstock.console import launch as command_line
+from penstock.console.web.context import RUN_FILE, WebContext
 from penstock.console.web.jobs import job_file
-from penstock.console.web.jobs.job_file import Job
-from penstock.console.web.jobs.job_state import is_launched
+from penstock.console.web.jobs.job_file import Job, is_launched
 from penstock.console.web.launchers.launcher import Start, installed, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
@@ -33,22 +32,13 @@ _UNFINISHED_S = 3600.0
 QUEUE_LOCK = ".console-queue.lock"
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    runs_dir: Path
-    arguments: Sequence[str]
-    environ: Mapping[str, str]
-    at_a_time: int = 1
-
-
 def folders(runs_dir: Path) -> list[Path]:
     try:
         found = list(runs_dir.iterdir())
     except OSError:
         return []
-    return [
-        one for one in found if RUN_ID.fullmatch(one.name) and not one.is_symlink() and (one / job_file.JOB).exists()
-    ]
+    named = [path for path in found if RUN_ID.fullmatch(path.name) and not path.is_symlink()]
+    return [path for path in named if (path / job_file.JOB).exists()]
 
 
 def remove_unfinished(runs_dir: Path) -> None:
@@ -59,24 +49,23 @@ def remove_unfinished(runs_dir: Path) -> None:
 
 
 def queued(runs_dir: Path) -> list[tuple[Path, Job]]:
-    """Return the runs that are to be started, the one that waits longest first."""
     return sorted(_to_start(runs_dir), key=lambda one: (one[1].queued_ns, one[1].run))
 
 
-def advance(machine: Machine) -> int:
+def advance(web: WebContext) -> int:
     """Start what may start now; return how many were started. Never raises for one run's failure."""
-    waiting = queued(machine.runs_dir)
+    waiting = queued(web.runs_dir)
     if not waiting:
         return 0
     num_started = 0
-    with job_file.locked(machine.runs_dir / QUEUE_LOCK, "the queue"):
-        free = machine.at_a_time - _num_running(machine.runs_dir)
-        for folder, job in queued(machine.runs_dir):
+    with job_file.locked(web.runs_dir / QUEUE_LOCK, "the queue"):
+        free = web.at_a_time - _num_running(web.runs_dir)
+        for folder, job in queued(web.runs_dir):
             is_local = installed(job.launcher).uses_this_machine
             if is_local and free <= 0:
                 continue
             try:
-                if _start(machine, folder):
+                if _start(web, folder):
                     num_started += 1
                     free -= is_local
             except Problem as problem:  # removed meanwhile, or another request holds it
@@ -101,11 +90,11 @@ def _has_process(folder: Path) -> bool:
     return run_lock.is_locked(folder / LOCK) or (launch is not None and launch.ended_at is None)
 
 
-def command(machine: Machine, folder: Path, job: Job) -> list[str]:
+def command(web: WebContext, folder: Path, job: Job) -> list[str]:
     """Return the command that trains a run, as a person would type it; without workers the trainer alone."""
-    words = run_arguments(machine.arguments, folder / job_file.RUN_FILE, folder.name, folder.parent, job.command)
+    words = run_arguments(web.arguments, folder / RUN_FILE, folder.name, folder.parent, job.command)
     if job.command != job_file.TRAIN:
-        return command_line.trainer_command(words, machine.environ, job.command)
+        return command_line.trainer_command(words, web.environ, job.command)
     if job.workers:
         words += ["--local", "--workers", str(job.workers)]
     for file in job.serve:
@@ -135,7 +124,6 @@ def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
 
 
 def _num_running(runs_dir: Path) -> int:
-    """Return how many runs of this folder use this machine, also those that were started by hand."""
     return sum(
         run_lock.is_locked(one / LOCK) or run_lock.is_held(one)
         for one in runs_dir.iterdir()
@@ -143,7 +131,7 @@ def _num_running(runs_dir: Path) -> int:
     )
 
 
-def _start(machine: Machine, folder: Path) -> bool:
+def _start(web: WebContext, folder: Path) -> bool:
     with job_file.changing(folder) as job:
         if job.intent != "run" or is_launched(job, job_file.read_launch(folder)):
             return False  # stopped meanwhile
@@ -153,8 +141,8 @@ def _start(machine: Machine, folder: Path) -> bool:
             start = Start(
                 folder=folder,
                 number=job.starts,
-                command=tuple(command(machine, folder, job)),
-                environ=machine.environ,
+                command=tuple(command(web, folder, job)),
+                environ=web.environ,
                 options=scheduler_options(job.options, launcher.options),
                 num_gpus=job.num_gpus,
                 directory=Path(job.directory) if job.directory else None,

@@ -30,7 +30,6 @@ ALREADY_RUNNING = 75  # EX_TEMPFAIL
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; return its exit code, or 75 if the run is running already."""
     folder, start, command = Path(arguments[0]), int(arguments[1]), arguments[2:]
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -12,6 +12,7 @@ from penstock.console.web.launchers.launcher import Found, Launcher, Start, ask
 
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:=+@/-]{0,127}$")]
 _NO_JOB = ("Invalid job id",)
+_OVER = ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 
 
 class SlurmOptions(BaseModel):
@@ -77,17 +78,7 @@ class Slurm(Launcher):
         state, _, reason = answer.strip().partition("|")
         if state in {"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED"}:
             return Found("waiting", reason.strip())
-        is_over = state in {
-            "",
-            "COMPLETED",
-            "FAILED",
-            "CANCELLED",
-            "TIMEOUT",
-            "NODE_FAIL",
-            "OUT_OF_MEMORY",
-            "PREEMPTED",
-        }
-        return Found("absent", state.lower()) if is_over else Found("running", state.lower())
+        return Found("absent", state.lower()) if state in _OVER else Found("running", state.lower())
 
     def stop(self, folder: Path, options: BaseModel, handle: str, *, force: bool) -> None:
         """Cancel a pending job; a running one gets SIGINT, and writes a checkpoint."""

@@ -15,7 +15,7 @@ MAX_TEXT = 2000  # characters of a message of an error, a state or an incident
 _MAX_WORKERS = 200  # of one version
 _MAX_EVALUATIONS = 2000  # of one split
 
-# Where a figure is healthy, and what is said when it is not in there is the diagnosis of this key.
+# Bounds within which a figure is healthy, and the key of the diagnosis that explains a value outside of them.
 BANDS: dict[str, tuple[float | None, float | None, str]] = {
     "clip_fraction": (0.0, 0.3, "clip"),
     "kl_behaviour": (0.0, 0.1, "kl"),
@@ -101,7 +101,6 @@ def _generic(name: str, value: float, low: float | None, high: float | None) -> 
 
 
 def evaluations(view: PageView) -> list[dict[str, Any]]:
-    """Return the evaluations by split, each with the measure that suits its reward."""
     splits: dict[str, list[Any]] = {}
     for point in view.evals:
         splits.setdefault(point.split, []).append(point)
@@ -125,7 +124,6 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
-    """Return every service with its figures, and the least, mean and greatest of each figure by role."""
     lines = [
         {
             "role": line.role,
@@ -153,12 +151,8 @@ def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
             for name, value in {**line["figures"], **own}.items():
                 named.setdefault(name, []).append(float(value))
         spread[role] = {name: _spread(values) for name, values in sorted(named.items())}
-    return {
-        "services": lines,
-        "spread": spread,
-        "newest_version": snapshot.newest_version,
-        "queues": asdict(snapshot.queues),
-    }
+    now = {"newest_version": snapshot.newest_version, "queues": asdict(snapshot.queues)}
+    return {"services": lines, "spread": spread, **now}
 
 
 def _figures(view: PageView, role: str, service_id: str) -> dict[str, float]:
@@ -213,15 +207,8 @@ def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]
 
 
 def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
-    """Return what is known of a run's rewards: errors by reason, scorers, and how the newest are distributed."""
     errors = [
-        {
-            "reason": reason,
-            "waited": notes.waited,
-            "dead": notes.dead,
-            "newest": notes.newest[:MAX_TEXT],
-            "newest_at": notes.newest_at,
-        }
+        {"reason": reason, **asdict(notes), "newest": notes.newest[:MAX_TEXT]}
         for reason, notes in view.reward_errors.items()
     ]
     return {
@@ -234,7 +221,6 @@ def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], 
 
 
 def distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Return how values are distributed, with their number, mean, least and greatest."""
     return {**histogram(values), "num": len(values), "mean": mean(values), "min": min(values), "max": max(values)}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from penstock.console import connections
-from penstock.console.report import curves, fine_tuned
+from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.tools.runs import RunLine
 from penstock.console.web.reading.page_view import bucket_size
@@ -38,9 +38,7 @@ log = structlog.get_logger("console.open_runs")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What was read of a run, and the size and time of its metrics then."""
-
-    seen: tuple[int, int]
+    seen: tuple[int, int] | None
     line: RunLine
     curve: list[float]
 
@@ -69,17 +67,13 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
 
 
 def _describe(path: Path) -> _Known:
-    try:
-        stat = fine_tuned.metrics_file(path).stat()
-        seen = (stat.st_size, stat.st_mtime_ns)
-    except OSError:
-        seen = (0, 0)
+    seen = curves.metrics_stamp(path)
     with _lock:
         known = _known.get(path)
     if known is not None and known.seen == seen:
         return replace(known, line=replace(known.line, state=runs.state_of(path)))
     line = runs.describe(path)
-    trained = fine_tuned.read(path)
+    trained = curves.read_training(path)
     values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
     found = _Known(seen, line, _curve(values))
     with _lock:
@@ -110,7 +104,6 @@ class OpenRuns:
         idle_s: float = _IDLE_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``arguments`` and ``environ`` name the servers and the folder of runs, see `connections.find`."""
         self._arguments, self._environ = list(arguments), dict(environ)
         self._idle_s = idle_s
         self._monotonic = monotonic

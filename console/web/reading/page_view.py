@@ -158,7 +158,6 @@ class _FullBuckets:
         self.values: dict[str, list[float | None]] = _transposed([])
 
     def extend(self, column: array[float], num: int) -> None:
-        """Add those of the first ``num`` buckets that are not there."""
         size = self.size
         more = [_bucket(column[at * size : (at + 1) * size]) for at in range(len(self.values["mean"]), num)]
         for kind, values in _transposed(more).items():
@@ -166,7 +165,6 @@ class _FullBuckets:
 
 
 def _bucket(values: array[float]) -> tuple[float | None, float | None, float | None]:
-    """Return the mean, the least and the greatest of the values that are not NaN."""
     if len(values) == 1:
         only = _shown(values[0])
         return only, only, only
@@ -238,7 +236,6 @@ class PageView(RunView):
 
     @property
     def unreadable_messages(self) -> dict[str, int]:
-        """The messages that could not be read, by kind."""
         return dict(self._unreadable)
 
     @property

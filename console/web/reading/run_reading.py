@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.console import connections
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.watcher import Watcher
-from penstock.console.report import fine_tuned
+from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
-from penstock.console.web.reading.group_detail import Storing
 from penstock.console.web.reading.page_view import PageView
-from penstock.console.web.reading.recorded_groups import QueryRefused
+from penstock.console.web.reading.recorded_groups import QueryRefused, Storing
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
 from penstock.protocol.files import read_regular
@@ -40,6 +40,10 @@ _CONFIG_S = 60.0  # how long the settings that `known_config` read are used
 _PERIOD_S = 2.0  # of heartbeats and queue depths: the page asks no more often
 _GATHER_S = 0.5  # of the messages of a stream
 _STATE_S = 2.0  # how long what the folder says of the run's state is used
+
+
+class RunBusy(BusError):
+    """Other requests read the same run."""
 
 
 class RunReading:
@@ -76,7 +80,6 @@ class RunReading:
 
     @property
     def exists(self) -> bool:
-        """Whether the run has a folder here, or streams on NATS."""
         return self.folder.is_dir() or self._is_known
 
     def step(self) -> None:
@@ -139,7 +142,7 @@ class RunReading:
         A training on given answers has those that the API checked when it was created.
         """
         text: bytes | None
-        name = "config.json" if fine_tuned.command_of(self.folder) is None else runs.PLANNED
+        name = "config.json" if curves.command_of(self.folder) is None else runs.PLANNED
         try:
             text = read_regular(self.folder / name)
         except OSError:
@@ -156,7 +159,6 @@ class RunReading:
         return found
 
     def known_config(self) -> dict[str, Any]:
-        """Return the settings as read within the last minute, or {} where there are none."""
         if time.monotonic() - self._config[0] > _CONFIG_S:
             try:
                 self._config = (time.monotonic(), self.config())
@@ -165,13 +167,13 @@ class RunReading:
         return self._config[1]
 
     def storing(self) -> Storing:
-        """Return how the run stores its log-probabilities, as far as its settings and events say."""
         with self._lock:
             num_lost = self._view.series.latest("logprobs_lost")
         return Storing.of(self.known_config(), num_lost)
 
-    def groups(self) -> _Locked:
-        """Return the run's groups, to be used in a ``with`` by one request at a time. Raises PenstockError."""
+    @contextmanager
+    def groups(self) -> Iterator[StoredGroups]:
+        """Give the run's groups to one request at a time. Raises PenstockError."""
         with self._lock:
             if self._groups is None:
                 from penstock.console.web.reading.stored_groups import StoredGroups  # noqa: PLC0415 # numpy and pyarrow
@@ -180,7 +182,13 @@ class RunReading:
                 blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
                 self._groups_lock = threading.Lock()
-            return _Locked(self._groups, self._groups_lock)
+            groups, lock = self._groups, self._groups_lock
+        if not lock.acquire(timeout=_WAIT_S):
+            raise RunBusy("another request is reading the groups of this run; try again")
+        try:
+            yield groups
+        finally:
+            lock.release()
 
     def _require_store(self) -> None:
         """Raise QueryRefused at once where the object store is stopped, as that of a finished local run is."""
@@ -216,7 +224,7 @@ class RunReading:
 
     def _new_view(self) -> PageView:
         view = PageView(self.run_id)
-        totals = watched_totals.load(self.folder)
+        totals = run_snapshot.load_totals(self.folder)
         if totals is not None:
             view.restore(totals)
         return view
@@ -225,18 +233,15 @@ class RunReading:
         """Show what metrics.jsonl holds, again when it has changed; used while there is no connection."""
         if time.monotonic() < self._read_again_at:
             return
-        try:
-            stat = fine_tuned.metrics_file(self.folder).stat()
-        except OSError:
+        seen = curves.metrics_stamp(self.folder)
+        if seen is None or seen == self._metrics_seen:
             return
-        seen = (stat.st_size, stat.st_mtime_ns)
-        if seen != self._metrics_seen:
-            self._metrics_seen = seen
-            started = time.monotonic()
-            view = self._new_view()
-            view.add_recorded(fine_tuned.rows_of(self.folder))
-            self._view = view
-            self._read_again_at = time.monotonic() + max(_REREAD_S, 20 * (time.monotonic() - started))
+        self._metrics_seen = seen
+        started = time.monotonic()
+        view = self._new_view()
+        view.add_recorded(curves.rows_of(self.folder))
+        self._view = view
+        self._read_again_at = time.monotonic() + max(_REREAD_S, 20 * (time.monotonic() - started))
 
     def _connect(self) -> None:
         self._tried_at = time.monotonic()
@@ -270,13 +275,13 @@ class RunReading:
 
     def _say(self, problem: str) -> None:
         """Say why there is no connection; a training on given answers has its files alone, and misses nothing."""
-        self.problem = "" if fine_tuned.command_of(self.folder) else problem
+        self.problem = "" if curves.command_of(self.folder) else problem
 
     def _catch_up(self, bus: Bus, watcher: Watcher, view: PageView) -> None:
         """Read what the streams hold, without the lock: no request uses this view yet."""
         try:
             watcher.catch_up(_CATCH_UP_S)
-            view.add_recorded(fine_tuned.rows_of(self.folder))
+            view.add_recorded(curves.rows_of(self.folder))
         finally:
             self._caught_up = bus, watcher, view
 
@@ -294,23 +299,3 @@ class RunReading:
             self._bus = self._watcher = self._groups = None
             self._metrics_seen = None
             self._tried_at = float("-inf")
-
-
-class RunBusy(BusError):
-    """Other requests read the same run."""
-
-
-class _Locked:
-    """The groups of a run and the lock of their one user."""
-
-    def __init__(self, groups: StoredGroups, lock: threading.Lock) -> None:
-        self._groups = groups
-        self._lock = lock
-
-    def __enter__(self) -> StoredGroups:
-        if not self._lock.acquire(timeout=_WAIT_S):
-            raise RunBusy("another request is reading the groups of this run; try again")
-        return self._groups
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

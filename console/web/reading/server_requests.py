@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console import connections, launch
-from penstock.console.tools.dead_letters import DeadLetters, groups_of, letter_document
-from penstock.console.tools.resending import Letter, refusal
+from penstock.console.tools.dead_letters import DeadLetters, Letter, groups_of, letter_document, refusal
 from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.protocol.errors import BusUnreachable
@@ -16,15 +15,13 @@ from penstock.protocol.files import read_regular
 
 _MAX_TEXT = 2000  # characters of a text
 _MAX_GROUPS = 50  # of one letter
-PORT_FILE = "reward.port"  # in the folder of a local run, see `deploy/local_run.py`
 _LIST_S = 3.0
 _TEST_S = 20.0
 
 
-def page(
+def dead_letters(
     run_id: str, arguments: Sequence[str], environ: Mapping[str, str], *, before: int | None, limit: int
 ) -> dict[str, Any]:
-    """Return the newest letters below number ``before``. Raises MissingStream, ConfigError or BusUnreachable."""
     with _open(run_id, arguments, environ) as dead:
         state = dead.bus.stream_state(f"{run_id}-dead").wait()
         end = state.last_sequence if before is None else min(before - 1, state.last_sequence)
@@ -40,8 +37,7 @@ def page(
         }
 
 
-def show(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return one letter with its prompts and completions, and why it cannot be sent again. Raises as `page`, and QueryRefused."""
+def dead_letter(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     with _open(run_id, arguments, environ) as dead:
         letter = _find(dead, number)
         groups, problem = groups_of(letter.fact, dead.blobs)
@@ -54,10 +50,10 @@ def show(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[st
         }
 
 
-def resend(
+def resend_dead_letter(
     run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, once_more: bool
 ) -> dict[str, Any]:
-    """Send one letter again. Raises as `page`, and QueryRefused with the reason why it cannot be."""
+    """Send one letter again. Raises as `dead_letters`, and QueryRefused with the reason why it cannot be."""
     with _open(run_id, arguments, environ) as dead:
         letter = _find(dead, number)
         reason = refusal(letter, dead.progress(), run=run_id, once_more=once_more)
@@ -68,7 +64,6 @@ def resend(
 
 
 def _open(run_id: str, arguments: Sequence[str], environ: Mapping[str, str]) -> DeadLetters:
-    """Return the letters of a run; raises BusUnreachable at once where no server answers, as after a local run has ended."""
     url = connections.find(arguments, environ, run_id=run_id).settings.nats.url
     if not connections.may_answer(url):
         raise BusUnreachable(f"NATS of run {run_id} does not answer at {url}; start its servers, or set nats.url")
@@ -108,12 +103,12 @@ def service_url(folder: Path, url: str | None) -> str:
     if url is not None:
         return url
     try:
-        return f"http://127.0.0.1:{int(read_regular(folder / PORT_FILE))}"
+        return f"http://127.0.0.1:{int(read_regular(folder / launch.REWARD_PORT_FILE))}"
     except (OSError, ValueError):
         return launch.REWARD_URL
 
 
-def endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
+def reward_endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
     """Return the rewards and endpoints of a reward service; ``problem`` says why there are none."""
     if not connections.may_answer(url):
         return {"url": url, "rewards": [], "endpoints": [], "problem": f"no reward service answers at {url}"}
@@ -126,6 +121,5 @@ def endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
     return {"url": url, "rewards": listed[:500], "endpoints": registered[:200], "problem": ""}
 
 
-def score(url: str, token_file: Path | None, body: dict[str, Any]) -> Any:
-    """Score one group by hand. Raises RewardServiceError."""
+def score_groups(url: str, token_file: Path | None, body: dict[str, Any]) -> Any:
     return RewardService(url, token_file, answer_s=_TEST_S).call("POST", "/v1/score", body)

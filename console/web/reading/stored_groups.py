@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console.record.lineage import version_lineage
-from penstock.console.web.reading.group_detail import Storing
 from penstock.console.web.reading.recorded_groups import (
     Entry,
     GroupFilter,
@@ -22,11 +21,12 @@ from penstock.console.web.reading.recorded_groups import (
     parse_cursor,
     trajectory_rows,
 )
-from penstock.console.web.reading.stored_logprobs import Current, RecentObjects, StoredLogprobs
+from penstock.console.web.reading.stored_logprobs import RecentObjects, StoredLogprobs
 from penstock.protocol.errors import BlobError, PackError, RecordBroken
-from penstock.protocol.facts import BlobRef, decode
+from penstock.protocol.facts import decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
-from penstock.protocol.packs.group_pack import GroupTexts
+from penstock.protocol.packs.group_texts import GroupTexts
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.trajectory import Group
@@ -58,11 +58,8 @@ class ReadBudget:
 
     @property
     def is_spent(self) -> bool:
-        return (
-            self.read_bytes >= self._num_bytes
-            or self.read_objects >= self._num_objects
-            or time.monotonic() >= self._until
-        )
+        is_read = self.read_bytes >= self._num_bytes or self.read_objects >= self._num_objects
+        return is_read or time.monotonic() >= self._until
 
 
 class ChapterReader:
@@ -150,7 +147,7 @@ class StoredGroups:
         self._pointer = pointer
         self._chapters = ChapterReader(run_id, blobs.get)
         self._packs = RecentObjects[str, bytes](_CACHE_BYTES)
-        self._logprobs = StoredLogprobs(run_id, blobs)
+        self.logprobs = StoredLogprobs(run_id, blobs)
 
     def page(self, wanted: GroupFilter, *, cursor: str, limit: int, texts: bool) -> dict[str, Any]:
         """Return the next groups, or trajectories, that a filter accepts, the newest first.
@@ -208,9 +205,6 @@ class StoredGroups:
         except (BlobError, PackError, QueryRefused) as err:
             return None, str(err)
         return (found[0], "") if found else (None, f"its pack {entry.pack.key} does not hold it")
-
-    def current(self, entry: Entry, group: Group, storing: Storing) -> Current:
-        return self._logprobs.of_group(entry, group, storing)
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:
         """Return the rewards and parts of the newest trained trajectories by name, and from how many steps they are."""
@@ -315,7 +309,6 @@ class StoredGroups:
         return kept
 
     def _texts(self, entry: Entry, budget: ReadBudget) -> GroupTexts | None:
-        """Return the texts of a group; None where its pack is missing, too large, or cannot be read."""
         if entry.pack is None:
             return None
         try:

@@ -10,11 +10,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.console.web.reading.group_detail import NOT_TRAINED, Storing, why_absent, why_not_this_group
-from penstock.console.web.reading.recorded_groups import Entry
+from penstock.console.web.reading.recorded_groups import NOT_TRAINED, Entry, Storing, why_absent, why_not_this_group
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobError, PackError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import CLIPPED, DUAL_CLIPPED, OUTCOMES, REJECTED, KeptRow, StepLogprobs
 from penstock.protocol.trajectory import Group, Trajectory

@@ -10,10 +10,12 @@ import pytest
 
 from penstock.console.cli.completion import script, words_of
 from penstock.console.cli.main import app
-from penstock.console.tools import reference
+from penstock.console.tools import explain_settings
 from penstock.protocol.errors import ConfigError
 
-CRITIC = [key.removeprefix("critic.") for key in reference.load().settings if key.startswith("critic.")]
+CRITIC = [
+    key.removeprefix("critic.") for key in explain_settings.load_reference().settings if key.startswith("critic.")
+]
 CASES = {
     "penstock qui": {"quickstart"},
     "penstock reward serve-": {"serve-grader", "serve-judge", "serve-model"},
@@ -61,7 +63,7 @@ def test_every_verb_flag_and_setting_is_in_the_script(shell: str):
         assert verb in text
         assert all(word in text for word in following)
     assert all(flag.removeprefix("--") in text for flags in words.flags.values() for flag in flags)
-    assert all(key in text for key in reference.load().settings if ".NAME." not in key)
+    assert all(key in text for key in explain_settings.load_reference().settings if ".NAME." not in key)
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=text, text=True, timeout=30, check=True)
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.console import launch
 from penstock.console.cli.main import app, run
-from penstock.console.nodes import NodeOptions, Nodes, find
+from penstock.console.launch import NodeOptions, Nodes, find_nodes
 from penstock.protocol.errors import ConfigError
 
 TWO = NodeOptions(nodes=2, node_rank=1, rdzv="node0:29501")
@@ -39,7 +39,7 @@ LEADER_WORKER_SET = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER
 )
 def test_the_place_of_a_node(options: NodeOptions, environ: dict[str, str], expected: Nodes | None) -> None:
     """Options count before the scheduler."""
-    assert find(options, environ) == expected
+    assert find_nodes(options, environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_place_of_a_node(options: NodeOptions, environ: dict[str, str], expe
 def test_what_cannot_be_a_place_is_refused(options: NodeOptions, environ: dict[str, str], message: str) -> None:
     """The message has what to type on every node."""
     with pytest.raises(ConfigError, match=message):
-        find(options, environ)
+        find_nodes(options, environ)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.console.cli import main, verb_help
 from penstock.console.cli.completion import words_of
-from penstock.console.tools import reference
+from penstock.console.tools import explain_settings
 from penstock.protocol.command_line import arguments_of
 
 ROOT = Path(__file__).parents[3]
@@ -71,7 +71,7 @@ def _choices(hint: object) -> Iterator[str]:
 
 
 def test_every_help_lists_the_flags_and_settings_of_its_verb(walk: dict):
-    known = reference.load().settings
+    known = explain_settings.load_reference().settings
     for verb, answer in walk["answers"].items():
         if verb == "":
             continue
@@ -115,7 +115,7 @@ def test_help_imports_nothing_slow(walk: dict):
 def test_settings_in_help_exist():
     assert verb_help.SETTINGS.keys() <= words_of(main.app).verbs.keys()
     keys = {key for keys in verb_help.SETTINGS.values() for key in keys}
-    assert keys <= reference.load().settings.keys()
+    assert keys <= explain_settings.load_reference().settings.keys()
 
 
 def test_help_of_train_says_what_needs_local():

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from penstock.console.evaluation.results import Estimate, estimate, majority, pass_at_k, powers_of_two
+from penstock.console.evaluation_results import Estimate, estimate, majority, pass_at_k, powers_of_two
 
 
 @pytest.mark.parametrize("num_samples", range(1, 7))

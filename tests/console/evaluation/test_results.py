@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.console.evaluation import result_plot, result_table, results
-from penstock.console.evaluation.results import ALL, Answers, Correctness, EvaluationResult, Outcome, summarise
+from penstock.console import evaluation_results
+from penstock.console.evaluation_results import ALL, Answers, Correctness, EvaluationResult, Outcome, summarise
+from penstock.console.report import plots
 
 VOTES = Answers("the whole completion", lambda _: str.strip)
 
@@ -70,15 +71,15 @@ def test_without_a_rule_of_success_only_the_reward_has_a_mean() -> None:
 
 def test_a_line_that_was_cut_off_is_sampled_again(tmp_path: Path) -> None:
     """Every whole line is kept, the last one of a prompt counts."""
-    results.append_outcomes(tmp_path, [failed(0, "s", "x"), outcome(1, "s", True)])
-    results.append_outcomes(tmp_path, [outcome(0, "s", True)])
-    with (tmp_path / results.GROUPS).open("a") as file:
+    evaluation_results.append_outcomes(tmp_path, [failed(0, "s", "x"), outcome(1, "s", True)])
+    evaluation_results.append_outcomes(tmp_path, [outcome(0, "s", True)])
+    with (tmp_path / evaluation_results.GROUPS).open("a") as file:
         file.write('{"prompt": 2, "sou')
-    found = results.read_outcomes(tmp_path)
+    found = evaluation_results.read_outcomes(tmp_path)
     assert sorted(found) == [0, 1]
     assert found[0].failed is None
-    results.rewrite_outcomes(tmp_path, found.values())
-    assert results.read_outcomes(tmp_path) == found
+    evaluation_results.rewrite_outcomes(tmp_path, found.values())
+    assert evaluation_results.read_outcomes(tmp_path) == found
 
 
 def test_a_result_is_read_back_shown_and_drawn(tmp_path: Path) -> None:
@@ -87,17 +88,17 @@ def test_a_result_is_read_back_shown_and_drawn(tmp_path: Path) -> None:
     sources = summarise([a, b], {"aime": 2, "math": 1}, k=2, correct=correct(a, b), answers=VOTES)
     result = EvaluationResult(evaluation_id="v3-0", model="run@3", run="run", version=3, k=2, sources=sources,
                               success="r ≥ 1", answer=VOTES.rule, finished_at=1.0)  # fmt: skip
-    folder = tmp_path / results.FOLDER / "v3-0"
+    folder = tmp_path / evaluation_results.FOLDER / "v3-0"
     folder.mkdir(parents=True)
-    results.write_result(folder, result)
-    assert list(results.results_of(tmp_path)) == [result]
+    evaluation_results.write_result(folder, result)
+    assert list(evaluation_results.results_of(tmp_path)) == [result]
     assert not result.is_complete
     console = Console(width=300, record=True, file=io.StringIO())
-    console.print(result_table.table(result))
+    console.print(evaluation_results.result_table(result))
     shown = console.export_text()
     assert "1 of 2" in shown
     assert "pass@2" in shown
     assert "maj@2" in shown
-    assert next(result_table.notes(result)).startswith("2 of 3 prompts are complete, 0 failed, 1 missing")
-    result_plot.draw(folder / results.PLOT, result)
-    assert (folder / results.PLOT).read_bytes().startswith(b"\x89PNG")
+    assert next(evaluation_results.result_notes(result)).startswith("2 of 3 prompts are complete, 0 failed, 1 missing")
+    plots.draw_result(folder / evaluation_results.PLOT, result)
+    assert (folder / evaluation_results.PLOT).read_bytes().startswith(b"\x89PNG")

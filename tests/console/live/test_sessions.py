@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.console.record import recorded_run as recorded
 
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.protocol import heartbeats
@@ -41,7 +41,7 @@ def first_session(view: RunView) -> None:
 def resumed(folder: Path) -> RunView:
     """A view in a new process: the stream's events come again, the heartbeats are those of new processes."""
     view = RunView(recorded.RUN)
-    totals = watched_totals.load(folder)
+    totals = run_snapshot.load_totals(folder)
     if totals is not None:
         view.restore(totals)
     view.fold_heartbeats([], START + 1000)
@@ -70,7 +70,7 @@ def test_totals_are_those_of_all_sessions(tmp_path: Path):
     first = RunView(recorded.RUN)
     first_session(first)
     first.note(START + 9, "killed w0 on purpose")
-    watched_totals.save(tmp_path, first.totals())
+    run_snapshot.save_totals(tmp_path, first.totals())
     summary = resumed(tmp_path).summary()
     assert summary.steps == 20
     assert summary.tokens_trained == 20_000
@@ -86,12 +86,12 @@ def test_the_clock_of_what_happened_leaves_pauses_out(tmp_path: Path):
     """An incident after a resume has the time of the run that panel and report show, in a third session too."""
     first = RunView(recorded.RUN)
     first_session(first)
-    watched_totals.save(tmp_path, first.totals())
+    run_snapshot.save_totals(tmp_path, first.totals())
     second = resumed(tmp_path)
     second.note(START + 1003, "killed w0 on purpose")
     assert second.snapshot(START + 1004).elapsed_at(START + 1003) == pytest.approx(18.0)
     assert second.snapshot(START + 1004).elapsed_at(START + 500) == pytest.approx(15.0)
-    watched_totals.save(tmp_path, second.totals())
+    run_snapshot.save_totals(tmp_path, second.totals())
     assert [text for text in resumed(tmp_path).summary().incidents if "killed" in text] == ["0:18 killed w0 on purpose"]
 
 
@@ -102,7 +102,7 @@ def test_a_session_is_not_blamed_for_the_steps_before_it(tmp_path: Path):
         view.fold_event(recorded.step(number, START + number, reward_mean=0.0, reward_std=0.0))
     view.fold_heartbeats([worker(START + 10, 11_000)], START + 10)
     assert view.snapshot(START + 10).diagnoses
-    watched_totals.save(tmp_path, view.totals())
+    run_snapshot.save_totals(tmp_path, view.totals())
     later, lines = resumed(tmp_path), list[str]()
     later.fold_event(recorded.evaluation(0, 0.5, START))
     later.fold_event(recorded.evaluation(20, 0.75, START + 1010))
@@ -116,9 +116,9 @@ def test_a_third_session_adds_to_both_before(tmp_path: Path):
     """The sums of every session before are kept, not only those of the last one."""
     first = RunView(recorded.RUN)
     first_session(first)
-    watched_totals.save(tmp_path, first.totals())
-    watched_totals.save(tmp_path, resumed(tmp_path).totals())
-    totals = watched_totals.load(tmp_path)
+    run_snapshot.save_totals(tmp_path, first.totals())
+    run_snapshot.save_totals(tmp_path, resumed(tmp_path).totals())
+    totals = run_snapshot.load_totals(tmp_path)
     assert totals is not None
     third = RunView(recorded.RUN)
     third.restore(totals)
@@ -133,7 +133,7 @@ def test_a_process_that_continues_is_not_counted_twice(tmp_path: Path):
     """A worker that kept running while the trainer was resumed continues its own totals."""
     first = RunView(recorded.RUN)
     first_session(first)
-    watched_totals.save(tmp_path, first.totals())
+    run_snapshot.save_totals(tmp_path, first.totals())
     view = RunView(recorded.RUN)
     view.restore(first.totals())
     view.fold_heartbeats([worker(START + 60, 15_000)], START + 60)
@@ -179,8 +179,8 @@ def test_steps_that_left_the_stream_are_read_from_the_metrics(tmp_path: Path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"until": "x"}', '{"until": 1, "services": [1]}'])
 def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, text: str):
     """A damaged file of totals ends nothing."""
-    (tmp_path / watched_totals.FILE).write_text(text)
-    assert watched_totals.load(tmp_path) is None
+    (tmp_path / run_snapshot.TOTALS_FILE).write_text(text)
+    assert run_snapshot.load_totals(tmp_path) is None
 
 
 def test_a_worker_that_was_stopped_is_not_lost():

@@ -10,8 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.console.models.merge import METHODS, Method, Recipe, dare, merge_folders, parse_weights, slerp, ties
-from penstock.console.models.tensor_files import INDEX, open_model, packed
+from penstock.console.registry.model_merge import (
+    INDEX,
+    METHODS,
+    Method,
+    Recipe,
+    dare,
+    merge_folders,
+    open_model,
+    packed,
+    parse_weights,
+    slerp,
+    ties,
+)
 from penstock.protocol.errors import ConfigError
 
 Tensors = dict[str, torch.Tensor]

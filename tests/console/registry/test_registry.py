@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.console.evaluation import results
-from penstock.console.evaluation.results import DataFile, Estimate, EvaluationResult, SourceResult
-from penstock.console.registry import card, versions
-from penstock.console.registry.card import Score
+from penstock.console import evaluation_results
+from penstock.console.evaluation_results import DataFile, Estimate, EvaluationResult, SourceResult
+from penstock.console.registry import exchange, versions
 from penstock.console.registry.exchange import push_model
-from penstock.console.registry.versions import Registry, Tag, average_last, newest, set_tag
+from penstock.console.registry.versions import Registry, Score, Tag, average_last, newest, set_tag
 from penstock.console.tools.weights import NOT_KEPT
 from penstock.protocol.errors import ConfigError, PenstockError
 
@@ -51,36 +50,38 @@ def result(version: int, value: float, *, k: int = 2, sha256: str = "a" * 64, co
 def test_a_tag_names_a_version_until_it_is_moved_or_removed(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
-    assert versions.read(folder) == {}
-    assert versions.put(folder, "candidate", Tag(version=3, state_root="ab", note="good")) is None
+    assert versions.read_tags(folder) == {}
+    assert versions.store_tag(folder, "candidate", Tag(version=3, state_root="ab", note="good")) is None
     with pytest.raises(
         ConfigError, match="tag candidate of run r names version 3; to move it to version 4, add --move"
     ):
-        versions.put(folder, "candidate", Tag(version=4))
-    assert versions.put(folder, "candidate", Tag(version=4), move=True) == Tag(version=3, state_root="ab", note="good")
-    assert versions.read(folder) == {"candidate": Tag(version=4)}
-    assert versions.remove(folder, "candidate").version == 4
+        versions.store_tag(folder, "candidate", Tag(version=4))
+    assert versions.store_tag(folder, "candidate", Tag(version=4), move=True) == Tag(
+        version=3, state_root="ab", note="good"
+    )
+    assert versions.read_tags(folder) == {"candidate": Tag(version=4)}
+    assert versions.delete_tag(folder, "candidate").version == 4
     with pytest.raises(ConfigError, match="has no tag candidate; it has none"):
-        versions.remove(folder, "candidate")
+        versions.delete_tag(folder, "candidate")
 
 
 @pytest.mark.parametrize("name", ["best", "head", "12", "", "a/b", "..", ".hidden", "a b", "x" * 65])
 def test_a_tag_that_could_be_a_version_or_a_path_is_refused(name: str, tmp_path: Path) -> None:
     """RUN@12 stays version 12, and models/TAG stays in the run's folder."""
     with pytest.raises(ConfigError, match="expected 1 to 64"):
-        versions.put(tmp_path, name, Tag(version=1))
+        versions.store_tag(tmp_path, name, Tag(version=1))
 
 
 def test_damaged_tags_are_an_error_and_not_none(tmp_path: Path) -> None:
     """Writing a tag would otherwise lose all others."""
     (tmp_path / versions.FILE).write_text('{"tags": {"a": 3}}')
     with pytest.raises(ConfigError, match=r"tags.json cannot be read .*restore it"):
-        versions.put(tmp_path, "b", Tag(version=1))
+        versions.store_tag(tmp_path, "b", Tag(version=1))
 
 
 def test_scores_are_named_by_source_and_metric() -> None:
     """Those of the run, and those of penstock eval, of which the newest of a version counts."""
-    found = card.of_run(
+    found = versions.scores_of_run(
         [event(4, 0.25), event(4, None, split="aime"), {"kind": "step", "version": 4}], [result(4, 0.5), result(4, 0.6)]
     )
     assert {name: one.value for name, one in found[4].items()} == {
@@ -91,19 +92,19 @@ def test_scores_are_named_by_source_and_metric() -> None:
 
 def test_the_stored_version_with_the_highest_score_is_selected() -> None:
     """Not one that is gone; of equal ones the newest; the least score is a condition."""
-    found = card.of_run([event(2, 0.5), event(4, 0.5), event(6, 0.25), event(8, 0.9)], [])
-    version, score = card.select(found, [2, 4, 6], "eval.accuracy")
+    found = versions.scores_of_run([event(2, 0.5), event(4, 0.5), event(6, 0.25), event(8, 0.9)], [])
+    version, score = versions.best_version(found, [2, 4, 6], "eval.accuracy")
     assert (version, score.value) == (4, 0.5)
-    assert card.select(found, [2, 4, 6], "eval.accuracy", 0.5)[0] == 4
+    assert versions.best_version(found, [2, 4, 6], "eval.accuracy", 0.5)[0] == 4
     with pytest.raises(
         ConfigError, match=r"no stored version reaches eval.accuracy = 0.6; the best is version 4 with 0.5"
     ):
-        card.select(found, [2, 4, 6], "eval.accuracy", 0.6)
+        versions.best_version(found, [2, 4, 6], "eval.accuracy", 0.6)
     with pytest.raises(
         ConfigError,
         match=r"no stored version has the score aime.accuracy; scores of stored versions: eval.accuracy, eval.pass@1",
     ):
-        card.select(found, [2, 4], "aime.accuracy")
+        versions.best_version(found, [2, 4], "aime.accuracy")
 
 
 @pytest.mark.parametrize(
@@ -117,12 +118,12 @@ def test_the_stored_version_with_the_highest_score_is_selected() -> None:
 )
 def test_scores_of_different_conditions_are_not_compared(one: EvaluationResult, other: EvaluationResult) -> None:
     """Other prompts, samples or failures: the higher number may be of the worse model."""
-    found = card.of_run([], [one, other])
+    found = versions.scores_of_run([], [one, other])
     with pytest.raises(
         ConfigError, match=r"different conditions and cannot be compared: version 2 with .*; version 4 with "
     ):
-        card.select(found, [2, 4], "eval:math.accuracy")
-    assert card.select(found, [4], "eval:math.accuracy")[0] == 4
+        versions.best_version(found, [2, 4], "eval:math.accuracy")
+    assert versions.best_version(found, [4], "eval:math.accuracy")[0] == 4
 
 
 def test_the_list_has_every_version_that_is_stored_tagged_or_scored(tmp_path: Path) -> None:
@@ -172,10 +173,10 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
     steps = [{"kind": "step", "step": step, "reward_mean": step / 100} for step in range(1, 31)]
     rows = [*steps, event(4, 0.25)]
     (home / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    folder = home / results.FOLDER / "v4"
+    folder = home / evaluation_results.FOLDER / "v4"
     folder.mkdir(parents=True)
-    results.write_result(folder, result(4, 0.5))
-    text = card.write(home, 4, "f" * 64, card.of_run(rows, [result(4, 0.5)]))
+    evaluation_results.write_result(folder, result(4, 0.5))
+    text = exchange.model_card(home, 4, "f" * 64, versions.scores_of_run(rows, [result(4, 0.5)]))
     assert text.startswith("---\n# license: to be filled in\n")
     assert "# r, version 4" in text
     assert f"`{'f' * 64}`" in text
@@ -224,15 +225,15 @@ def test_a_model_that_is_not_there_is_not_pushed(
 def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions.put(tmp_path, "kept", Tag(version=3))
+    versions.store_tag(tmp_path, "kept", Tag(version=3))
     (tmp_path / versions.MODELS / "kept").mkdir(parents=True)
-    known = Registry("r", tmp_path, [row(3), row(4)], {}, versions.read(tmp_path))
+    known = Registry("r", tmp_path, [row(3), row(4)], {}, versions.read_tags(tmp_path))
     monkeypatch.setattr(Registry, "read", classmethod(lambda *_: known))
     with pytest.raises(ConfigError, match="has no version 5 in the object store"):
         set_tag("r", "5", "new", [], {})
     with pytest.raises(ConfigError, match="holds version 3; remove it before the tag is moved"):
         set_tag("r", "4", "kept", [], {}, move=True)
-    assert versions.read(tmp_path) == {"kept": Tag(version=3)}
+    assert versions.read_tags(tmp_path) == {"kept": Tag(version=3)}
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"origins": {}}', '{"settings": []}'])
@@ -240,4 +241,4 @@ def test_a_card_needs_the_folder_of_a_run(text: str | None, tmp_path: Path) -> N
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="has no settings of a run"):
-        card.write(tmp_path, None, "", {})
+        exchange.model_card(tmp_path, None, "", {})

@@ -14,7 +14,7 @@ from tests.servers import secret_file
 
 from penstock.console import launch
 from penstock.console.tools import checks
-from penstock.console.tools.versions import package_version
+from penstock.console.tools.checks import package_version
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.trainer.attention_choice import NAMES
 

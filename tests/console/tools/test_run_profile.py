@@ -10,7 +10,7 @@ import pytest
 from tests.console.command import penstock
 from tests.console.record import recorded_run as recorded
 
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.tools.profile import OTHER, limits, profile
 from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU, thread_cpu_seconds
 
@@ -59,8 +59,8 @@ def test_the_parts_of_the_cpu_are_threads_and_the_engine():
     beat = recorded.beat("rollout", "w", 5.0, busy_s=1.0, idle_s=1.0, cpu_s=9.0, **{
         f"{THREAD_CPU}main": 2.0, f"{THREAD_CPU}bus": 0.5, ENGINE_CPU: 6.0, "tokens_generated": 70.0,
     })  # fmt: skip
-    one = watched_totals.ServiceTotals(beat=beat, num_starts=1, earlier_cpu_s=0.0, earlier={}, busy_s=1.0, idle_s=1.0)
-    (found,) = profile([], watched_totals.WatchedTotals(until=5.0, services=(one,))).services
+    one = run_snapshot.ServiceTotals(beat=beat, num_starts=1, earlier_cpu_s=0.0, earlier={}, busy_s=1.0, idle_s=1.0)
+    (found,) = profile([], run_snapshot.WatchedTotals(until=5.0, services=(one,))).services
     assert list(found.cpu_parts.items()) == [("engine", 6.0), ("main", 2.0), ("bus", 0.5)]
 
 
@@ -91,7 +91,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path):
     """Steps, services and sentences are printed from the files of the folder alone; an unknown run is refused."""
     folder = tmp_path / "runs" / "sorting"
     recorded.write_metrics(folder)
-    watched_totals.save(folder, recorded.whole_run().totals())
+    run_snapshot.save_totals(folder, recorded.whole_run().totals())
     answer = penstock("profile", "sorting", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert "run sorting: 60 steps in 30.0 s" in answer.stdout

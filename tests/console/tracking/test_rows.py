@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.console.tracking.recorded_events import evaluation, finished, step
 
-from penstock.console.tracking.rows import METRICS, RowFold, figures
+from penstock.console.tracking.consumer import METRICS, RowFold, figures
 from penstock.protocol.facts import RunEvent
 
 

@@ -11,11 +11,10 @@ import pytest
 from tests.console.web.shown_run import made_logprobs, store_logprobs
 from tests.groups import make_groups
 
-from penstock.console.web.reading.group_detail import Storing, why_absent, why_not_this_group
-from penstock.console.web.reading.recorded_groups import Entry
+from penstock.console.web.reading.recorded_groups import Entry, Storing, why_absent, why_not_this_group
 from penstock.console.web.reading.stored_logprobs import Current, StoredLogprobs
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
 

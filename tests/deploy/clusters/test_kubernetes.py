@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from docs.generate import http_apis
+from docs import schemas
 from pydantic import BaseModel
 from tests.servers import require_package
 
-from penstock.console import nodes
+from penstock.console import launch
 from penstock.console.cli.main import app as penstock
 from penstock.deploy import health, nats_config
 from penstock.deploy.bootstrap import ConnectionSettings
@@ -233,10 +233,10 @@ def test_the_nodes_of_a_trainer_find_each_other(rendered: dict[str, list[Object]
         [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["args"][1:]]
         for index in range(job["completions"])
     ]
-    found = [nodes.find(penstock.parse_args(words)[1].kwargs["nodes"], {}) for words in typed]
+    found = [launch.find_nodes(penstock.parse_args(words)[1].kwargs["nodes"], {}) for words in typed]
     one = of_kind(objects, "JobSet")["trainer"]["spec"]
     first = f"trainer-{one['replicatedJobs'][0]['name']}-0-0.{one['network']['subdomain']}"
-    assert found == [nodes.Nodes(job["completions"], index, f"{first}:{nodes.PORT}") for index in range(2)]
+    assert found == [launch.Nodes(job["completions"], index, f"{first}:{launch.RENDEZVOUS_PORT}") for index in range(2)]
     assert one["network"]["enableDNSHostnames"] is True
     assert one["suspend"] is True
     assert (job["completionMode"], job["parallelism"], job["backoffLimit"]) == ("Indexed", job["completions"], 0)
@@ -287,7 +287,7 @@ def test_ports_match(objects: list[Object]) -> None:
 
 def test_probes_ask_for_what_is_there(objects: list[Object]) -> None:
     """Every long-running container has probes, at ports and paths that its program has."""
-    paths = {"reward": set(http_apis.openapi()["paths"]), "s3": {"/minio/health/live"}}
+    paths = {"reward": set(schemas.openapi()["paths"]), "s3": {"/minio/health/live"}}
     for name, pod in pods(objects).items():
         for one in containers(pod):
             if name in ("bootstrap", "trainer"):  # Jobs: they end by themselves, and a hung step is an alert

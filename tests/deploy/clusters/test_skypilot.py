@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.console import nodes
+from penstock.console import launch
 from penstock.console.cli.main import app
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
@@ -51,7 +51,7 @@ def test_several_nodes_meet_at_the_first(tmp_path: Path) -> None:
     code, _, words = run(tmp_path, SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS=IPS, **SERVERS)
     assert code == 0
     bound = app.parse_args(words)[1]
-    assert nodes.find(bound.kwargs["nodes"], {}) == nodes.Nodes(2, 1, f"10.0.0.1:{nodes.PORT}")
+    assert launch.find_nodes(bound.kwargs["nodes"], {}) == launch.Nodes(2, 1, f"10.0.0.1:{launch.RENDEZVOUS_PORT}")
     assert bound.args == ("run.toml", "trainer.store_checkpoints=true")
 
 

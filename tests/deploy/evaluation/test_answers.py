@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.console.evaluation.results import Answers, Outcome
+from penstock.console.evaluation_results import Answers, Outcome
 from penstock.deploy.evaluation.prepare import BY_REWARD, answer_rule, check_answer_place
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.registry.built_in import BUILT_INS

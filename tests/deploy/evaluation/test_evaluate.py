@@ -15,9 +15,9 @@ import pytest
 from tests.deadline import ends_within
 from tests.servers import require, wait_for
 
+from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
-from penstock.console.evaluation import results
-from penstock.console.evaluation.results import Outcome
+from penstock.console.evaluation_results import Outcome
 from penstock.console.registry import versions
 from penstock.console.registry.versions import Tag
 from penstock.deploy import quickstart_task
@@ -48,10 +48,10 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
     require("rclone")
     quickstart_task.write_data(tmp_path, seed=0, num_sft=1, num_train=1, num_eval=200)
     quickstart_task.write_model(tmp_path / "model", seed=0)
-    evaluations = tmp_path / "runs" / "eval-model" / results.FOLDER
+    evaluations = tmp_path / "runs" / "eval-model" / evaluation_results.FOLDER
 
     def outcomes() -> dict[int, Outcome]:
-        return next((results.read_outcomes(one) for one in evaluations.glob("model-*")), {})
+        return next((evaluation_results.read_outcomes(one) for one in evaluations.glob("model-*")), {})
 
     with subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
         wait_for(outcomes, "the first prompts", 120.0)
@@ -67,7 +67,7 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
     after = outcomes()
     assert sorted(after) == list(range(200))
     assert {number: after[number] for number in before} == before
-    assert next(results.results_of(tmp_path / "runs" / "eval-model")).model_dump(mode="json") == result
+    assert next(evaluation_results.results_of(tmp_path / "runs" / "eval-model")).model_dump(mode="json") == result
     assert not (next(evaluations.glob("model-*")) / "work" / "store").exists()
 
 
@@ -95,7 +95,7 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'evil.py:f' names code, .*add data.format=evil.py:f"):
         target.recorded_settings(final, with_reward=True)
     assert target.recorded_settings(final, with_reward=True, with_format=False) == 'data = {system_prompt = "s"}\n'
-    versions.put(home, "kept", Tag(version=7))
+    versions.store_tag(home, "kept", Tag(version=7))
     quickstart_task.write_model(home / versions.MODELS / "kept", seed=0)
     kept = target.find("one@kept", runs, {})
     assert (kept.run, kept.version, kept.folder) == ("one", 7, home / versions.MODELS / "kept")

@@ -9,8 +9,8 @@ import pytest
 from tests.trainer.producer import ScriptedProducer, recite
 from tests.weights_source import read_version
 
-from penstock.console.evaluation.results import Outcome
-from penstock.console.models.tensor_files import open_model
+from penstock.console.evaluation_results import Outcome
+from penstock.console.registry.model_merge import open_model
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
 from penstock.deploy.evaluation.target import VERSION, publish_folder
 from penstock.deploy.quickstart_task import write_data, write_model

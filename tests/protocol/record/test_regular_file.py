@@ -9,7 +9,7 @@ import pytest
 from tests.deadline import ends_within
 
 from penstock.console import connections
-from penstock.console.live import watched_totals
+from penstock.console.live import run_snapshot
 from penstock.console.record import stored_run
 from penstock.console.report import curves
 from penstock.console.report.report import stored_summary
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     (tmp_path / "private").write_text('{"settings": {"trainer": {"num_ranks": 3}}, "finished": true, "steps": 1}\n')
     home = tmp_path / RUN
     home.mkdir()
-    for name in {*FILES, watched_totals.FILE}:
+    for name in {*FILES, run_snapshot.TOTALS_FILE}:
         replaced(home / name, request.param)
     return home
 
@@ -57,7 +57,7 @@ def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(folde
     assert list(curves.rows(folder)) == []
     assert curves.num_unreadable(folder) == 1
     assert stored_summary(folder) is None
-    assert watched_totals.load(folder) is None
+    assert run_snapshot.load_totals(folder) is None
     assert [line.step for line in list_folder(folder.parent)] in ([None], [])
     state = CheckpointState.model_construct(metrics_bytes=2**40)
     assert "cannot be read" in from_metrics(folder, state).problems[0]

@@ -20,7 +20,7 @@ from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import actions, job_file
 from penstock.console.web.launchers.launcher import Found, Launcher, Start
 from penstock.console.web.launchers.local import LocalOptions
-from penstock.console.web.launchers.run_process import LOCK
+from penstock.console.web.launchers.run_process import LAUNCH, LOCK
 from penstock.console.web.problems import Problem
 from penstock.deploy import config_show
 from penstock.protocol.errors import ConfigError
@@ -69,7 +69,7 @@ class FakeLauncher(Launcher):
         fcntl.flock(handle, fcntl.LOCK_EX)
         self.running[start.run] = handle
         launch = job_file.Launch(start=start.number, pid=1, started_at=1.0)
-        atomic_write(start.folder / job_file.LAUNCH, launch.model_dump_json())
+        atomic_write(start.folder / LAUNCH, launch.model_dump_json())
         return f"fake-{start.number}"
 
     def find(self, folder: Path, options: BaseModel, handle: str) -> Found:
@@ -89,7 +89,7 @@ class FakeLauncher(Launcher):
         launch = job_file.read_launch(folder)
         assert launch is not None
         ended = launch.model_copy(update={"ended_at": 2.0, "exit_code": code})
-        atomic_write(folder / job_file.LAUNCH, ended.model_dump_json())
+        atomic_write(folder / LAUNCH, ended.model_dump_json())
 
 
 def check_in_process(

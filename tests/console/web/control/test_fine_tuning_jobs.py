@@ -13,7 +13,7 @@ import pytest
 from tests.console.web.control.api import Api
 
 from penstock.console.tools import runs
-from penstock.console.web.jobs import actions, job_file, queue
+from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.launchers.local import Local, LocalOptions
 from penstock.deploy import quickstart_task
 from penstock.protocol.record import run_lock
@@ -55,7 +55,7 @@ def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: A
         return answer.json()
 
     def state(run: str) -> str:
-        queue.advance(actions.machine(api.context))
+        queue.advance(api.context)
         found = client.get(f"/v1/runs/{run}").json()
         assert found["state"] != "failed", found
         return found["state"]

@@ -14,9 +14,9 @@ from tests.console.web.control.api import Api, FakeLauncher, settings
 
 from penstock.console.web.access import Role
 from penstock.console.web.jobs import actions, job_file, queue
-from penstock.console.web.jobs.job_file import Job, Launch
-from penstock.console.web.jobs.job_state import decide
+from penstock.console.web.jobs.job_file import Job, Launch, decide
 from penstock.console.web.launchers.launcher import Found
+from penstock.console.web.launchers.run_process import LAUNCH
 from penstock.console.web.problems import Problem
 from penstock.protocol.record import pause_request, run_lock
 
@@ -115,7 +115,7 @@ def test_job_fields_of_given_answers_become_keys_of_their_section(api: Api, laun
     (folder / "dpo-training").mkdir()
     (folder / "dpo-training" / "result.json").write_text("{}")
     assert state(api, "warm-up") == "finished"
-    assert queue.advance(actions.machine(console.context)) == 1
+    assert queue.advance(console.context) == 1
     assert launcher.started[1].command[2:4] == ("-m", "torch.distributed.run")
     assert "create another run" in post(api, "warm-up", "start", 409)["fix"]
     assert api.client().delete("/v1/runs/warm-up").status_code == 204
@@ -189,10 +189,10 @@ def test_runs_of_this_machine_wait_for_one_another_in_their_order(api: Api, laun
     status = api.client(Role.READ).get("/v1/runs/a").json()
     assert status["position"] == 1
     restarted = Api(api.folder)
-    assert queue.advance(actions.machine(restarted.context)) == 0
+    assert queue.advance(restarted.context) == 0
     for ended, then in (("c", "b"), ("b", "a")):
         launcher.end(api.folder / ended, 0)
-        assert queue.advance(actions.machine(restarted.context)) == 1
+        assert queue.advance(restarted.context) == 1
         assert state(restarted, then) == "running"
     assert [start.run for start in launcher.started] == ["c", "b", "a"]
 
@@ -214,7 +214,7 @@ def test_a_run_that_was_started_by_hand_uses_the_machine_too(api: Api, launcher:
     with run_lock.hold(api.folder / "by-hand"):
         assert create(api, "one", start=True)["state"] == "queued"
         assert state(api, "by-hand") == "running"
-    queue.advance(actions.machine(api.context))
+    queue.advance(api.context)
     assert state(api, "one") == "running"
 
 
@@ -257,7 +257,7 @@ def test_a_file_that_a_job_names_as_its_launcher_is_not_run(api: Api, launcher: 
     job = api.folder / "a" / job_file.JOB
     stored = {**json.loads(job.read_text()), "launcher": f"{tmp_path / 'evil.py'}:L", "starts": 1, "intent": "run"}
     job.write_text(json.dumps(stored))
-    (api.folder / "a" / job_file.LAUNCH).write_text('{"start": 1}')
+    (api.folder / "a" / LAUNCH).write_text('{"start": 1}')
     assert state(api, "a") == "running"
     assert "is not installed here" in json.dumps(post(api, "a", "stop", 409))
     post(api, "a", "start")

@@ -13,8 +13,7 @@ import pytest
 from tests.servers import wait_for
 
 from penstock.console.web.jobs import job_file
-from penstock.console.web.jobs.job_file import Job
-from penstock.console.web.jobs.job_state import of_folder
+from penstock.console.web.jobs.job_file import Job, run_state
 from penstock.console.web.launchers.kubernetes import Kubernetes, KubernetesOptions, manifest
 from penstock.console.web.launchers.launcher import Start
 from penstock.console.web.launchers.local import Local, LocalOptions, send
@@ -72,7 +71,7 @@ def test_a_killed_run_is_seen_as_ended_and_its_command_is_not_left(folder: Path)
     assert launch is not None
     assert launch.exit_code == -signal.SIGKILL
     job = Job(run="one", created_at=0.0, intent="run", starts=1, handle_start=1)
-    assert of_folder(folder, job).state == "failed"
+    assert run_state(folder, job).state == "failed"
 
 
 def test_a_run_goes_on_without_the_process_that_records_its_end(folder: Path):
@@ -98,7 +97,7 @@ def test_a_command_that_cannot_start_is_a_failure_with_its_log(folder: Path):
     Local().start(start_of(folder, "/nonexistent/program"))
     wait_for(lambda: not is_locked(folder / LOCK), "the process to end")
     assert "FileNotFoundError" in (folder / "logs" / "launch.log").read_text()
-    assert of_folder(folder, Job(run="one", created_at=0.0, intent="run", starts=1, handle_start=1)).state == "failed"
+    assert run_state(folder, Job(run="one", created_at=0.0, intent="run", starts=1, handle_start=1)).state == "failed"
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""A Python function as a reward of a run: served over HTTP by threads of this process, at a port of the loopback.
+"""The reward of a call: an endpoint, or a Python function that threads of this process serve over HTTP at a loopback port.
 
-The function may be a closure or of a notebook's cell: it is never imported, copied or sent. HTTP and the renewal of the
-registration run in one thread, the function in another, one call at a time; what it awaits overlaps. It does not run on
-the main thread, so that ``signal.alarm`` cannot be used in it.
+It is registered at the run's reward service as long as this process runs. A function may be a closure or of a notebook's
+cell: it is never imported, copied or sent. HTTP and the renewal of the registration run in one thread, the function in
+another, one call at a time; what it awaits overlaps. It does not run on the main thread, so that ``signal.alarm`` cannot
+be used in it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from urllib.parse import urlsplit
 
-from penstock.client.registered_reward import RegisteredReward
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.loop_thread import LoopThread
-from penstock.reward_service.hosting import hosted_app
+from penstock.reward_service.hosting import hosted_app, registration
 from penstock.reward_service.hosting.hosted_app import HostedFunction
+from penstock.reward_service.hosting.registration import Offer, ServiceAddress
 from penstock.reward_service.user_code import user_file
 from penstock.serving import web_server
 
@@ -31,6 +33,37 @@ _TIMEOUT_S = 300.0  # of one call of the reward service
 _DEADLINE_S = 90.0  # of the function's setup, and of a stop
 _STOP_S = 5.0
 _HOST = "127.0.0.1"
+_REGISTER_S = 90.0
+_LEASE_S = 15.0  # a killed process is out of service after this time
+
+
+class RegisteredReward:
+    def __init__(self, name: str, url: str, version: str, terms: Mapping[str, Any] | None = None) -> None:
+        """``version`` is stored with every group that it scored; ``terms`` are further fields of the registration."""
+        self.name = name
+        self._offer = Offer(name, url, version, lease_s=_LEASE_S, more=terms or {})
+        self._thread: LoopThread | None = None
+
+    @classmethod
+    def of_url(cls, url: str) -> RegisteredReward:
+        """Return the endpoint at a URL, with a name made of host and path."""
+        parts = urlsplit(url)
+        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{parts.netloc.rpartition('@')[2]}{parts.path}").strip("-")[:100]
+        return cls(name, url, "unknown")
+
+    def register(self, service: str) -> None:
+        """Register at a reward service and renew the lease from now on; raises NotRegistered."""
+        self.close()
+        self._thread = LoopThread("reward-lease")
+        address = ServiceAddress(service)
+        self._thread.start(registration.register(address, self._offer)).result(_REGISTER_S)
+        self._thread.start(registration.keep(address, self._offer))
+
+    def close(self) -> None:
+        """Stop renewing: the reward is out of service when its lease has expired. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
 
 
 def reward_of(function: Callable[..., Any]) -> HostedFunction:
@@ -50,8 +83,6 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 class ServedFunction:
-    """A function that is served until `close`, and registered at one reward service."""
-
     def __init__(self, reward: HostedFunction, name: str) -> None:
         """Start serving; raises UserFileError when the reward's ``setup`` fails, ConfigError without a free port."""
         self.name = name
@@ -72,7 +103,6 @@ class ServedFunction:
 
     @property
     def url(self) -> str:
-        """Where groups are posted."""
         return f"http://{_HOST}:{self._bound.getsockname()[1]}/score"
 
     def register(self, service: str) -> None:

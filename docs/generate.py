@@ -1,28 +1,56 @@
-"""Text of the short reference pages: one function for each ``<!-- generated: NAME -->``, of that name."""
+"""Text of the reference pages, written from the code for each ``<!-- generated: NAME -->`` of a page.
+
+Each is the function of that name, here or in `schemas.py`, and returns Markdown. To add a reference, add a function, its name to
+``_REFERENCES``, and a page with its mark. ``python -m docs.generate NAME`` prints one, without a name the names of all.
+"""
 
 from __future__ import annotations
 
+import io
+import sys
 import textwrap
+from collections.abc import Iterator
 
 from pydantic import BaseModel
+from rich.console import Console
 
-from docs.generate import table
-from docs.generate.settings import type_name
-from penstock.console.report.diagnoses import MEANINGS
+from docs.schemas import http_apis, settings, table, type_name
+from penstock.console.cli import verb_help
+from penstock.console.cli.main import app
+from penstock.console.report.diagnoses import MEANINGS, RunMetrics, diagnose
 from penstock.console.report.learning import LABELS, NESTED
+from penstock.console.report.run_summary import Diagnosis
 from penstock.deploy.monitoring.alerts import ALERTS
 from penstock.protocol import errors as protocol_errors
 from penstock.protocol import facts as nats_facts
-from penstock.protocol import streams
+from penstock.protocol import groups, streams
+from penstock.protocol.command_line import App
 from penstock.protocol.metrics.table import MAX_VALUES, METRICS, OPEN_LABELS, OTHER, Metric
 from penstock.reward_service import errors as reward_errors
 from penstock.rollout_service import errors as rollout_errors
 from penstock.trainer import errors as trainer_errors
+from penstock.trainer.data_settings import COLUMNS
 from penstock.trainer.row_format import ROW_FORMATS
-from penstock.trainer.settings import COLUMNS
 
 _EVERY_FORMAT = """Every format may have ground_truth, data_source, extra_info and system, and images. Other columns go into extra_info, so that a
 reward sees the whole row. An invalid value is refused with its file, line and column. [Rows](../data.md) has an example of each."""
+_TREES = {
+    "protocol": protocol_errors,
+    "trainer": trainer_errors,
+    "rollout_service": rollout_errors,
+    "reward_service": reward_errors,
+}
+_RUN = "RUN"
+_TITLES = {
+    ("trainer", "rollout", "reward"): "Every service",
+    ("trainer", "rollout"): "Trainer and rollout worker",
+    ("trainer",): "Trainer",
+    ("rollout",): "Rollout worker",
+    ("reward",): "Reward service",
+}
+_STEPS = 60  # of a run that is diagnosed
+_WIDTH = 100  # columns of a help text
+_OF_EVERY_APP = {"--help", "-h", "--version"}
 
 
 def alerts() -> str:
@@ -42,14 +70,6 @@ def data_forms() -> str:
     return f"{table('format', 'columns', 'can train', rows=rows)}\n\n{_EVERY_FORMAT}\n\nColumns that `data.map` may name: {columns}.\n"
 
 
-_TREES = {
-    "protocol": protocol_errors,
-    "trainer": trainer_errors,
-    "rollout_service": rollout_errors,
-    "reward_service": reward_errors,
-}
-
-
 def errors() -> str:
     """Return the trees of errors, a section for each package, as the modules that define them draw them."""
     parts = []
@@ -60,21 +80,18 @@ def errors() -> str:
     return "\n".join(parts)
 
 
-_RUN = "RUN"
-
-
 def facts() -> str:
     """Return the messages on NATS: streams, every fact with its schema tag and fields, and the models inside them."""
     parts = ["## Streams\n", _streams(), "## Facts\n"]
     parts += [_fact(fact, f"`{tag}`. ") for tag, fact in sorted(nats_facts.Fact.registry.items())]
     parts.append("## Inside facts\n")
     inner = (
-        nats_facts.Task,
-        nats_facts.Sampling,
-        nats_facts.RewardRequest,
-        nats_facts.GeneratedGroup,
-        nats_facts.ScoredGroup,
-        nats_facts.BlobRef,
+        groups.Task,
+        groups.Sampling,
+        groups.RewardRequest,
+        groups.GeneratedGroup,
+        groups.ScoredGroup,
+        groups.BlobRef,
     )
     parts += [_fact(model, "") for model in inner]
     return "\n".join(parts)
@@ -118,15 +135,6 @@ def metrics() -> str:
     )
 
 
-_TITLES = {
-    ("trainer", "rollout", "reward"): "Every service",
-    ("trainer", "rollout"): "Trainer and rollout worker",
-    ("trainer",): "Trainer",
-    ("rollout",): "Rollout worker",
-    ("reward",): "Reward service",
-}
-
-
 def prometheus() -> str:
     """Return a table for each set of services, and the bound of the labels."""
     parts = []
@@ -147,3 +155,85 @@ def _metric(metric: Metric) -> tuple[object, ...]:
     if metric.buckets:
         kind += f", up to {metric.buckets[-1]:g}"
     return f"`{metric.name}`", kind, metric.unit, ", ".join(f"`{label}`" for label in metric.labels), metric.help
+
+
+def _run(**figures: float) -> RunMetrics:
+    steps = [{"reward_mean": 0.4 + 0.01 * (step % 5), "reward_std": 0.3, **figures} for step in range(_STEPS)]
+    return RunMetrics(steps)
+
+
+def _constant(reward: float) -> RunMetrics:
+    return RunMetrics([{"reward_mean": reward, "reward_std": 0.0}] * _STEPS)
+
+
+def _course(name: str, first: float, last: float) -> RunMetrics:
+    half = _STEPS // 2
+    return RunMetrics([{"reward_mean": 0.4 + 0.01 * (n % 5), name: first if n < half else last} for n in range(_STEPS)])
+
+
+def _rose_and_fell() -> RunMetrics:
+    third = _STEPS // 3
+    return RunMetrics([{"reward_mean": value, "reward_std": 0.3} for value in (0.1, 0.8, 0.2) for _ in range(third)])
+
+
+RUNS: tuple[RunMetrics, ...] = (
+    _run(loss_not_finite=1.0), _constant(0.0), _constant(1.0), _run(zero_signal_groups=0.8), _run(truncated_share=0.4),
+    _rose_and_fell(), _course("entropy", 1.2, 0.01), _run(ess_share=0.3), _run(kl_behaviour=0.2), _run(engine_gap=0.08),
+    _run(lr=2e-7, lr_set=1e-6), RunMetrics(_run().steps, issued=1000, dropped={"stale": 300}),
+)  # fmt: skip
+
+
+def diagnoses() -> str:
+    """Return symptom, cause and cure of each rule, in the order in which the rules are asked."""
+    return "\n".join(
+        f"`{one.key}`\n: **{one.what}** {one.cause} *Cure:* {one.cure}\n" for run in RUNS for one in shown(run)
+    )
+
+
+def shown(run: RunMetrics) -> tuple[Diagnosis, ...]:
+    return diagnose(run)[:1]
+
+
+def commands() -> str:
+    """Return a heading and a code block for each verb."""
+    verb_help.attach(app)
+    return "\n".join(f"## {' '.join(('penstock', *words))}\n\n```text\n{help_text(words)}```\n" for words, _ in verbs())
+
+
+def verbs(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+    """Yield the words of every verb and its app, in the order of the help."""
+    for name in parent:
+        if name in _OF_EVERY_APP:
+            continue
+        child = parent[name]
+        if child.default_command is not None:
+            yield (*words, name), child
+        if child is not parent and child.default_command is not child:
+            yield from verbs(child, (*words, name))
+
+
+def help_text(words: tuple[str, ...]) -> str:
+    """Return what ``penstock WORDS --help`` prints."""
+    written = io.StringIO()
+    app.help_print(list(words), console=Console(file=written, width=_WIDTH, color_system=None))
+    return "\n".join(line.rstrip() for line in written.getvalue().strip("\n").splitlines()) + "\n"
+
+
+_REFERENCES = {
+    function.__name__: function
+    for function in (
+        alerts, commands, data_forms, diagnoses, errors, facts, http_apis, metrics, prometheus, settings,
+    )
+}  # fmt: skip
+NAMES = tuple(_REFERENCES)
+
+
+def text(name: str) -> str:
+    """Return the Markdown of one reference; raises ValueError for an unknown name."""
+    if name not in _REFERENCES:
+        raise ValueError(f"no generated reference {name}; there are {', '.join(NAMES)}")
+    return _REFERENCES[name]()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text(sys.argv[1]) if len(sys.argv) > 1 else "\n".join(NAMES) + "\n")

@@ -1,4 +1,4 @@
-"""Compute the result of an evaluation from the groups of its prompts, and store it in ``evaluations/ID`` of a run's folder.
+"""Compute the result of an evaluation from the groups of its prompts, store it in ``evaluations/ID`` of a run's folder, and tabulate it.
 
 Prompts are drawn at random, samples of one prompt are not independent: every interval of avg@k, pass@k and maj@k is over prompts,
 each with the mean of its samples (a cluster), as in "Adding Error Bars to Evals", arXiv 2411.00640. A value that is 0 or 1 for every
@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.table import Table
 
+from penstock.console import terminal
 from penstock.protocol.files import atomic_write, read_regular
 
 Z95 = 1.959963984540054  # two-sided, 95 %
@@ -199,7 +201,6 @@ class EvaluationResult(BaseModel):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every prompt has all its scored samples."""
         return self.overall.complete == self.overall.prompts
 
 
@@ -296,7 +297,6 @@ def rewrite_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
 
 
 def write_result(folder: Path, result: EvaluationResult) -> Path:
-    """Write ``result.json``, atomically; return its path."""
     return atomic_write(folder / RESULT, result.model_dump_json(indent=1) + "\n")
 
 
@@ -313,3 +313,53 @@ def results_of(run_folder: Path) -> Iterator[EvaluationResult]:
     read = [read_result(path.parent) for path in (run_folder / FOLDER).glob(f"*/{RESULT}")]
     found = [one for one in read if one is not None]
     yield from sorted(found, key=lambda one: (one.finished_at or 0.0, one.evaluation_id))
+
+
+def result_table(result: EvaluationResult) -> Table:
+    """Return one row for each source: complete prompts, means, pass@k and maj@k, each with its 95 % interval."""
+    ks = sorted({k for source in result.sources for k in source.pass_at if k > 1})
+    has_accuracy = any(source.accuracy for source in result.sources)
+    has_majority = any(source.maj for source in result.sources)
+    names = ["prompts", f"reward avg@{result.k}"]
+    names += [f"correct avg@{result.k}"] if has_accuracy else []
+    names += [f"pass@{k}" for k in ks]
+    names += [f"maj@{result.k}"] if has_majority else []
+    names += ["tokens", "cut off"]
+    rows = terminal.table("source", *names, right=names)
+    for source in result.sources:
+        cells = [source.source, _prompts(source), estimate_text(source.reward, as_share=False)]
+        cells += [estimate_text(source.accuracy)] if has_accuracy else []
+        cells += [estimate_text(source.pass_at.get(k)) for k in ks]
+        cells += [estimate_text(source.maj)] if has_majority else []
+        tokens, cut = source.completion_tokens_mean, source.truncated_share
+        rows.add_row(*cells, "–" if tokens is None else f"{tokens:.1f}", "–" if cut is None else f"{cut:.1%}")
+    return rows
+
+
+def result_notes(result: EvaluationResult) -> Iterator[str]:
+    everything = result.overall
+    if not result.is_complete:
+        yield (
+            f"{everything.complete} of {everything.prompts} prompts are complete, {everything.failed} failed, "
+            f"{everything.missing} missing: the means are over the complete ones only, which may be easier than the others"
+        )
+    for reason, count in sorted(everything.reasons.items()):
+        yield f"{count} failed: {reason}"
+    yield f"correct: {result.success or 'not defined'}"
+    yield f"maj@{result.k}: {result.answer}"
+    yield "intervals: 95 %, over prompts; Wilson for shares, normal for means of several samples"
+
+
+def estimate_text(estimate: Estimate | None, *, as_share: bool = True) -> str:
+    """Return an estimate with its interval, such as ``62.5% [41.0, 80.1]``."""
+    if estimate is None:
+        return "–"
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.1%}" if as_share else f"{estimate.value:.3f}"
+    if as_share:
+        return f"{estimate.value:.1%} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _prompts(source: SourceResult) -> str:
+    return str(source.prompts) if source.complete == source.prompts else f"{source.complete} of {source.prompts}"

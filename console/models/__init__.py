@@ -1,1 +1,0 @@
-"""Work on model folders without torch: read, merge, write; imports protocol only."""
