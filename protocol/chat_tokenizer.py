@@ -33,8 +33,6 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class ChatTokenizer:
-    """Renders chats with a model's own template and turns text into token ids."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -161,7 +159,6 @@ class ChatTokenizer:
         return [self._checked(encoding.ids) for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, control tokens included."""
         with _refusing_panics():
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
@@ -181,7 +178,6 @@ class ChatTokenizer:
             return self._tokenizer.decode_batch(list(rows), skip_special_tokens=skip_special_tokens)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """Return token ids; raises MalformedData for one that the model has no embedding for."""
         if self._limit is not None and ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
             raise MalformedData(
@@ -251,7 +247,6 @@ def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _template(
     folder: Path, config: Mapping[str, Any], arguments: Mapping[str, Any], *, needs_template: bool
 ) -> ChatTemplate | None:
-    """Return a model's chat template; raises UnsupportedModel if it is missing, invalid, or does not read an argument."""
     text = _template_text(folder, config)
     if text is None and needs_template:
         raise UnsupportedModel(

@@ -191,7 +191,6 @@ class Episode:
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """Newest version among all sampled tokens."""
         return max(row.trajectory.newest_version for row in self.rows)
 
     @property
@@ -239,7 +238,6 @@ def _check_prefix(rows: Sequence[EpisodeRow], number: int) -> None:
 
 
 def _images_before(row: Trajectory, length: int) -> list[ImageRef]:
-    """Return the images of which a token is among the first ``length``."""
     return [ref for ref in row.images.refs if ref.position < length] if row.images is not None else []
 
 

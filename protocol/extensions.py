@@ -76,7 +76,6 @@ class Registry(Generic[Kind]):
         return dict(sorted(found.items()))
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all built-in and installed extensions of this kind, sorted."""
         return tuple(sorted({*self.built_in, *(point.name for point in metadata.entry_points(group=self._group))}))
 
     def find(self, name: str) -> Extension[Kind]:

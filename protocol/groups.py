@@ -100,7 +100,6 @@ class ImageRef(Wire):
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
         return self.position + self.num_tokens
 
     @property

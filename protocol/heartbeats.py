@@ -131,16 +131,13 @@ def readable(values: Iterable[bytes]) -> list[Heartbeat]:
 
 
 def worker_period_s(num_services: int, bucket_ttl_s: float) -> float:
-    """Return the period of a worker's heartbeats in seconds, given how many services write to its bucket."""
     longest = max(PERIOD_S, bucket_ttl_s / _EXPIRY_PERIODS)
     return min(max(PERIOD_S, num_services / TOTAL_PER_S), longest)
 
 
 def lost_after_s(beat: Heartbeat) -> float:
-    """Return for how long nothing may follow this heartbeat, in seconds."""
     return _LOST_PERIODS * (beat.period_s or PERIOD_S)
 
 
 def expires_after_s(period_s: float) -> float:
-    """Return for how long a heartbeat is kept, in seconds."""
     return max(_LEAST_EXPIRY_S, _EXPIRY_PERIODS * period_s)

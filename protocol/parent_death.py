@@ -46,7 +46,6 @@ def command_words(parent: int, death_signal: int = signal.SIGKILL, *, port_file:
 
 
 def main() -> None:
-    """Set the signal, check that the parent still runs, choose the port, and exec."""
     parent, death_signal, port_file, *command = sys.argv[1:]
     if not end_with_parent(int(parent), int(death_signal)):
         sys.exit(0)

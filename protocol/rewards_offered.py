@@ -53,7 +53,6 @@ class _Entry(Protocol):
 
 
 def key(replica: str) -> str:
-    """Return the key of one replica's record in the registry bucket."""
     return f"{_KEY_PREFIX}{replica}"
 
 

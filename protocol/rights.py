@@ -79,7 +79,6 @@ def rights(run_id: str = ANY_RUN) -> tuple[Rights, ...]:
 
 
 def rollout_rights(run_id: str) -> Rights:
-    """Return what rollout workers may do: take tasks, hand in groups, follow the weights."""
     weights = stream_name(run_id, "weights")
     consumers = (streams.tasks_consumer(run_id, "train"), streams.tasks_consumer(run_id, "eval"))
     marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("tasks", "*"))
@@ -111,7 +110,6 @@ def rollout_rights(run_id: str) -> Rights:
 
 
 def reward_rights(run_id: str) -> Rights:
-    """Return what reward services may do: take generated groups, hand in scored ones, keep the registry of endpoints."""
     consumers = (streams.generated_consumer(run_id),)
     progress = KeyRight(streams.scoring_bucket(run_id), streams.pack_progress_key("*"))
     marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("generated", "*"))
@@ -142,7 +140,6 @@ def environment_rights() -> Rights:
 
 
 def trainer_rights(run_id: str) -> Rights:
-    """Return what the trainer may do: issue tasks, take scored groups, publish weights, hold the run's leases, watch the run."""
     consumers = (streams.scored_consumer(run_id, "train"), streams.scored_consumer(run_id, "eval"))
     state, leases = streams.state_bucket(run_id), streams.lease_bucket(run_id)
     state_keys = (
@@ -226,7 +223,6 @@ class ObjectRights:
 
 
 def object_rights(run_id: str = ANY_RUN) -> tuple[ObjectRights, ...]:
-    """Return the rights of every role but admin, for one run or for all."""
     groups, tasks = blob_keys.groups_prefix(run_id), blob_keys.task_lists_prefix(run_id)
     weights, checkpoints = blob_keys.all_weights_prefix(run_id), blob_keys.checkpoints_prefix(run_id)
     layouts, models = blob_keys.layouts_prefix(run_id), blob_keys.models_prefix(run_id)

@@ -83,7 +83,6 @@ class StreamLimits:
 
 
 def stream_name(run_id: str, stage: StreamStage) -> str:
-    """Return the name of one of a run's streams; it is a single token in NATS subjects."""
     return f"{run_id}-{stage}"
 
 
@@ -136,7 +135,6 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
 
 
 def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) -> ConsumerSpec:
-    """Return the consumer that all rollout workers share for one split."""
     limits = limits or StreamLimits()
     return ConsumerSpec(
         stream_name(run_id, "tasks"),
@@ -151,7 +149,6 @@ def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) 
 
 
 def generated_consumer(run_id: str, limits: StreamLimits | None = None) -> ConsumerSpec:
-    """Return the consumer that all replicas of the reward service share."""
     limits = limits or StreamLimits()
     return ConsumerSpec(
         stream_name(run_id, "generated"),
@@ -205,7 +202,6 @@ def lease_bucket(run_id: str) -> BucketSpec:
 
 
 def registry_bucket() -> BucketSpec:
-    """Return the bucket of registered reward endpoints, shared by all runs."""
     return BucketSpec("penstock-rewards", max_bytes=_SMALL_BUCKET_BYTES)
 
 
@@ -215,7 +211,6 @@ def secrets_bucket() -> BucketSpec:
 
 
 def environments_bucket() -> BucketSpec:
-    """Return the bucket of registered environment servers, shared by all runs."""
     return BucketSpec("penstock-environments", max_bytes=_SMALL_BUCKET_BYTES)
 
 

@@ -76,7 +76,6 @@ def weights(run_id: str) -> str:
 
 
 def events(run_id: str, kind: str = "*") -> str:
-    """Return the subject of `RunEvent`; `*` for every kind."""
     return f"{PREFIX}.{run_id}.events.{kind}"
 
 

@@ -34,7 +34,6 @@ class Routers:
 
     @property
     def shape(self) -> RouterShape:
-        """What is stored of a token's choices."""
         return RouterShape(num_layers=len(self.layers), num_experts=self.num_experts, top_k=self.top_k)
 
 
@@ -87,7 +86,6 @@ class ExpertChoices:
             )
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise PackError unless these are the choices for a trajectory of ``num_tokens``."""
         if len(self.ids) != num_tokens - 1:
             raise PackError(
                 f"experts of {len(self.ids)} tokens in a trajectory of {num_tokens}, expected {num_tokens - 1}: all but the last"

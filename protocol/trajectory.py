@@ -113,7 +113,6 @@ class Trajectory:
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """Newest version among the sampled tokens."""
         return newest(self.version_runs)
 
 
@@ -182,7 +181,6 @@ class Group:
 
     @property
     def routers(self) -> RouterShape | None:
-        """What its trajectories say of the experts of their tokens; None: nothing."""
         experts = self.trajectories[0].experts
         return experts.shape if experts is not None else None
 
@@ -273,7 +271,6 @@ class Group:
             )
 
     def check_described_by(self, described: GeneratedGroup) -> None:
-        """Raise PackError unless a message describes this group."""
         runs = [run.version for row in self.trajectories for run in row.version_runs]
         check_equal(
             described.group_id,

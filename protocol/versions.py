@@ -33,7 +33,6 @@ def oldest(runs: Iterable[VersionRun]) -> PolicyVersion:
 
 
 def newest(runs: Iterable[VersionRun]) -> PolicyVersion:
-    """Return the newest version among the runs; raises ValueError when there is none."""
     versions = [run.version for run in runs]
     if not versions:
         raise ValueError("no version run: a trajectory must say which policy sampled its tokens")

@@ -226,7 +226,6 @@ def _weights(
 async def _environments(
     settings: RolloutSettings, episodes: FinishedEpisodes, images: RunImages
 ) -> dict[str, Environment]:
-    """Return the worker's environments by name, with what they share; raises ConfigError."""
     environments = load_environments(settings.worker.environments, settings.environment.define)
     own = await target_policy.find_own_servers(settings.nats, settings.s3) if settings.environment.define else ()
     most = settings.worker.max_episodes

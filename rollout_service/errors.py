@@ -41,7 +41,6 @@ class EngineRefused(EngineError):
     """The engine answered with an HTTP error, or refused in a reply of another form."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
-        """``status`` is the HTTP status, where there was one."""
         super().__init__(message)
         self.status = status
 

@@ -35,8 +35,6 @@ log = structlog.get_logger("rollout.loop")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The parts of one worker, connected by ``__main__``."""
-
     engine: Engine
     registry: ServerRegistry | None  # of environment servers; None: no environment needs it
     weights: WeightFollower

@@ -113,7 +113,6 @@ class RunImages:
         return admitted
 
     def _keep(self, sha256: str, data: bytes) -> None:
-        """Keep an image as the one that was used last; drop those used longest ago beyond the memory."""
         self.num_bytes += len(data) - len(self._kept.pop(sha256, b""))
         self._kept[sha256] = data
         while self.num_bytes > self._max_bytes and len(self._kept) > 1:

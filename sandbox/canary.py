@@ -69,7 +69,6 @@ class Probed:
 
     @property
     def reasons(self) -> str:
-        """Why each kind that was refused does not work; empty if none was."""
         return "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
 
     def __str__(self) -> str:
@@ -112,7 +111,6 @@ def attack(kind: Kind) -> str:
 
 @contextlib.contextmanager
 def _outside() -> Iterator[str]:
-    """Set up a file and a listener that must be unreachable; yield the program that tries to reach them."""
     with tempfile.TemporaryDirectory(prefix="penstock-canary-") as folder, socket.socket() as listener:
         os.chmod(folder, 0o777)  # noqa: PTH101, S103 the sandbox must protect it, not its mode
         file = Path(folder, "secret")

@@ -20,8 +20,6 @@ def run_program(zygote: Zygote, program: str, limits: Limits, *, stdin: str = ""
 
 
 class Reason(enum.StrEnum):
-    """Why a program did not pass a test."""
-
     NO_PROGRAM = "no_program"  # the completion contains none
     WRONG = "wrong"
     RAISED = "raised"  # an uncaught error, or an exit code other than 0
@@ -55,7 +53,6 @@ def failure(run: Run, limits: Limits) -> Reason | None:
 
 
 def describe(run: Run) -> str:
-    """Return one line on how a program ended."""
     if run.signal:
         return f"ended by {signal.Signals(run.signal).name}"
     return _last_line(run) if run.exit_code else "its output is not the expected one"

@@ -21,9 +21,7 @@ class Stoppable(Protocol):
         """Make the thread that works in it raise SandboxError soon; called from another thread."""
         ...
 
-    def resume(self) -> None:
-        """Make it usable after `stop`."""
-        ...
+    def resume(self) -> None: ...
 
     def kill(self) -> None:
         """Kill its processes; they start again with the next program."""
@@ -76,7 +74,6 @@ class Slots(Generic[SlotT]):
             raise
 
     async def close(self) -> None:
-        """Kill all processes and end all threads."""
         for slot in self.all:
             slot.stop()
         await asyncio.to_thread(self._threads.shutdown)

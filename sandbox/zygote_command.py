@@ -44,8 +44,6 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The command and environment that start the zygotes of one pool."""
-
     kind: Kind
 
     def command(self, descriptor: int, slot: int) -> list[str]:
@@ -78,7 +76,6 @@ def interpreter() -> str:
 
 
 def _bubble(*, as_root: bool) -> list[str]:
-    """Return bubblewrap's part: new namespaces, and a read-only root with the readable paths."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("bubblewrap is not installed; run apt install bubblewrap")

@@ -27,8 +27,6 @@ _MESSAGE = 4096
 
 
 class Killed(enum.StrEnum):
-    """The reason why the service killed a program."""
-
     WALL_TIME = "wall_time"
     OUTPUT = "output"
     DONE = "done"  # the test process has exited
@@ -45,7 +43,6 @@ class Limits:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of wall time after which a program is killed."""
         return max(self.wall_min_s, self.wall_factor * self.cpu_s)
 
 
@@ -73,10 +70,7 @@ class Run:
 
 
 class Zygote:
-    """One zygote process, started on first use and restarted after it exited."""
-
     def __init__(self, launch: Launch, slot: int) -> None:
-        """``slot`` identifies a zygote within its pool."""
         self._launch = launch
         self.slot = slot
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,7 +78,6 @@ class Zygote:
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def spawn(self, mode: str, limits: Limits, pipes: Sequence[int]) -> None:
@@ -111,7 +104,6 @@ class Zygote:
             self.channel.send(b"kill")
 
     def ended(self) -> dict[str, Any]:
-        """Return the zygote's report on the program that exited; raises SandboxError."""
         return self._report("running a program")
 
     def interrupt(self) -> None:
@@ -316,5 +308,4 @@ class Watch:
 
 
 def was_out_of_cpu(run: Run, limits: Limits) -> bool:
-    """Return True if the kernel killed a program at its CPU limit."""
     return run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s)

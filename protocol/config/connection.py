@@ -135,7 +135,6 @@ class S3Settings(Section):
 
 
 def _refuse_credentials(url: str, instead: str) -> None:
-    """Raise ValueError for a URL with a user name, password or token, whose text does not repeat them."""
     if "@" in url.partition("://")[2].partition("/")[0] or ("://" not in url and "@" in url):
         raise ValueError(f"a URL is shown in logs and errors and stored with the run: give credentials as {instead}")
 

@@ -200,7 +200,6 @@ def _limits(metadata: Sequence[Any], counted: str) -> str:
 
 
 def _inner_metadata(annotation: Any) -> Iterator[Sequence[Any]]:
-    """Yield the limits inside a union, such as those of ``Identifier | None``."""
     for member in get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ():
         if get_origin(member) is Annotated:
             infos = get_args(member)[1:]

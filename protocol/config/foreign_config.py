@@ -29,7 +29,6 @@ class Alias:
     left_out: tuple[str, ...] = ()  # entries of a list that are always on here
 
     def value(self, theirs: Any) -> Any:
-        """Return a foreign value as Penstock spells it."""
         if self.left_out:
             listed = [theirs] if isinstance(theirs, str) and theirs not in ("None", "none", "null") else theirs
             return [one for one in listed if one not in self.left_out] if isinstance(listed, list) else listed
@@ -48,7 +47,6 @@ class ForeignSystem:
 
 
 def _alias(form: Any) -> Alias:
-    """Return an alias from its form: a key, a list of keys, a table, or the name of a shared table."""
     if isinstance(form, str) and form.startswith("$"):
         form = _TABLE["aliases"][form[1:]]
     if not isinstance(form, dict):

@@ -330,7 +330,6 @@ def _expectation(error: Any) -> str:
 
 
 def _contradiction(path: KeyPath, text: str, chosen: Mapping[KeyPath, Given]) -> str:
-    """Describe a contradiction between keys; validators name them by their dotted names."""
     named = [one for one in chosen.values() if re.search(rf"\b{re.escape('.'.join(one.path))}\b", text)]
     places = "".join(f" [{'.'.join(one.path)}: {one.origin}]" for one in named)
     return f"{'.'.join(path) + ': ' if path else ''}{text}{places}"

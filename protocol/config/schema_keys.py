@@ -89,7 +89,6 @@ def spelt(path: KeyPath) -> str:
 
 
 def unknown_key(settings_class: type[BaseModel], path: KeyPath, depth: int, fields: KeyPath = ()) -> UnknownKeyError:
-    """Return the error of the part ``path[depth]``, where the schema has only ``fields``."""
     dotted = spelt(path)
     spelling = tuple(dotted.split("."))
     if dotted in REFUSED:

@@ -56,8 +56,6 @@ _HOUR_S = 3600.0
 
 
 class StoredObject(Protocol):
-    """One object of a listing, as `Blobs.list` yields it."""
-
     @property
     def key(self) -> str: ...
 

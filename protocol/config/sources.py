@@ -39,12 +39,10 @@ class Given(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The origin without line number and alias."""
         return re.sub(r"(:\d+)?( as [a-z0-9_.]+)?$", "", self.origin)
 
     @property
     def spelling(self) -> str:
-        """The alias of another project that set the value; empty for a Penstock key."""
         return found[1] if (found := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
 
 

@@ -109,7 +109,6 @@ def _pillow() -> Any:
 
 
 def _open(data: bytes) -> Any:
-    """Return an image of which only the header was read, within the limits."""
     if not 0 < len(data) <= MAX_IMAGE_BYTES:
         raise ImageRefused(f"an image of {len(data)} bytes, expected 1 to {MAX_IMAGE_BYTES}")
     module = _pillow()
@@ -134,7 +133,6 @@ def _open(data: bytes) -> Any:
 
 
 def _load(image: Any) -> None:
-    """Decode all pixels; raises ImageRefused for bytes that are cut off or broken."""
     try:
         image.load()
     except Exception as err:  # noqa: BLE001  whatever Pillow raises for bytes from outside

@@ -37,8 +37,6 @@ _MAX_SIZE = 2**31
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image as the vision tower of a model reads it."""
-
     pixel_values: npt.NDArray[np.float32]  # [patches, 3 * temporal_patch_size * patch_size ** 2]
     grid_thw: tuple[int, int, int]  # patches: temporal (1), of the height, of the width
     num_tokens: int  # of the language model
@@ -76,7 +74,6 @@ class ImageProcessor:
         return rows * columns // self.merge_size**2
 
     def process(self, data: bytes) -> ProcessedImage:
-        """Return what the vision tower reads; raises ImageRefused for bytes that `admission.admit` would refuse."""
         width, height = admission.size_of(data)
         rows, columns = self._resized(width, height)
         image = np.moveaxis(admission.pixels(data, (columns, rows)), -1, 0)
@@ -196,7 +193,6 @@ def _check_fixed(own: Mapping[str, Any], folder: Path) -> None:
 
 
 def _check_tower(tower: Any, numbers: Mapping[str, int], folder: Path) -> None:
-    """Refuse a processor that cuts other patches than the model's vision tower reads."""
     names = {
         "patch_size": "patch_size",
         "temporal_patch_size": "temporal_patch_size",

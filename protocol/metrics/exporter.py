@@ -50,8 +50,6 @@ NO_CERTIFICATES: Mapping[str, float] = MappingProxyType({})
 
 
 class Exporter:
-    """Makes the samples of each scrape from what the service has written down last; only free disk space is read for it."""
-
     def __init__(
         self,
         service: Service,
@@ -108,7 +106,6 @@ class Exporter:
 
     @staticmethod
     def written(samples: Samples, accept: str) -> tuple[bytes, str]:
-        """Return samples as the page for Prometheus, and its content type."""
         from penstock.protocol.metrics import exposition  # noqa: PLC0415  most runs are never scraped
 
         return exposition.page(samples, accept)

@@ -41,8 +41,6 @@ NAMES = ("gpu_count", *(f"gpu_{name}_{statistic}" for name in _READ for statisti
 
 
 class GpuSampler:
-    """Samples GPUs until its block ends."""
-
     def __init__(
         self, nvml: Any | None = None, *, visible: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -54,7 +52,6 @@ class GpuSampler:
         self._stop = threading.Event()
 
     def __enter__(self) -> GpuSampler:
-        """Start the thread if there is a GPU."""
         if self._nvml is not None:
             threading.Thread(target=self._work, args=(self._nvml,), name="gpu", daemon=True).start()
         return self

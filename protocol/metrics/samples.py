@@ -31,7 +31,6 @@ class Histogram:
         return list(zip((*self.bounds, float("inf")), accumulate(self._counts), strict=True))
 
     def add(self, other: Histogram) -> None:
-        """Add the counts of a histogram with the same bounds."""
         self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
         self.total += other.total
 
@@ -48,7 +47,6 @@ class LabelValues:
     """The values that open labels have had in this process: the first ones of each keep their series."""
 
     def __init__(self, most: int = MAX_VALUES) -> None:
-        """Allow ``most`` values of a label in one metric."""
         self._most = most
         self._seen: dict[tuple[str, str], set[str]] = {}
 
@@ -66,10 +64,7 @@ class LabelValues:
 
 
 class Samples:
-    """What one service shows at one moment."""
-
     def __init__(self, service: Service, values: LabelValues) -> None:
-        """Start empty; ``values`` is the same object in all scrapes of a process."""
         self._service = service
         self._values = values
         self.numbers: dict[str, dict[Labels, float]] = {}
@@ -86,7 +81,6 @@ class Samples:
             series[shown] = value
 
     def add_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
-        """Add a histogram; it is copied."""
         _, shown = self._checked(name, labels, ("histogram",))
         series = self.histograms.setdefault(name, {})
         if shown in series:

@@ -24,8 +24,6 @@ Page = Callable[[str], tuple[bytes, str]]  # from an Accept header to a body and
 
 
 class MetricsServer:
-    """Answers ``GET /metrics``; use as a context manager."""
-
     def __init__(self, host: str, port: int, page: Page, *, key: str) -> None:
         """Listen at once; raises ConfigError, which names the setting ``key``, when the address cannot be used."""
         self._page = page

@@ -26,8 +26,6 @@ VERSION_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its name with the unit as Prometheus recommends, and what its samples mean."""
-
     name: str
     kind: Kind
     unit: str  # as people read it
@@ -41,7 +39,6 @@ _EVERY: tuple[Service, ...] = ("trainer", "rollout", "reward")
 
 
 def _rows(services: tuple[Service, ...], *rows: tuple[str, Kind, str, str, str]) -> tuple[Metric, ...]:
-    """Return metrics from rows of name, kind, unit, labels (separated by spaces) and help."""
     return tuple(
         Metric(name, kind, unit, tuple(labels.split()), services, text) for name, kind, unit, labels, text in rows
     )

@@ -32,7 +32,6 @@ FIELDS = (
 
 
 def columns(groups: Sequence[Group]) -> list[Any]:
-    """Return the columns of `FIELDS` for the rows of groups; raises PackError for a group whose choices no reader would read."""
     shapes, shared, stored = [], [], []
     for group in groups:
         if group.routers is not None:
@@ -57,7 +56,6 @@ def columns(groups: Sequence[Group]) -> list[Any]:
 
 
 def _earlier_rows(group: Group) -> list[int | None]:
-    """Return for each row the earlier one that may have the same choices; None for the first."""
     found: list[int | None] = [None if not number else 0 for number in range(len(group.trajectories))]
     for place, episode in zip(group.rows_of, group.episodes, strict=False):
         for number, row in zip(place, episode.rows, strict=True):
@@ -122,7 +120,6 @@ def _stored(shape: RouterShape) -> np.dtype[np.unsignedinteger]:
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> int:
-    """Return how many first tokens have the same choices."""
     shortest = min(len(one), len(other))
     differ = np.flatnonzero((one[:shortest] != other[:shortest]).any(axis=(1, 2)))
     return int(differ[0]) if len(differ) else shortest

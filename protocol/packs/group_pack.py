@@ -92,7 +92,6 @@ _SMALL = {"compression": "lz4", "use_dictionary": False}
 
 
 def _large(schema: pa.Schema) -> dict[str, Any]:
-    """Return how the columns of large groups are written."""
     leaves = [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema]
     dense = [name for name in (_TOKENS, expert_columns.EXPERTS) if name in leaves]
     return {
@@ -304,7 +303,6 @@ def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
 def _trajectories(
     rows: Rows, vocab_size: int | None, episodes: Sequence[Sequence[episode_columns.EpisodeSpan]]
 ) -> list[Trajectory]:
-    """Return the trajectories of all rows; what can be checked of all tokens at once is checked here."""
     tokens, at = rows.lists("token_ids")
     masks, mask_at = rows.lists("loss_mask")
     logprobs, logprobs_at = rows.lists("behaviour_logprobs")

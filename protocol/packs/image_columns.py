@@ -39,7 +39,6 @@ def columns(groups: Sequence[Group]) -> list[pa.Array]:
 
 
 def of_rows(rows: Rows) -> list[RowImages | None]:
-    """Return the images of each row; all None without the columns. Raises PackError for what `RowImages` refuses."""
     if "image_processor" not in rows.table.column_names:
         return [None] * rows.starts[-1]
     values, at = rows.lists("image_numbers")

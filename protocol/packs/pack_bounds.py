@@ -247,7 +247,6 @@ def _page(header: bytes) -> _Page:
 
 
 def _unsigned(varint: bytes) -> int:
-    """Return the value of a zigzag varint; raises PackError for a negative one."""
     number = _varint(varint)
     if number & 1:
         raise PackError("a page header holds a negative size")

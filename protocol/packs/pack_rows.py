@@ -33,7 +33,6 @@ class Rows:
     may_be_null: frozenset[str]  # columns; a null in any other is refused
 
     def values(self, name: str) -> list[Any]:
-        """Return a column as Python values; raises PackError for a null where none is allowed."""
         column = self.table.column(name).chunk(0)
         if column.null_count and name not in self.may_be_null:
             raise PackError(f"{name} holds nulls")

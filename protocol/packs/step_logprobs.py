@@ -68,8 +68,6 @@ class LogprobsHeader(Wire):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """The log-probabilities of a step, as the tensors of the object."""
-
     header: LogprobsHeader
     rows: npt.NDArray[np.int32]  # [R, 3]
     logprobs: npt.NDArray[np.float32]  # [N]
@@ -108,7 +106,6 @@ def encode(found: StepLogprobs) -> bytes:
 
 
 def decode(data: bytes, *, run_id: str, step: int) -> StepLogprobs:
-    """Return the log-probabilities that an object holds; raises PackError with what is wrong with it."""
     what = f"log-probabilities of step {step} of run {run_id}"
     try:
         return _decode(data, run_id, step)
@@ -151,7 +148,6 @@ def _header(text: bytes) -> tuple[LogprobsHeader, dict[str, Any]]:
 
 
 def _sizes(document: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of rows and tokens that the shapes claim."""
     try:
         num_rows, num_tokens = document["rows"]["shape"][0], document["logprobs"]["shape"][0]
     except (KeyError, TypeError, IndexError):
@@ -180,7 +176,6 @@ def _tensors(
 
 
 def _check(found: StepLogprobs) -> None:
-    """Raise _Refused for values that contradict one another, or that are no log-probabilities."""
     rows, logprobs, outcomes = found.rows, found.logprobs, found.outcomes
     if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= len(found.header.groups)):
         raise _Refused(f"a row of a group that is none of its {len(found.header.groups)}, or a negative number")

@@ -29,7 +29,6 @@ _NONE = TeacherRow(np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty
 
 
 def columns(groups: Sequence[Group]) -> list[Any]:
-    """Return the columns of `FIELDS` for the rows of groups; raises PackError for a teacher that does not fit its group."""
     for group in groups:
         if group.teacher is not None:
             group.teacher.check(num_sampled(group.trajectories), None)
@@ -48,7 +47,6 @@ def columns(groups: Sequence[Group]) -> list[Any]:
 
 
 def of_groups(rows: Rows, trajectories: Sequence[Trajectory], vocab_size: int | None) -> list[TeacherScores | None]:
-    """Return each group's teacher, checked against its trajectories; None for a group without one. Raises PackError."""
     if "teacher" not in rows.table.column_names:
         return [None] * (len(rows.starts) - 1)
     logprobs, at = rows.lists("teacher_logprobs")

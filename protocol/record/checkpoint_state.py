@@ -50,7 +50,6 @@ class CheckpointState(Wire):
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the checkpoint's folder after ``step`` optimizer steps."""
     return f"{_PREFIX}{step:08d}"
 
 

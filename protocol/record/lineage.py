@@ -258,7 +258,6 @@ def group_digest(scored: ScoredGroup, pack: BlobRef, use: int) -> str:
 
 
 def step_digest(epoch: int, step: int, trained_version: int, made_version: int, groups: Sequence[str]) -> StepDigest:
-    """Return the digest of a step from those of its groups, in their order."""
     listed = groups if len(groups) <= MAX_LISTED else ()
     return StepDigest(
         epoch=epoch,

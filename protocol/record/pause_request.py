@@ -22,7 +22,6 @@ def request(folder: Path) -> None:
 
 
 def is_requested(folder: Path) -> bool:
-    """Return True while the run is asked to pause."""
     return (folder / PAUSE).exists()
 
 

@@ -81,7 +81,6 @@ def users(name: str, blobs: Blobs) -> list[str]:
 
 
 def packs_of_input(name: str, blobs: Blobs) -> set[str]:
-    """Return the keys of the packs of an input; empty when there is none. Raises as `find_input` and `pieces`."""
     if not any(blob_keys.rescored_sha256(name, stat.key) for stat in blobs.list(blob_keys.rescored_prefix(name))):
         return set()
     return {pack.key for piece in pieces(find_input(name, blobs)[0], blobs) for pack in piece.packs}

@@ -39,7 +39,6 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True while a process of this machine holds the lock of a run's folder."""
     return is_locked(folder / RUN_LOCK)
 
 

@@ -58,12 +58,10 @@ class StoredRecord:
 
     @property
     def sessions(self) -> tuple[RecordedSession, ...]:
-        """Every trainer session that committed a checkpoint, in order."""
         return tuple(session for chapter in self.chapters for session in chapter.lives)
 
     @property
     def steps(self) -> tuple[RecordedStep, ...]:
-        """Every committed optimizer step, in order."""
         return tuple(step for chapter in self.chapters for step in chapter.steps)
 
     @property

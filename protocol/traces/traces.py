@@ -62,7 +62,6 @@ def group_context(traceparent: str, group_id: str) -> SpanContext | None:
 
 
 def new_context(trace_id: str = "") -> SpanContext:
-    """Return a span in a trace; in a new one unless it is given."""
     return SpanContext(trace_id or secrets.token_hex(16), secrets.token_hex(8))
 
 
@@ -158,7 +157,6 @@ class Traces:
     """Records spans of groups; thread-safe."""
 
     def __init__(self, recorder: SpanRecorder | None = None) -> None:
-        """Record into ``recorder``; None: nothing is recorded."""
         self._recorder = recorder
 
     @property
@@ -167,7 +165,6 @@ class Traces:
         return self._recorder is not None
 
     def group(self, traceparent: str, group_id: str) -> SpanContext | None:
-        """Return the first span of a group's trace; None if the group is not traced."""
         return group_context(traceparent, group_id) if self.is_on else None
 
     def record(
@@ -202,7 +199,6 @@ class Traces:
             self.record(name, new_context(group.trace_id), group, started, attributes, ended=ended, error=error)
 
     def counts(self) -> dict[str, int]:
-        """Return the spans so far by outcome; empty while nothing is recorded."""
         return {} if self._recorder is None else self._recorder.counts()
 
 
@@ -294,7 +290,6 @@ class HeldGroups:
                 del self._groups[next(iter(self._groups))]
 
     def ended(self, group_id: str, outcome: str, **attributes: Value) -> None:
-        """Record that an arrived group is dropped or evaluated, from its arrival until now."""
         if self.traces.is_on:
             with self._lock:
                 held = self._groups.pop(group_id, None)
@@ -302,7 +297,6 @@ class HeldGroups:
                 self.traces.record_in_group(outcome, held.context, held.since, {"group_id": group_id, **attributes})
 
     def trained(self, group_ids: Iterable[str], started: float, attributes: Mapping[str, Value]) -> None:
-        """Record a step that links to its groups, and in each group's trace that it was trained."""
         if not self.traces.is_on:
             return
         with self._lock:

@@ -183,7 +183,6 @@ def _require_key(key: str) -> None:
 def _verified(
     ref: BlobRef, fetch: Callable[[], bytes], size_bytes: int, sha256: str, expected: str, source: str
 ) -> bytes:
-    """Return the verified bytes that ``fetch`` returns at its first or second call."""
     data, digest = b"", ""
     for _ in range(2):
         data = fetch()

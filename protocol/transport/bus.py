@@ -68,7 +68,6 @@ class Bus:
 
     @property
     def num_transitions(self) -> int:
-        """How often the connection was lost or restored."""
         return self._connection.num_transitions
 
     @property

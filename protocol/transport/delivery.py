@@ -148,7 +148,6 @@ class KillMarks:
         return killed
 
     async def give_back(self, sequence: int, num_delivered: int) -> None:
-        """Record that a message is returned in an orderly way, before it is."""
         try:
             store = await self._bound()
             entry = await store.get(self._key(sequence), may_lag=True) if num_delivered > 1 else None

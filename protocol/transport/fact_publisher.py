@@ -25,8 +25,6 @@ _WARN_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The server's acknowledgement of a published fact."""
-
     sequence: int
     duplicate: bool  # the message id was known: the message was not stored again
 
@@ -79,8 +77,6 @@ async def publish(
 
 
 class _Backlog:
-    """The pauses of one publication to a full stream, and its warnings."""
-
     def __init__(self, connection: Connection, subject: str, deadline_s: float) -> None:
         self._connection = connection
         self._subject = subject

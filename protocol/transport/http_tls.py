@@ -97,7 +97,6 @@ def server_options(host: str) -> dict[str, Any]:
 
 
 def scheme(host: str) -> str:
-    """Return ``https`` or ``http``, as a server that listens on ``host`` speaks it."""
     return "http" if server_files(host) is None else "https"
 
 

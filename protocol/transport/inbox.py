@@ -176,7 +176,6 @@ class Inbox(Generic[F]):
 
     @classmethod
     async def bind(cls, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> Inbox[F]:
-        """Bind to an existing consumer; raises MissingStream when it was not created."""
         await _require_consumer(connection, spec)
         inbox = cls(connection, spec, fact)
         await inbox._pull.open()
@@ -289,7 +288,6 @@ class Inbox(Generic[F]):
 
 
 def _require_run(fact: Fact, spec: ConsumerSpec) -> None:
-    """Raise MalformedFact for a message of another run."""
     run_id = getattr(fact, "run_id", spec.run_id)
     if run_id != spec.run_id:
         raise MalformedFact(f"a message of run {run_id!r} in a stream of run {spec.run_id!r}")

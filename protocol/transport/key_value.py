@@ -60,7 +60,6 @@ class KeyValue:
 
     @classmethod
     async def bind(cls, connection: Connection, bucket: str) -> KeyValue:
-        """Bind to an existing bucket; raises MissingStream when it was not created."""
         try:
             store = await connection.retry(
                 lambda: connection.js.key_value(bucket), what=f"bucket {bucket}", deadline_s=REQUEST_S
@@ -143,7 +142,6 @@ class KeyValue:
         return self._connection.call(run(), what, REQUEST_S)
 
     async def _full(self, what: str, err: nats.js.errors.APIError) -> StorageFull:
-        """Return the error of a full bucket: its size, its limit and how to raise it."""
         holds, stream = "", f"KV_{self.bucket}"
         with contextlib.suppress(*NO_ANSWER, nats.js.errors.Error):  # the user may lack this right
             info = await self._connection.js.stream_info(stream)
@@ -193,7 +191,6 @@ class KeyValue:
             await asyncio.sleep(RETRY_S)
 
     async def _create_again(self, key: str, value: bytes) -> int:
-        """Write a key that was removed; raises CompareAndSwapFailed for one that exists."""
         try:
             return await self._store.create(key, value)
         except nats.js.errors.KeyWrongLastSequenceError as err:

@@ -74,7 +74,6 @@ class Connection:
         self.num_transitions = 0
 
     def open(self, deadline_s: float) -> None:
-        """Connect, waiting at most ``deadline_s``; raises BusUnreachable or BusRefused."""
         try:
             self.call(self._connect(deadline_s), f"connect to {self.url}", deadline_s).wait()
         except BaseException:
@@ -82,7 +81,6 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Flush and close the connection and end the thread; idempotent."""
         self._thread.close(self._drain)
 
     @property
@@ -104,7 +102,6 @@ class Connection:
 
     @property
     def down_s(self) -> float:
-        """Seconds since the connection was lost; 0.0 while it is up."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     @property
@@ -113,7 +110,6 @@ class Connection:
 
     @property
     def waits_for(self) -> str:
-        """What most publications to full streams wait for; empty when none waits."""
         waited_for = self._waited_for.copy()
         return max(waited_for, key=lambda name: waited_for[name], default="")
 
@@ -326,7 +322,6 @@ class Connection:
 
 
 def _name(err: Exception) -> str:
-    """Return why there was no answer, in words that lead to its cause."""
     if isinstance(err, nats.js.errors.NoStreamResponseError):
         return "no server takes it: its stream was not created, or more than half of the servers that store it are down"
     if isinstance(err, nats.js.errors.APIError):

@@ -79,7 +79,6 @@ def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
 
 
 def _count(status: int | None, code: str | None = None) -> None:
-    """Count an answer that said that the store failed; None is no answer."""
     if status is not None:
         store_errors.count("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
 

@@ -41,8 +41,6 @@ _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Messages and bytes of a stream."""
-
     num_messages: int
     num_bytes: int
     first_sequence: int
@@ -51,8 +49,6 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerState:
-    """Messages that wait and that are held, as the broker counts them."""
-
     num_pending: int
     num_ack_pending: int
     num_redelivered: int
@@ -75,14 +71,12 @@ async def store_state(connection: Connection) -> StoreState:
 
 
 async def stream_state(connection: Connection, stream: str) -> StreamState:
-    """Return the state of a stream; raises MissingStream."""
     info = await _ask(connection, lambda: connection.js.stream_info(stream), f"stream {stream}")
     state = info.state
     return StreamState(state.messages, state.bytes, state.first_seq, state.last_seq)
 
 
 async def consumer_state(connection: Connection, spec: ConsumerSpec) -> ConsumerState:
-    """Return the state of a durable consumer; raises MissingStream."""
     info = await _ask(
         connection,
         lambda: connection.js.consumer_info(spec.stream, spec.durable),
@@ -92,7 +86,6 @@ async def consumer_state(connection: Connection, spec: ConsumerSpec) -> Consumer
 
 
 async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Have all unacknowledged messages of a consumer redelivered at once; raises MissingStream."""
     await _ask(
         connection,
         lambda: connection.js.reset_consumer(spec.stream, spec.durable),
@@ -161,7 +154,6 @@ def _announcement(spec: StreamSpec) -> api.RePublish | None:
 
 
 async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Create or update a durable consumer; raises MissingStream when its stream does not exist."""
     config = api.ConsumerConfig(
         durable_name=spec.durable,
         filter_subject=spec.filter_subject,
@@ -234,7 +226,6 @@ def _bucket_config(spec: BucketSpec, replicas: int) -> api.StreamConfig:
 
 
 async def delete_stream(connection: Connection, stream: str) -> bool:
-    """Delete a stream with its messages; return False when there was none."""
     try:
         return bool(await _ask(connection, lambda: connection.js.delete_stream(stream), f"stream {stream}"))
     except MissingStream:

@@ -138,7 +138,6 @@ def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
 def _closer(
     hits: NDArray[np.int64], deltas: np.ndarray, words: np.ndarray
 ) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    """Return the same by words, given it by eight bytes."""
     per_hit = 8 // words.itemsize
     if per_hit == 1:
         return hits, deltas, words

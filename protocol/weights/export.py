@@ -165,7 +165,6 @@ def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightRea
 
 
 def read_adapter(manifest: VersionManifest, reader: WeightReader, blobs: Blobs) -> tuple[AdapterConfig, Bytes]:
-    """Return an adapter's config and its raw bucket, verified; raises one of `version_reader.UNUSABLE`."""
     blob = manifest.model_files[0].blob
     if blob.size_bytes > MAX_CONFIG_BYTES:
         raise MalformedWeights(f"{blob.key}: {blob.size_bytes} bytes, the limit is {MAX_CONFIG_BYTES}")

@@ -111,23 +111,19 @@ class WeightLayout(Wire):
 
     @property
     def layout_id(self) -> str:
-        """The sha256 of `to_json`; part of its object key too."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def placed(self) -> Iterator[tuple[int, Bucket, PlacedTensor]]:
-        """Yield (number of the bucket, bucket, tensor) of every tensor, in order."""
         for number, bucket in enumerate(self.buckets):
             for tensor in bucket.tensors:
                 yield number, bucket, tensor
 
     def to_json(self) -> bytes:
-        """Return the layout as JSON, the same bytes for the same layout."""
         fields = self.model_dump(mode="json")
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> WeightLayout:
-        """Read a layout; raises MalformedFact with the first offending field."""
         if len(data) > MAX_LAYOUT_BYTES:
             raise MalformedFact(f"weight layout: {len(data)} bytes, the limit is {MAX_LAYOUT_BYTES}")
         try:
@@ -173,7 +169,6 @@ def build_layout(
 
 
 def shard_name(number: int, count: int) -> str:
-    """Return the file name of a bucket's shard in a model folder of ``count`` buckets."""
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 

@@ -106,7 +106,6 @@ class VersionManifest(Wire):
 
     @property
     def layout_id(self) -> str:
-        """The sha256 of the layout's JSON."""
         return self.layout.sha256
 
     @property
@@ -154,7 +153,6 @@ class VersionManifest(Wire):
         return self.objects[stored.object]
 
     def to_json(self) -> bytes:
-        """Return the manifest as JSON, fields in a fixed order."""
         return self.model_dump_json().encode()
 
     @classmethod

@@ -137,7 +137,6 @@ def verify_head(manifest: VersionManifest, *, run_id: str, version: PolicyVersio
 
 
 def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
-    """Verify that a patch continues the manifest of its parent; raises ChainBroken."""
     named = _ancestors(child)[0]
     _same(child, "parent", (named.version, named.state_root), (parent.version, parent.state_root))
     if child.epoch < parent.epoch:
@@ -146,7 +145,6 @@ def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
 
 
 def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManifest) -> None:
-    """Verify that a patch may be applied to a full snapshot; raises ChainBroken."""
     _same(
         first, "anchor", ("anchor", named.version, named.state_root), (anchor.kind, anchor.version, anchor.state_root)
     )
@@ -154,7 +152,6 @@ def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManife
 
 
 def verify_base(adapter: VersionManifest, base: VersionManifest) -> None:
-    """Verify that a manifest is the model that is an adapter's base; raises ChainBroken."""
     if adapter.base is None:
         raise ChainBroken(f"version {adapter.version} is not an adapter and has no base")
     named = ("anchor", adapter.run_id, adapter.base.version, adapter.base.state_root)

@@ -106,7 +106,6 @@ class WeightReader:
         return version_manifest
 
     def base(self, adapter: VersionManifest) -> VersionManifest:
-        """Return the manifest of an adapter's base model; raises ChainBroken for another version."""
         assert adapter.base is not None
         base_manifest = self.manifest(adapter.base.manifest, PolicyVersion(adapter.base.version))
         verify_base(adapter, base_manifest)
@@ -142,7 +141,6 @@ class WeightReader:
         return self.layout(plan.target)
 
     def plan(self, target: VersionManifest, held: Held | None) -> CatchUp:
-        """Return the cheapest plan from the held version to another, fetching the manifests it needs."""
         while True:
             step = plan_catch_up(target, self._manifests, held)
             if isinstance(step, CatchUp):

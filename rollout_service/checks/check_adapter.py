@@ -60,8 +60,6 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Names of the two tensors of one adapted layer."""
-
     down: str  # A [r, in]
     up: str  # B [out, r]
 

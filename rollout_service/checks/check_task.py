@@ -21,7 +21,6 @@ class ImageTokens:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ImageTokens | None:
-        """Read the tokens of a config.json; None for a model of text."""
         image, before, behind = (config.get(f"{name}_token_id") for name in ("image", "vision_start", "vision_end"))
         if not isinstance(image, int):
             return None
@@ -30,8 +29,6 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits in the model's ``config.json``; None where it has none."""
-
     vocab_size: int | None
     context_tokens: int | None
     routers: Routers | None = None  # of a mixture of experts

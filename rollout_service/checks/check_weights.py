@@ -38,7 +38,6 @@ class WeightsCheck:
     """Names, dtypes and shapes of a worker's model, and the check against them. Blocking: reads whole folders."""
 
     def __init__(self) -> None:
-        """The first folder that is checked sets the names, dtypes and shapes."""
         self._standard: dict[str, Shape] | None = None
         self._passed: PolicyVersion | None = None
 

@@ -18,7 +18,6 @@ _DEFAULT_THREADS = EngineSettings.model_fields["threads"].default
 
 
 def main() -> int:
-    """Run until stopped; return the exit status."""
     arguments = sys.argv[1:]
     if arguments == ["--prepare"]:
         arguments = _prepared()

@@ -107,7 +107,6 @@ class PrefixCache:
             self.num_tokens -= sum(len(node.tokens) for node in _all(self._trees.pop(key)))
 
     def clear(self) -> None:
-        """Drop everything: other weights compute other values."""
         self._trees.clear()
         self.num_tokens = 0
 
@@ -115,7 +114,6 @@ class PrefixCache:
         return prefix[0] in self._trees and len(prefix[1]) >= FEWEST_TOKENS
 
     def _path(self, key: _Key, ids: np.ndarray) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes along ``ids`` and how many of the tokens of each are equal; only of the last one it may be fewer than all."""
         nodes, at = self._trees.get(key, {}), 0
         while at < len(ids) and (node := nodes.get(int(ids[at]))) is not None:
             count = _num_equal(node.tokens, ids[at:])
@@ -167,7 +165,6 @@ def _array(tokens: tuple[int, ...]) -> np.ndarray:
 
 
 def _num_equal(first: np.ndarray, second: np.ndarray) -> int:
-    """Return how many elements at the beginning are equal."""
     shorter = min(len(first), len(second))
     differ = first[:shorter] != second[:shorter]
     at = int(differ.argmax()) if shorter else 0
@@ -200,6 +197,5 @@ class ImageFeatureCache:
             self.num_bytes -= dropped.numel() * dropped.element_size()
 
     def clear(self) -> None:
-        """Drop everything: other weights compute other features."""
         self._found.clear()
         self.num_bytes = 0

@@ -65,8 +65,6 @@ class EngineMetrics:
 
 
 class _Command:
-    """A control action for the engine thread, and the future of its result."""
-
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
         self.outcome: Future[Any] = Future()
@@ -142,7 +140,6 @@ class EngineThread:
 
     @property
     def num_evicted_tokens(self) -> int:
-        """Tokens whose kept keys and values had to make room for others, since the start."""
         return self._runner.kept.num_evicted
 
     def submit(self, job: Job) -> None:
@@ -191,7 +188,6 @@ class EngineThread:
         )
 
     def cancel(self, job: Job) -> Future[int]:
-        """End the sequences of a job whose client has disconnected."""
         return self._command(lambda: self._abort(lambda item: item.job is job, "Client disconnected"))
 
     def flush(self) -> Future[bool]:
@@ -317,7 +313,6 @@ class EngineThread:
         return len(ended)
 
     def _abort_sequences(self, sequences: list[Sequence], message: str) -> None:
-        """End running, waiting or queued sequences with the tokens they have."""
         reason = FinishReason("abort", message=message)
         for sequence in sequences:
             sequence.finish = reason

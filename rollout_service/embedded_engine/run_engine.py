@@ -165,13 +165,11 @@ class _Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Fail unfinished requests, then close the connections."""
         await asyncio.to_thread(self._on_stop)
         await super().shutdown(sockets)
 
 
 def _image_reader(folder: Path) -> ImageReader:
-    """Return the reader of a model's images; raises UnsupportedModel, and ConfigError without Pillow."""
     try:
         processor = read_processor(folder)
     except protocol_errors.UnsupportedModel as error:

@@ -182,7 +182,6 @@ class Runner:
         return self._advance(logits, first)
 
     def step(self) -> list[Sequence]:
-        """Compute and sample one token for every running sequence; return those that finished."""
         num, rows = len(self.running), padded_rows(len(self.running))
         running = self._rows.position[:num]
         columns = int(running.max()) + 1
@@ -222,13 +221,11 @@ class Runner:
         del self.running[kept:]
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Drop the tensors of an adapter with which no sequence runs, and what was computed with it."""
         self.kept.drop_adapter(adapter.number)
         for numbers in [numbers for numbers in self._mixes if adapter.number in numbers]:
             del self._mixes[numbers]
 
     def _image_tokens(self, prompts: list[Prompt]) -> ImageTokens | None:
-        """Return the image tokens of packed prompts with their features; None when there are none."""
         parts = shown_parts(prompts)
         if not parts:
             return None
@@ -244,7 +241,6 @@ class Runner:
         return features
 
     def _rotary_positions(self, num_rows: int) -> torch.Tensor | None:
-        """Return the positions for rotary embeddings of the running sequences and of padding rows; None: those in the cache."""
         num = len(self.running)
         if not self._rows.skipped[:num].any():
             return None
@@ -252,7 +248,6 @@ class Runner:
         return self._to_device(self._rows.position[:num_rows] - self._rows.skipped[:num_rows])
 
     def _prompt_adapters(self, prompts: list[Prompt]) -> RowAdapters | None:
-        """Return the adapters of packed prompts; None when none has one."""
         adapters = [prompt.sequences[0].adapter for prompt in prompts]
         given = [adapter for adapter in adapters if adapter is not None]
         if not given:
@@ -263,7 +258,6 @@ class Runner:
         return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))
 
     def _running_adapters(self, num_rows: int) -> RowAdapters | None:
-        """Return the adapters of the running sequences and of the padding rows; None when none has one."""
         num, numbers = len(self.running), self._rows.adapter
         if not numbers[:num].any():
             return None

@@ -26,8 +26,6 @@ Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample and when to stop one sequence; already validated and resolved."""
-
     max_new_tokens: int
     min_new_tokens: int = 0
     temperature: float = 1.0
@@ -63,8 +61,6 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a sequence ended; serialised as SGLang does."""
-
     type: str  # "stop" | "length" | "abort"
     matched: int | str | None = None
     message: str = ""

@@ -23,8 +23,6 @@ class _Entry:
 
 
 class AdapterTable:
-    """The adapters of one server that this worker loaded."""
-
     def __init__(self) -> None:
         self._entries: dict[PolicyVersion, _Entry] = {}
 
@@ -38,7 +36,6 @@ class AdapterTable:
         return list(self._entries)
 
     def confirm(self, version: PolicyVersion, base: PolicyVersion) -> None:
-        """Note that the server loaded a version's adapter on these base weights."""
         entry = self._entries[version] = _Entry(base)
         entry.idle.set()
 
@@ -83,9 +80,7 @@ class AdapterCalls(Protocol):
         """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
         ...
 
-    async def unload(self, name: str) -> None:
-        """Unload an adapter; raises EngineRefused when the server refuses."""
-        ...
+    async def unload(self, name: str) -> None: ...
 
     async def list_names(self) -> list[object]: ...
 
@@ -101,7 +96,6 @@ class AdapterLoader:
         *,
         request_deadline_s: float,
     ) -> None:
-        """``served_version`` asks the server for the version of its base weights."""
         self.table = AdapterTable()
         self.turn = asyncio.Lock()  # also held while base weights are loaded
         self._url = url

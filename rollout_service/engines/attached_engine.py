@@ -109,7 +109,6 @@ class AttachedEngine:
         return await self.client.weights_checksum()
 
     async def check_health(self) -> None:
-        """Check now whether the server still serves what it loaded."""
         await self._check()
 
     async def run(self) -> None:

@@ -112,15 +112,12 @@ def sampled_by_adapter(completion: Completion, adapter: PolicyVersion, base: Pol
 
 
 def shorten(value: object) -> str:
-    """Return at most 300 characters of a reply, for an error message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 @dataclass(slots=True)
 class Resumption:
-    """One sequence and the parts of its completion, in order."""
-
     prompt: Sequence[int]
     max_new_tokens: int
     seed: int | None = None  # of all samples of its prompt; None: random

@@ -44,7 +44,6 @@ def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> 
 
 
 def ended_at(completion: Completion, count: int) -> Completion:
-    """Return the first ``count`` tokens of a completion, which a stop string ends."""
     runs = [
         VersionRun(run.version, run.start, min(run.end, count)) for run in completion.version_runs if run.start < count
     ]
@@ -63,8 +62,6 @@ def _without_last(experts: ExpertChoices | None, num: int) -> ExpertChoices | No
 
 
 class Detokenizer:
-    """The ``tokenizer.json`` of a model folder, where it has one."""
-
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer  # noqa: PLC0415  (most workers never decode)
 
@@ -76,7 +73,6 @@ class Detokenizer:
         return self._tokenizer is not None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text; an empty text without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -103,8 +99,6 @@ class SampleParts(Protocol):
 
 
 class CompletionSampler:
-    """Samples whole completions with one engine's `SampleParts`."""
-
     def __init__(
         self,
         url: str,
@@ -126,7 +120,6 @@ class CompletionSampler:
         self._detokenizer: Detokenizer | None = None
 
     def mark_unverified(self, reason: str) -> None:
-        """Refuse running and new requests until `mark_verified`."""
         self._num_unverified += 1
         self._unverified_reason = reason
 

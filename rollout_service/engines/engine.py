@@ -24,9 +24,7 @@ _POLL_S = 0.05
 class Readiness(Protocol):
     """The part of `asyncio.Event` that others may use."""
 
-    def is_set(self) -> bool:
-        """Return True if the engine can be asked to generate."""
-        ...
+    def is_set(self) -> bool: ...
 
     async def wait(self) -> bool: ...
 
@@ -125,7 +123,6 @@ async def wait_until_it_answers(client: EngineClient, deadline_s: float, *, gene
 
 
 async def metrics_or_none(client: EngineClient) -> dict[str, float]:
-    """Return an engine's metrics; empty when it has no metrics page, or does not answer now."""
     try:
         return await client.metrics()
     except EngineError:
@@ -142,7 +139,6 @@ class ServedVersion:
 
     @property
     def value(self) -> PolicyVersion | None:
-        """The newest version, as weights or as an adapter; None before the first."""
         newest = self.base
         for version in self._adapters:
             if is_newer(version, newest):
@@ -171,7 +167,6 @@ class ServedVersion:
         self._adapters.pop(version, None)
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
-        """Wait until ``version`` or a newer one is served."""
         while is_newer(version, self.value):
             await self._changed.wait()
 

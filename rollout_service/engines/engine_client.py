@@ -74,7 +74,6 @@ class ImagePrompt(Sequence[int]):
         return len(self.token_ids)
 
     def __getitem__(self, at: Any) -> Any:
-        """Return a token, or a list of them, without images."""
         return self.token_ids[at]
 
     def __iter__(self) -> Iterator[int]:
@@ -195,8 +194,6 @@ def able_to_abandon(client: Generates) -> GeneratesRedundantly:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """How a server was started, as far as it reports it."""
-
     objections: list[str] = field(default_factory=list)  # why it cannot be used; each names the flag
     untested_version: str = ""  # its version, where the contract tests never ran against it
     context_tokens: int | None = None  # the context it was limited to; None: the model's own

@@ -29,8 +29,6 @@ class Connect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerLaunch:
-    """How the worker starts one server."""
-
     command: LaunchCommand
     log_name: str  # of the file in the worker's cache folder that takes its output
     environ: Mapping[str, str] | None = None  # its whole environment; None: the worker's
@@ -57,7 +55,6 @@ class EngineKind:
 
     @property
     def is_attached(self) -> bool:
-        """Whether its servers run at ``worker.engine_url``."""
         return self.launches is None
 
     @property

@@ -68,11 +68,9 @@ class EnginePool:
                 raise outcome
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
-        """Wait until one of them serves ``version`` or a newer one."""
         await _first([engine.wait_for_version(version) for engine in self._engines])
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        """Have all of them serve an adapter; raises the error of the first that does not."""
         outcomes = await asyncio.gather(
             *(engine.load_adapter(folder, version) for engine in self._engines), return_exceptions=True
         )
@@ -112,7 +110,6 @@ class EnginePool:
         await asyncio.gather(*(engine.stop() for engine in self._engines))
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of this process and of all engine processes that it started."""
         own = cpu_seconds()
         return own + sum(max(0.0, engine.cpu_seconds() - own) for engine in self._engines)
 
@@ -152,7 +149,6 @@ class _Router:
             self.move(place, None)
 
     def move(self, place: _Place, to: int | None) -> None:
-        """Count an episode at another engine; None: at none."""
         if place.number is not None:
             self._num_episodes[place.number] -= 1
         place.number = to
@@ -168,7 +164,6 @@ class _Router:
         adapter: PolicyVersion | None,
         seeds: Sequence[int] | None,
     ) -> list[list[Completion]]:
-        """Sample at an episode's place, or at another one where its engine cannot be asked."""
         usable = self._usable()
         if place.number not in usable:
             self.move(place, None)
@@ -255,8 +250,6 @@ class _Place:
 
 
 class _AnyReady:
-    """Set while at least one engine is ready."""
-
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
 

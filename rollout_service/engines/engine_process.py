@@ -152,7 +152,6 @@ class EngineProcess:
         self._members = group_members(self.pid)
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of its running processes and their ended children."""
         return sum(map(process_cpu_seconds, self._members))
 
     async def wait(self) -> str:
@@ -166,13 +165,11 @@ class EngineProcess:
         return f"the engine (pid {self.pid}) {how}; end of {self._log}:\n{self._tail()}"
 
     def kill(self) -> None:
-        """SIGKILL the process group; `wait` then returns."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Terminate the process, or kill it after a deadline; idempotent."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)

@@ -83,7 +83,6 @@ class ManagedEngine:
         return self._serving.value
 
     async def prepare(self) -> None:
-        """Start the process without weights, if the engine can be: the first `load` then waits less."""
         if self._prepare and self._process is None:
             self._prepared = await PreparedProcess.start(self._prepare, log=self._log_file, environ=self._environ)
 
@@ -211,7 +210,6 @@ class ManagedEngine:
             await self.client.close()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of this process, its running engine and its ended engines."""
         of_prepared = process_cpu_seconds(self._prepared.pid) if self._prepared else 0.0
         return cpu_seconds() + of_prepared + (self._process.cpu_seconds() if self._process else 0.0)
 

@@ -24,8 +24,6 @@ from penstock.rollout_service.errors import EngineError, TaskRefused
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """How many completions of a prompt are started, and when they are enough."""
-
     enough: int  # a group is complete with so many
     extra: int = 0  # started besides
     # How much longer the rest may take, as a share of the time in which ``enough`` ended; 0: none of it is kept.
@@ -46,7 +44,6 @@ class RedundantGroup:
     enough_at: float | None = None  # when ``enough`` had ended
 
     def end(self, number: int, now: float) -> None:
-        """Record that a completion has ended; completions that end together are given by number."""
         self.ended.append(number)
         if len(self.ended) == self.redundancy.enough:
             self.enough_at = now
@@ -125,7 +122,6 @@ class _Prompts:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait(self, tasks: Sequence[asyncio.Task[Resumption]]) -> list[int]:
-        """Wait until the group is closed; return the numbers of the completions that are kept."""
         now = asyncio.get_running_loop().time
         group = RedundantGroup(self.redundancy, now())
         running = dict(enumerate(tasks))
@@ -138,7 +134,6 @@ class _Prompts:
         return group.kept
 
     async def _abandon(self, tasks: Sequence[asyncio.Task[Resumption]], requests: Sequence[SingleRequest]) -> None:
-        """Abort what still runs, and wait for its replies."""
         running = {task: request for task, request in zip(tasks, requests, strict=True) if not task.done()}
         for request in running.values():
             request.is_abandoned = True

@@ -21,8 +21,6 @@ from penstock.rollout_service.run_images import RunImages
 
 
 class SingleTurn(Environment):
-    """The environment ``single_turn``."""
-
     name = "single_turn"
 
     def __init__(self) -> None:

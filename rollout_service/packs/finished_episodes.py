@@ -92,7 +92,6 @@ class FinishedEpisodes:
         return taken
 
     async def keep(self, task: Task, episode: Episode) -> None:
-        """Store an episode that has ended; a failure is counted and logged, and costs nothing but its protection."""
         runs = [run for row in rows_of(episode) for run in row.version_runs]
         if any(run.version not in self._engine.applied for run in runs):
             return  # its pack is refused as a whole
@@ -124,14 +123,12 @@ class FinishedEpisodes:
         return self._blobs.put(blob_keys.finished_episode(prefix, _kind(task), episode.index, sha256), data)
 
     def _stored(self, task: Task, vocab_size: int | None) -> tuple[list[str], list[tuple[str, Episode]]]:
-        """Return the keys below a task's prefix, and the kinds and episodes of those that hold one."""
         prefix = blob_keys.finished_episodes_prefix(self._run_id, task.group_id, task.attempt)
         stats = sorted(self._blobs.list(prefix), key=lambda stat: stat.key)
         read = (self._read(stat, prefix, task, vocab_size) for stat in stats)
         return [stat.key for stat in stats], [one for one in read if one is not None]
 
     def _read(self, stat: BlobStat, prefix: str, task: Task, vocab_size: int | None) -> tuple[str, Episode] | None:
-        """Return the kind and the episode of an object; None if it is not one of this task."""
         name = _NAME.fullmatch(stat.key.removeprefix(prefix))
         try:
             if name is None or stat.size_bytes > MAX_BYTES:
@@ -168,5 +165,4 @@ class FinishedEpisodes:
 
 
 def _kind(task: Task) -> str:
-    """Return whose episodes these are: those of the group, or the greedy one that it is compared with."""
     return "greedy" if task.sampling.temperature == 0 else "sampled"

@@ -66,7 +66,6 @@ class PackGenerator:
         self._images = images
 
     def use_model(self, folder: Path) -> None:
-        """Read a model folder's limits, and let the environments read what they need; raises WeightsUnusable."""
         self.limits = ModelLimits.of(folder)
         if self._images is not None:
             self._images.use_model(folder)
@@ -126,7 +125,6 @@ class PackGenerator:
         return groups
 
     async def _taught(self, tasks: Sequence[Task], groups: Sequence[Group]) -> Sequence[Group]:
-        """Return the groups with the log-probabilities of the teacher that their tasks ask for; raises TeacherFailed."""
         wanted = {task.group_id: task.teacher_top_k for task in tasks}
         top_ks = [wanted[group.group_id] for group in groups]
         if self._teacher is None or all(top_k is None for top_k in top_ks):
@@ -275,7 +273,6 @@ def _members(rolled: Sequence[Trajectory | Episode] | TaskRefused) -> _Members |
 
 
 def _lacks_experts(task: Task, rows: Sequence[Trajectory]) -> TaskRefused | None:
-    """Return why a group cannot be trained on: the trainer wants to know the experts of each token, and was not told."""
     if task.sampling.routers is None or all(row.experts is not None for row in rows):
         return None
     return TaskRefused(

@@ -54,8 +54,6 @@ class _Throughput:
 
 
 class PackLimit:
-    """The limit of one worker; `observe` moves it."""
-
     def __init__(self, *, first: int = _FIRST_PACKS, most: int = MOST_PACKS) -> None:
         """Start with ``first`` packs; never go beyond ``most`` or below 1."""
         self.value = first
@@ -127,8 +125,6 @@ _MOST_WITHOUT = 30  # samples in a row without these figures, after which a warn
 
 
 class PackLoops:
-    """The loops of one worker; for one event loop."""
-
     def __init__(
         self, tasks: TaskSource, engine: Engine, work: Callable[[ReceivedPack], Awaitable[None]], packs_in_flight: int
     ) -> None:
@@ -144,7 +140,6 @@ class PackLoops:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until `TaskSource.take` returns None; raises what ``work`` raises."""
         async with asyncio.TaskGroup() as loops:
             self._add_loops(loops)
             following = loops.create_task(self._follow(loops)) if self._follows else None

@@ -55,7 +55,6 @@ class Settlement:
 
     @contextlib.asynccontextmanager
     async def settling(self, received: ReceivedPack) -> AsyncIterator[None]:
-        """Settle the pack according to how the block ends."""
         delivery = received.delivery
         if delivery.num_delivered > 1:
             self._report_redelivery(received)

@@ -79,13 +79,11 @@ class TaskSource:
         return None
 
     async def close(self) -> None:
-        """Requeue packs that arrive after the end."""
         if self._fetches:
             await asyncio.wait(self._fetches.values())
         await self._requeue_arrived()
 
     async def _request(self) -> None:
-        """Request packs, after a pause if there were none for some time, and wait for an answer."""
         seconds = pause_s(time.monotonic() - self._idle_since, self._period_s())
         if seconds and not self._fetches:
             await _first(asyncio.sleep(seconds * random.uniform(0.8, 1.0)), self._stop.wait())  # noqa: S311  keeps no secret

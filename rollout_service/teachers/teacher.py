@@ -233,7 +233,6 @@ async def _once_it_answers(client: TeacherClient, ends: float, deadline_s: float
 
 
 def _may_pass(err: EngineError) -> bool:
-    """Return True if the same question may be answered later."""
     if isinstance(err, EngineRefused):
         return err.status is not None and (err.status >= 500 or err.status == _BUSY)
     return isinstance(err, EngineTimeout | EngineUnreachable)

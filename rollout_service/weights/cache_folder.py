@@ -55,11 +55,9 @@ class CacheFolder:
             ) from None
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the folder's file system."""
         return shutil.disk_usage(self.path).free
 
     def close(self) -> None:
-        """Remove everything in the folder and unlock it; idempotent."""
         if not self._lock.closed:
             _clear(self.path)
             self.unlock()

@@ -64,7 +64,6 @@ class AdapterMirror:
         return folder
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
-        """Remove the adapters whose version is not in ``keep``."""
         for version, folder in self._folders().items():
             if version not in keep:
                 shutil.rmtree(folder)
@@ -74,7 +73,6 @@ class AdapterMirror:
 
     @property
     def oldest_needed(self) -> PolicyVersion | None:
-        """The version that is being fetched; None when none is."""
         return self._fetching
 
     def _folders(self) -> dict[PolicyVersion, Path]:
@@ -88,8 +86,6 @@ log = structlog.get_logger("rollout.model_mirror")
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How one slot is brought to a version."""
-
     source: Slot | None  # copied into the slot first; None: start from what the slot holds, or from a full snapshot
     chain: CatchUp
 
@@ -129,7 +125,6 @@ class ModelMirror:
         return slot.folder
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
-        """Remove the models beyond two whose version is not in ``keep``."""
         for slot in self._slots[NUM_REGULAR_SLOTS:]:
             if slot.base is not None and slot.version not in keep:
                 slot.remove()
@@ -139,7 +134,6 @@ class ModelMirror:
 
     @property
     def oldest_needed(self) -> PolicyVersion | None:
-        """The oldest version whose objects may still be read; None when there is none."""
         bases = [slot.base.version for slot in self._slots if slot.base is not None]
         return min([*bases, *([] if self._oldest_read is None else [self._oldest_read])], default=None)
 
@@ -170,7 +164,6 @@ class ModelMirror:
             slot.remove()
 
     def _link(self, file: ModelFile, folder: Path) -> None:
-        """Link a config or tokenizer file into a model folder, fetching it unless another version has it too."""
         kept, path = self._files / file.blob.sha256, folder / file.name
         if not kept.exists() or kept.stat().st_size != file.blob.size_bytes:
             self._blobs.get_file(file.blob, kept)
@@ -267,7 +260,6 @@ class Mirror:
         return min((version for version in needed if version is not None), default=None)
 
     def close(self) -> None:
-        """Remove all copies and unlock the folder; idempotent."""
         self._cache.close()
 
     def _mirrored(

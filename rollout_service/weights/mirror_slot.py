@@ -116,7 +116,6 @@ class Slot:
         return SlotContents(base=self.base, servable=self.version)
 
     def holds(self, target: VersionManifest) -> bool:
-        """Return True if ``target`` can be served from here."""
         return self.version is not None and self.base == Held(PolicyVersion(target.version), target.state_root)
 
     def verify(self, reader: WeightReader) -> None:
@@ -164,7 +163,6 @@ class Slot:
         self._digests = digests
 
     def copy(self, other: Slot) -> None:
-        """Copy a folder that can be served, which costs less than fetching a full snapshot."""
         self._empty()
         self._write(SlotState(holds=None, becoming=other.state.holds))
         for path in other.folder.iterdir():

@@ -84,12 +84,10 @@ class PublishedVersions:
         return newest
 
     def refuse(self, version: PolicyVersion) -> None:
-        """Record that a version cannot be used with its present manifest."""
         self._refused[version] = self._manifests[version]
         self._refusal.set()
         self._refusal = asyncio.Event()
 
     async def wait_until_refused(self, version: PolicyVersion) -> None:
-        """Wait until a version has been refused at least once."""
         while version not in self._refused:
             await self._refusal.wait()

@@ -73,7 +73,6 @@ class ServableVersions:
         self._adapters.discard(version)
 
     def shares_model(self, mirrored: MirroredVersion) -> bool:
-        """Return True if serving a version keeps the engine's model: it is that model, or an adapter of it."""
         return (mirrored.base or mirrored).version == self.model
 
     def unused_adapters(self, needed: Collection[PolicyVersion]) -> list[PolicyVersion]:

@@ -31,7 +31,6 @@ class SwapSemaphore:
     def __init__(
         self, bus: Bus, *, run_id: str, worker_id: str, max_share: float, deadline_s: float = PERMIT_DEADLINE_S
     ) -> None:
-        """``max_share`` of the running workers may pause at once."""
         self._bus = bus
         self._run_id = run_id
         self._worker_id = worker_id

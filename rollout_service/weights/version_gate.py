@@ -51,7 +51,6 @@ class VersionGate:
             self._num_waiting_ordinary -= 1
 
     async def wait_for_ordinary(self) -> None:
-        """Wait until ordinary generation may start."""
         await self._until(lambda: not self._serves_older)
 
     @contextlib.asynccontextmanager

@@ -49,8 +49,6 @@ class Disagreement:
 
 
 class EngineVotes:
-    """Folds `WeightsApplied` in the order of the stream."""
-
     def __init__(self) -> None:
         self._votes: dict[tuple[int, str], dict[str, str]] = {}  # (version, layout) -> worker -> checksum
 
@@ -85,8 +83,6 @@ _PUBLISH_S = 15.0
 
 
 class WeightAnnouncements:
-    """One worker's facts about weights."""
-
     def __init__(self, bus: Bus, *, run_id: str, worker_id: str) -> None:
         self._bus = bus
         self.run_id = run_id
@@ -122,7 +118,6 @@ class WeightAnnouncements:
         )
 
     async def announce_applied(self, fact: WeightsApplied, *, is_verified: bool = False) -> None:
-        """Publish that the engine serves a version; ``is_verified``: its checksum was compared with the manifest."""
         if not is_verified:
             self._announced[fact.version, fact.layout] = fact.checksum
         subject, msg_id = subjects.weights_applied(self.run_id), f"a:{fact.worker_id}:{secrets.token_hex(8)}"
@@ -134,7 +129,6 @@ class WeightAnnouncements:
     async def announce_refused(
         self, version: PolicyVersion, manifest: BlobRef, err: WeightsUnusable, *, serving: PolicyVersion | None
     ) -> None:
-        """Publish that a version cannot be used on this host; the trainer answers with a full snapshot."""
         fact = WeightsRefused(
             run_id=self.run_id,
             worker_id=self.worker_id,

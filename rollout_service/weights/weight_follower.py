@@ -254,7 +254,6 @@ class WeightFollower:
             self._changed.set()
 
     async def _fetch_newest(self) -> MirroredVersion | None:
-        """Fetch the newest usable version; None when there is none yet."""
         while (version := self._published.newest()) is not None:
             try:
                 self._next = version
@@ -282,7 +281,6 @@ class WeightFollower:
         return await retry(attempt, f"fetch the weights of version {version}")
 
     def _needed(self) -> set[PolicyVersion]:
-        """Return the versions that an evaluation pins, or that wait for their swap."""
         return {*self._pins, *([] if self._next is None else [self._next])}
 
     def _in_use(self) -> set[PolicyVersion]:
@@ -290,7 +288,6 @@ class WeightFollower:
         return self._needed() | {version for version in served if version is not None}
 
     async def _refuse(self, version: PolicyVersion, err: WeightsUnusable) -> None:
-        """Report a version that cannot be loaded; the engine continues with the one before."""
         self._published.refuse(version)
         log.error("weights refused", policy_version=version, serving=self._engine.version, error=str(err))
         await self._announcements.announce_refused(

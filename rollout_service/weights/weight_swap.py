@@ -114,7 +114,6 @@ class WeightSwap:
         self._servable.add_adapter(mirrored.version)
 
     async def _load_model(self, mirrored: MirroredVersion, previous: PolicyVersion | None) -> float:
-        """Have the engine load a model; returns how long it paused, in seconds."""
         if previous is None:  # nothing runs before the first version
             await self._engine.load(mirrored.folder, mirrored.version)
             self._servable.set_model(mirrored.version)

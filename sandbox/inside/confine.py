@@ -95,8 +95,6 @@ class Limits:
 
 
 class Confinement:
-    """The restrictions of all programs of a zygote, prepared once."""
-
     def __init__(self, *, readable: Sequence[str], uid: int | None, landlocked: bool) -> None:
         """``uid`` is the user to switch to, None to keep the current one. Raises OSError if the kernel lacks a feature."""
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -217,7 +215,6 @@ def _is_device(path: str) -> bool:
 
 
 def _open_to_others(path: str) -> bool:
-    """Return True if any user may enter all folders above a path."""
     while path != "/":
         path = os.path.dirname(path)  # noqa: PTH120
         if not os.stat(path).st_mode & 0o001:  # noqa: PTH116

@@ -60,7 +60,6 @@ def _function(job: dict[str, Any]) -> None:
 
 
 def _find(names: dict[str, Any], function: str) -> Any:
-    """Return the function, or the method of class ``Solution``, with this name."""
     if function in names:
         return names[function]
     if "Solution" not in names:

@@ -52,16 +52,13 @@ class Answers(Protocol):
 
     def attribute(self, handle: int, name: str) -> Any: ...
 
-    def look_up(self, name: str) -> Any:
-        """Return a name of the program: a plain value, an exception class, or a proxy."""
-        ...
+    def look_up(self, name: str) -> Any: ...
 
 
 class Program:
     """The channel to the program in the other process: one line for a call, one for its answer."""
 
     def __init__(self, answers: io.BufferedReader, calls: Any, say: Callable[[dict[str, Any]], None]) -> None:
-        """``say`` is told about the program's first answer."""
         self._answers = answers
         self._calls = calls
         self._say = say
@@ -172,7 +169,6 @@ class Stub:
         return self._object()
 
     def look_up(self, name: str) -> Any:
-        """Return a proxy; the stand-in has every name."""
         return Remote(self, name=name, handle=0)
 
     def _object(self) -> Remote:
@@ -231,7 +227,6 @@ def from_program(err: Exception) -> Exception:
 
 
 def is_of_program(err: BaseException) -> bool:
-    """Return True if the program raised an exception."""
     return bool(getattr(err, "is_of_program", False))
 
 
@@ -244,7 +239,6 @@ def _handle_of(thing: Any) -> int:
 
 
 def _update(argument: Any, now: Any) -> None:
-    """Copy a function's changes of its arguments into the tests' objects."""
     if type(argument) is not type(now):
         return
     if isinstance(argument, list):

@@ -46,15 +46,12 @@ mark = _Marks()
 
 
 class Parameters:
-    """One set of arguments of a parametrized test."""
-
     def __init__(self, arguments: tuple[Any, ...], marks: Any) -> None:
         self.values = arguments
         self.marks: list[Mark] = [marks] if isinstance(marks, Mark) else list(marks)
 
 
 def param(*arguments: Any, marks: Any = (), id: str | None = None) -> Parameters:
-    """Return one set of arguments for ``parametrize``."""
     return Parameters(arguments, marks)
 
 
@@ -71,8 +68,6 @@ def fixture(function: Callable[..., Any] | None = None, **named: Any) -> Any:
 
 
 class ExceptionInfo:
-    """What ``with raises(...) as info`` gives: the exception, after the block."""
-
     value: Any = None
 
     @property
@@ -80,7 +75,6 @@ class ExceptionInfo:
         return type(self.value)
 
     def match(self, pattern: str) -> bool:
-        """Search a pattern in the exception's text; raises AssertionError if it is not there."""
         assert re.search(pattern, str(self.value)), f"{pattern!r} is not in {str(self.value)[:200]!r}"
         return True
 
@@ -204,7 +198,6 @@ def _arguments(names: list[str], row: Any) -> dict[str, Any] | None:
 
 
 def is_left_out(one: Mark) -> bool:
-    """Return True if a test with this mark is not run."""
     if one.name == "skipif":
         conditions = [*one.args, one.kwargs.get("condition", False)]
         return any(condition for condition in conditions if not isinstance(condition, str))

@@ -60,7 +60,6 @@ FATAL = """
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the call numbers of a table by name, for ``machine`` (``x86_64`` or ``aarch64``)."""
     column = {"x86_64": 1, "aarch64": 2}[machine]
     rows = (entry.split(":") for entry in table.split())
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}

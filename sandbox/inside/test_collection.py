@@ -26,8 +26,6 @@ _CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tests that run together; ``run`` reports each."""
-
     count: int
     run: Callable[[Report], None]
 
@@ -58,7 +56,6 @@ def raise_if_bad(err: BaseException) -> None:
 
 
 def describe(err: BaseException) -> str:
-    """Return an exception as text; its own text may be impossible to make."""
     try:
         text = str(err)
     except BaseException as other:
@@ -222,7 +219,6 @@ def _methods(kind: type, names: dict[str, Any]) -> list[Found]:
 def _cases(
     function: Any, names: dict[str, Any], bind: Callable[[], Callable[..., Any]], kind: type | None
 ) -> list[Found]:
-    """Return a test function's cases: one, or one for each set of its parameters."""
     marks = [*getattr(kind, pytest_api.MARKS, []), *getattr(function, pytest_api.MARKS, [])]
     if any(pytest_api.is_left_out(mark) for mark in marks):
         return []
@@ -254,7 +250,6 @@ def _with_fixtures(
 
 
 def _set_up(names: dict[str, Any], owner: Any, test: Any, ending: contextlib.ExitStack) -> None:
-    """Call xunit-style set-ups, and their counterparts at the end."""
     for place, scope in ((names, "module"), (names, "function"), (owner, "class"), (owner, "method")):
         for prefix in ("setup", "teardown"):
             name = f"{prefix}_{scope}"

@@ -86,7 +86,6 @@ class _Session:
             )
 
     def _piece(self, place: int, tree: ast.Module, names: dict[str, Any], functions: list[str]) -> int:
-        """Run one piece of test code; return its number of tests."""
         before = dict(names)
         code = compile(tree, f"test {place}", "exec", dont_inherit=True)
         why = test_collection.attempt(lambda: exec(code, names), may_exit=True)  # noqa: S102

@@ -79,7 +79,6 @@ _HEALTH_DEADLINE_S = 20.0  # SGLang's
 
 
 async def models(request: Request) -> Response:
-    """List the model and the adapters that requests may name: ``/v1/models``."""
     server = server_of(request)
     name = model_name(server)
     cards = [{"id": name, "object": "model", "root": name, "parent": None, "max_model_len": server.model.max_tokens}]
@@ -91,7 +90,6 @@ async def models(request: Request) -> Response:
 
 
 async def model_info(request: Request) -> Response:
-    """Describe the served weights: ``/model_info``."""
     server = server_of(request)
     return json_response(
         {
@@ -113,7 +111,6 @@ async def model_info(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """Describe the process: ``/server_info``."""
     server = server_of(request)
     limits = server.engine.limits
     return json_response(
@@ -133,7 +130,6 @@ async def server_info(request: Request) -> Response:
 
 
 async def weights_checker(request: Request) -> Response:
-    """Return the checksum of the served weights: ``/weights_checker``."""
     await read_body(request, CheckWeightsBody)
     return json_response({"success": True, "message": "", **checksum_reply(server_of(request))})
 
@@ -162,7 +158,6 @@ async def ready(request: Request) -> Response:
 
 
 async def loads(request: Request) -> Response:
-    """Report running and waiting requests and used tokens: ``/v1/loads``."""
     engine = server_of(request).engine
     running, waiting, used = engine.num_running, engine.num_waiting, engine.num_stored_tokens
     load = {
@@ -179,19 +174,16 @@ async def loads(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Report all metrics for Prometheus: ``/metrics``."""
     return PlainTextResponse(render_metrics(server_of(request).engine), media_type=CONTENT_TYPE)
 
 
 async def pause_generation(request: Request) -> Response:
-    """Stop computing: ``/pause_generation``."""
     body = await read_body(request, PauseBody)
     num = await asyncio.wrap_future(server_of(request).engine.pause(body.mode))
     return json_response({"message": f"Generation paused successfully; {num} sequences were running.", "status": "ok"})
 
 
 async def continue_generation(request: Request) -> Response:
-    """Compute again: ``/continue_generation``."""
     await read_body(request, ContinueBody)
     await asyncio.wrap_future(server_of(request).engine.resume())
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
@@ -235,7 +227,6 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Check an adapter folder completely, then serve it under a name: ``/load_lora_adapter``."""
     body = await read_body(request, LoadAdapterBody)
     return await _change_adapters(
         server_of(request).adapters, lambda registry: registry.load(body.lora_name, body.lora_path)

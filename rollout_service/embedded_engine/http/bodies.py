@@ -63,8 +63,6 @@ OneOrMany = Annotated[
 
 
 class GenerateBody(Body):
-    """Body of ``/generate``."""
-
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
@@ -93,8 +91,6 @@ class GenerateBody(Body):
 
 
 class UpdateWeightsBody(Body):
-    """Body of ``/update_weights_from_disk``."""
-
     model_path: str
     weight_version: str | None = None
     load_format: Literal["auto", "safetensors"] | None = None
@@ -107,28 +103,20 @@ class UpdateWeightsBody(Body):
 
 
 class LoadAdapterBody(Body):
-    """Body of ``/load_lora_adapter``."""
-
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: str
     pinned: Literal[False] = False
 
 
 class UnloadAdapterBody(Body):
-    """Body of ``/unload_lora_adapter``."""
-
     lora_name: str
 
 
 class CheckWeightsBody(Body):
-    """Body of ``/weights_checker``."""
-
     action: Literal["checksum"] = "checksum"
 
 
 class PauseBody(Body):
-    """Body of ``/pause_generation``."""
-
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 

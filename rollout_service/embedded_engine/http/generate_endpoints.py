@@ -32,7 +32,6 @@ from penstock.rollout_service.embedded_engine.sequence import Sequence
 
 
 def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list[dict[str, Any]]:
-    """Return one reply per sequence, in the order of the request; all sequences are finished."""
     texts = completion_texts(requested.sequences, requested.params, text)
     return [
         _reply(requested, sequence, completion, latency_s)
@@ -180,7 +179,6 @@ def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
 
 
 def chat_reply(requested: RequestedJob, text: Text, model_name: str) -> dict[str, Any]:
-    """Return OpenAI's ``chat.completion`` object for finished sequences."""
     choices = [
         {
             "index": index,
@@ -247,7 +245,6 @@ def _envelope(requested: RequestedJob, model_name: str, kind: str) -> dict[str, 
 
 
 async def generate(request: Request) -> Response:
-    """Sample completions: ``/generate``."""
     server = server_of(request)
     body = await read_body(request, GenerateBody)
     requested = build_job(body, server.model, await server.images.read(body))
@@ -259,7 +256,6 @@ async def generate(request: Request) -> Response:
 
 
 async def chat_completions(request: Request) -> Response:
-    """Answer a conversation: ``/v1/chat/completions``."""
     server = server_of(request)
     body = await read_body(request, ChatBody)
     requested = build_chat_job(body, server.model)

@@ -50,7 +50,6 @@ class ImageReader:
         self._numbers = itertools.count(1)  # an image that was dropped and is sent again gets another one
 
     async def read(self, body: GenerateBody) -> list[list[ReadImage]]:
-        """Return the images of each prompt of a body; raises RequestRefused."""
         listed = _listed(body)
         if any(listed) and self.processor is None:
             raise RequestRefused(
@@ -79,7 +78,6 @@ class ImageReader:
 
 
 def _listed(body: GenerateBody) -> list[list[str]]:
-    """Return the texts of each prompt; raises RequestRefused for a list that does not fit the prompts."""
     given = body.image_data
     prompts = body.input_ids if body.text is None else body.text
     is_batch = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)

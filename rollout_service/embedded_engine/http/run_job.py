@@ -42,7 +42,6 @@ class AdapterRegistry:
 
     @property
     def listed(self) -> Mapping[str, Adapter]:
-        """The adapters that requests may name, by name; a live view."""
         return MappingProxyType(self._listed)
 
     async def load(self, name: str, path: str) -> None:
@@ -89,8 +88,6 @@ class AdapterRegistry:
 
 
 class JobRunner:
-    """Runs requests on the engine thread, and counts the requests of each adapter."""
-
     def __init__(self, engine: EngineThread, adapters: AdapterRegistry) -> None:
         self._engine = engine
         self._adapters = adapters
@@ -147,7 +144,6 @@ class JobRunner:
     def _submit(
         self, requested: RequestedJob, on_step: Callable[[list[int]], None] | None = None
     ) -> tuple[Job, asyncio.Future[None]]:
-        """Submit the sequences; return their job, and a future of this event loop that its end resolves."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -172,7 +168,6 @@ class JobRunner:
 
 
 def raise_if_engine_failed(requested: RequestedJob) -> None:
-    """Raise EngineAtFault when the engine could not compute one of the sequences."""
     failed = next((item for item in requested.sequences if item.finish and item.finish.status_code), None)
     if failed is not None and failed.finish is not None:
         raise EngineAtFault(failed.finish.message)

@@ -33,7 +33,6 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 
 def event(content: object) -> bytes:
-    """Return one server-sent event with ``content`` as JSON."""
     return b"data: " + pydantic_core.to_json(content) + b"\n\n"
 
 
@@ -58,7 +57,6 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """Return the checked body; raises RequestRefused, naming every field that is wrong."""
     raw = await request.body()
     try:
         return kind.model_validate_json(raw or b"{}")

@@ -21,10 +21,7 @@ _SPARE_TOKENS = 8  # a stop string is searched in as many tokens as it has UTF-8
 
 
 class Text:
-    """A model folder's tokenizer and chat template, as far as it has them."""
-
     def __init__(self, folder: Path) -> None:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja where present."""
         from tokenizers import Tokenizer  # noqa: PLC0415  (a token-only engine starts without it)
 
         path = folder / "tokenizer.json"
@@ -40,7 +37,6 @@ class Text:
         return self._tokenizer is not None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text; ``special`` adds the tokenizer's own special tokens (a start token, if any)."""
         if self._tokenizer is None:
             raise RequestRefused("this model folder holds no tokenizer.json; send input_ids instead of text")
         return self._tokenizer.encode(text, add_special_tokens=special).ids
@@ -59,14 +55,12 @@ class Text:
         return () if token_id is None else (token_id,)
 
     def find_stop_string(self, sequence: Sequence) -> str | None:
-        """Return the stop string in the end of a completion; None when there is none."""
         stops = sequence.sampling.stop_strings
         window = max(len(stop.encode()) for stop in stops) + _SPARE_TOKENS
         tail = self.decode([sequence.output_ids[-window:]], skip_special_tokens=False)[0]
         return next((stop for stop in stops if stop in tail), None)
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """Render a conversation with the model's chat template, ready for the assistant's turn."""
         if self._template is None:
             raise RequestRefused("this model folder holds no chat template; use /generate")
         from penstock.protocol.chat_template import ChatTemplate  # noqa: PLC0415  (only chat needs jinja2)

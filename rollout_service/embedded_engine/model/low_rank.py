@@ -102,8 +102,6 @@ def interleaved_halves(head_dim: int) -> torch.Tensor:
 
 
 class AdapterMix:
-    """The concatenated factors of several adapters."""
-
     def __init__(self, adapters: Sequence[Adapter]) -> None:
         self.numbers = frozenset(adapter.number for adapter in adapters)
         self._owners: dict[Site, torch.Tensor] = {}  # [columns] int64: adapter number of each column

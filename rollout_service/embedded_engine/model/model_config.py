@@ -38,8 +38,6 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Which layers have experts, and how many."""
-
     layers: tuple[int, ...]  # in rising order; all others have a dense MLP
     num_experts: int
     top_k: int  # experts that compute one token
@@ -49,8 +47,6 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """How a model sees images."""
-
     image_token_id: int  # stands for one merged patch
     merge_size: int  # merged patches are squares of so many patches a side
     rope_axes: tuple[int, ...]  # [head_dim / 2]: which position of a token rotates it: 0 time, 1 height, 2 width

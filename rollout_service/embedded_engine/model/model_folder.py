@@ -22,7 +22,6 @@ _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor a complete checkpoint of ``config`` holds."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     layer: dict[str, tuple[int, ...]] = {
@@ -126,7 +125,6 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of one file, on the CPU; raises CheckpointRefused for a file that is truncated or no safetensors."""
     try:
         with safe_open(path, framework="pt") as file:
             # clone: the file may be overwritten later, and a mapped page would change with it

@@ -33,8 +33,6 @@ Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's
 
 
 class PromptSpan(NamedTuple):
-    """Neighbouring prompts that are alike in length."""
-
     num: int
     start: int  # tokens of each whose keys and values the cache rows hold already
     length: int  # tokens of each that are computed, behind these
@@ -42,8 +40,6 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The image tokens among packed prompts."""
-
     rows: torch.Tensor  # [M] int64, their places
     features: torch.Tensor  # [M, hidden], in place of their embeddings
 

@@ -55,7 +55,6 @@ class VisionTower:
 
 
 def tower_shapes(vision: Vision) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of the tower in a complete checkpoint; raises UnsupportedModel."""
     return {f"{PREFIX}{name}": tuple(one.shape) for name, one in _on_meta(vision.tower).state_dict().items()}
 
 

@@ -29,8 +29,6 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The router and experts of one layer, ready to compute."""
-
     router: torch.Tensor  # [experts, hidden]
     gate_up: tuple[Linear, ...]  # of each expert, [*, hidden] -> [*, 2 * intermediate]: all gate, then all up
     down: tuple[Linear, ...]  # of each expert, [*, intermediate] -> [*, hidden]
@@ -110,7 +108,6 @@ class _Checkpoint:
         return self.get(name) if wanted else None
 
     def by_head(self, name: str) -> torch.Tensor:
-        """Return a tensor of q or k whose rows are reordered within each head."""
         order = interleaved_halves(self.config.head_dim)
         return self.get(name).unflatten(0, (-1, self.config.head_dim))[:, order].flatten(0, 1)
 

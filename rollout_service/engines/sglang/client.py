@@ -66,8 +66,6 @@ def _fix(refusal: str) -> str:
 
 
 class SglangClient(HttpEngineClient):
-    """One SGLang server, or one embedded engine; see `EngineClient`."""
-
     adapter_calls = _AdapterCalls
     version_page = "/model_info"
     takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
@@ -163,7 +161,6 @@ class SglangClient(HttpEngineClient):
             await self._http.call("GET", "/health", None, _HEALTH_S, parse=False)
 
     async def inspect(self) -> ServerReport:
-        """Return what ``/server_info`` reports; an empty report from a server without that page."""
         with contextlib.suppress(EngineRefused):
             info = await self._http.call("GET", "/server_info", None, PROBE_S)
             return report_of(info if isinstance(info, dict) else {})
@@ -173,7 +170,6 @@ class SglangClient(HttpEngineClient):
         return read_metrics(await self._http.call("GET", "/metrics", None, PROBE_S, parse=False))
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
-        """Note the folder; ``--weight-version`` has labelled the weights."""
         self._sampler.folder = folder
 
     async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:

@@ -15,8 +15,6 @@ from penstock.rollout_service.engines.sglang.settings import SglangSettings
 
 
 def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
-    """Return how server ``number`` of a worker is started."""
-
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
         program = settings.command or (str(settings.python or sys.executable), "-m", "sglang.launch_server")
         return [

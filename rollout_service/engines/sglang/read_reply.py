@@ -76,7 +76,6 @@ _EMBEDDED = [{"engine": "embedded"}]  # it reports the `weights_digest` of the f
 
 
 def read_checksum(answer: Any) -> EngineChecksum | None:
-    """Read the reply to ``/weights_checker``; None when it holds no checksum."""
     if not isinstance(answer, dict) or answer.get("success") is not True:
         return None
     value, ranks = answer.get("per_engine_checksum"), answer.get("ranks")

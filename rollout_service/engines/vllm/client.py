@@ -58,8 +58,6 @@ def _fix(refusal: EngineRefused) -> str:
 
 
 class VllmClient(HttpEngineClient):
-    """One vLLM server; see `EngineClient`."""
-
     adapter_calls = _AdapterCalls
     version_page = "/weight_info"
     returns_text = False
@@ -198,7 +196,6 @@ class VllmClient(HttpEngineClient):
             raise WeightsNotApplied(f"{self.url} kept keys and values of the old weights: {shorten(answer)}")
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return a digest of the served tensors; None when the server reports none."""
         async with self._weights_turn:
             try:
                 answer = await self._http.call("POST", "/weight_checker", {"action": "checksum"}, _LOAD_S)

@@ -36,7 +36,6 @@ TESTED_VERSIONS = ("0.32.0",)  # the contract ran against a CPU build of these
 
 
 def report_of(version: str, info: Mapping[str, Any]) -> ServerReport:
-    """Read ``/version`` and the JSON form of ``/server_info``."""
     config = info.get("vllm_config")
     config = config if isinstance(config, dict) else {}
     model = config.get("model_config")
