@@ -45,7 +45,7 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 from penstock.rollout_service.metrics import WorkerMetrics

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.protocol.loop_thread import LoopThread
+from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.client.registered_reward import RegisteredReward
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.loop_thread import LoopThread
+from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.hosting import hosted_app
 from penstock.reward_service.hosting.hosted_app import HostedFunction
 from penstock.reward_service.user_code import user_file

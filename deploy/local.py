@@ -28,7 +28,7 @@ from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -178,7 +178,7 @@ class LocalStack:
             names = [(_HTTP, name) for name in [socket.gethostname()] if certificates.is_host(name)]
             certificates.write_certificates(self._certificates, services=(_HTTP,), names=names)
         found = certificates.kept(self._certificates, _HTTP)
-        files = (http_tls.CERTIFICATE, found.file), (http_tls.KEY, found.key_file), (http_tls.AUTHORITY, found.ca_file)
+        files = (tls.CERTIFICATE, found.file), (tls.KEY, found.key_file), (tls.AUTHORITY, found.ca_file)
         return {name: str(file) for name, file in files}
 
     @property

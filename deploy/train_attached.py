@@ -33,7 +33,7 @@ from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
-from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -78,8 +78,8 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
             print(note, file=sys.stderr)
         create_what_is_missing(settings)
         with trackers:
-            pause_request.clear(settings.run.folder)
-            with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
+            run_folder.withdraw_pause(settings.run.folder)
+            with run_folder.hold_lock(settings.run.folder), Trainer(command, settings.run) as trainer:
                 trackers.start()
                 if trainer.is_logged:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
@@ -102,7 +102,7 @@ def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Seque
     """Return the last line of a session that did not end its run: how to resume it, or why it failed."""
     if trainer.stop_requested and not is_done:
         return resumption.stopped("train", again)
-    if code == 0 and pause_request.is_requested(settings.run.folder):
+    if code == 0 and run_folder.is_pause_requested(settings.run.folder):
         return resumption.paused("train", again)
     if code and trainer.is_logged:
         return f"the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}"

@@ -22,7 +22,7 @@ from penstock.deploy.processes.page_process import PageProcess
 from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.record import pause_request
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.recovery import resume_checks
 
@@ -67,7 +67,7 @@ def _train(
             run.check()
             for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
-            pause_request.clear(run.folder)
+            run_folder.withdraw_pause(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             page.start()
@@ -89,7 +89,7 @@ def _train(
         return exit_status(code)
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
-    if pause_request.is_requested(run.folder):
+    if run_folder.is_pause_requested(run.folder):
         say(resumption.paused("train", again))
     for line in trackers.finish():
         say(line)

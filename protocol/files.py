@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+MOST_BYTES = 4 * 1024**3
+
 
 def atomic_write(
     path: Path, data: bytes | str, *, sync: bool = False, sync_folder: bool = False, mode: int | None = None
@@ -80,9 +82,6 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-MOST_BYTES = 4 * 1024**3
 
 
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:

@@ -1,7 +1,8 @@
-"""Tasks and groups as facts carry them: frozen models, and the types of their fields."""
+"""Tasks and groups as facts carry them: frozen models, and the types of their fields; and the seeds of what is sampled."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Annotated, Any, Literal
 
@@ -14,10 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.protocol.seeds import MAX_SEED
-
+MAX_SEED = 2**63 - 1  # what engines take
 MAX_TEACHER_TOP_K = 256  # likeliest tokens that a teacher names for each sampled one
-
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 AbandonReason = Literal["aborted", "surplus"]
@@ -30,6 +29,21 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Clock = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]  # seconds since 1970, by the writer's clock
 Duration = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # seconds
+TopK = Annotated[int, Field(ge=0, le=MAX_TEACHER_TOP_K)]
+StopString = Annotated[str, Field(min_length=1, max_length=200)]
+StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
+MAX_EXPERTS = 2**15  # of a layer; their numbers are stored in 8 or 16 bits
+MAX_IMAGES = 8  # of a row
+MAX_IMAGE_BYTES = 16 * 1024**2
+MAX_IMAGE_SIDE = 2**15  # patches of a grid in one direction
+MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
+SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
+
+
+def derived_seed(seed: int, *what: str | int) -> int:
+    """Return the seed of something named by ``what``, 63 bits: another one for each name, the same in every process."""
+    text = "\0".join(map(str, (seed, *what)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 class Wire(BaseModel):
@@ -51,14 +65,6 @@ class BlobRef(Wire):
     sha256: Sha256
 
 
-TopK = Annotated[int, Field(ge=0, le=MAX_TEACHER_TOP_K)]
-StopString = Annotated[str, Field(min_length=1, max_length=200)]
-StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
-
-
-MAX_EXPERTS = 2**15  # of a layer; their numbers are stored in 8 or 16 bits
-
-
 class RouterShape(Wire):
     """How many experts the routers of a model choose for each token."""
 
@@ -78,11 +84,6 @@ class RouterShape(Wire):
         if self.top_k > self.num_experts:
             raise ValueError(f"{self}: a token has at most {self.num_experts} different ones")
         return self
-
-
-MAX_IMAGES = 8  # of a row
-MAX_IMAGE_BYTES = 16 * 1024**2
-MAX_IMAGE_SIDE = 2**15  # patches of a grid in one direction
 
 
 class ImageRef(Wire):
@@ -137,10 +138,6 @@ class RowImages(Wire):
                     f"image {other.sha256} begins at token {other.position}, before image {one.sha256} ends at {one.end}"
                 )
         return self
-
-
-MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
-SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
 
 
 class Sampling(Wire):

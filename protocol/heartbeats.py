@@ -33,6 +33,14 @@ THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of 
 ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
 _NUMBERED = re.compile(r"(?:[-_]\d+)+$")
 _MAX_NAMES = 16
+EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
+EXITED_TTL_S = 5.0  # of that heartbeat: readers that poll once a second get its totals
+PERIOD_S = 1.0  # unless there are many workers
+TOTAL_PER_S = 100.0
+LIVE_TTL_S = 60.0  # of the bucket: the longest that a key may last
+_LOST_PERIODS = 4
+_EXPIRY_PERIODS = 6
+_LEAST_EXPIRY_S = 10.0  # a service that is suspended for seconds still counts
 
 
 class Activity:
@@ -109,16 +117,6 @@ def thread_cpu_seconds() -> dict[str, float]:
         seconds[name] = seconds.get(name, 0.0) + used
     largest = sorted(seconds, key=lambda name: seconds[name], reverse=True)[:_MAX_NAMES]
     return {THREAD_CPU + name: seconds[name] for name in largest if seconds[name] > 0.0}
-
-
-EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
-EXITED_TTL_S = 5.0  # of that heartbeat: readers that poll once a second get its totals
-PERIOD_S = 1.0  # unless there are many workers
-TOTAL_PER_S = 100.0
-LIVE_TTL_S = 60.0  # of the bucket: the longest that a key may last
-_LOST_PERIODS = 4
-_EXPIRY_PERIODS = 6
-_LEAST_EXPIRY_S = 10.0  # a service that is suspended for seconds still counts
 
 
 def readable(values: Iterable[bytes]) -> list[Heartbeat]:

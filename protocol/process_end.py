@@ -19,6 +19,7 @@ from types import TracebackType
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _PACKAGE = Path(__file__).parent.parent  # its files are named relative to it
+EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 
 def install(service: str) -> None:
@@ -51,9 +52,6 @@ def _report(service: str, kind: type[BaseException], err: BaseException, trace: 
     sys.__excepthook__(kind, err, trace)
     if isinstance(err, Exception):
         sys.stderr.write(explain(service, err) + "\n")
-
-
-EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 
 @contextmanager

@@ -22,6 +22,15 @@ KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its a
 # The server keeps the file that a bucket writes in memory until it is full: 4 MB for this bucket, 8 MB from 32 MiB on.
 _SMALL_BUCKET_BYTES = 16 * 1024 * 1024
 CONSUMER_IDLE_S = 600.0  # readers of a limits stream need no consumer; one that an operator made does not stay
+HEAD_KEY = "head"  # `Head`
+FLOOR_KEY = "floor"  # `RetirementFloor`
+KEPT_KEY = "kept"  # `KeptVersions`
+LEASE_KEY = "lease"  # `Lease`
+RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
+CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/record/lineage.py
+LEASE_RENEWAL_S = 3.0
+GARBAGE_LEASE = "gc"
+EXPIRY_LEASE = "expiry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,17 +238,6 @@ def run_buckets(run_id: str) -> tuple[BucketSpec, ...]:
 
 def buckets(run_id: str) -> tuple[BucketSpec, ...]:
     return (*run_buckets(run_id), *shared_buckets())
-
-
-HEAD_KEY = "head"  # `Head`
-FLOOR_KEY = "floor"  # `RetirementFloor`
-KEPT_KEY = "kept"  # `KeptVersions`
-LEASE_KEY = "lease"  # `Lease`
-RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
-CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/record/lineage.py
-LEASE_RENEWAL_S = 3.0
-GARBAGE_LEASE = "gc"
-EXPIRY_LEASE = "expiry"
 
 
 def heartbeat_key(role: str, service_id: str) -> str:

@@ -16,6 +16,10 @@ from penstock.protocol.facts import Split
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 PREFIX = "penstock"
 SPLITS: tuple[Split, ...] = get_args(Split)
+# The kinds of events that a role publishes; the trainer publishes every kind.
+EVENTS_OF_WORKERS = ("alarm", "log")
+EVENTS_OF_REWARD_SERVICES = ("dead", "log", "reward_error")
+_READERS = {"tasks": "a rollout worker", "generated": "the reward service", "scored": "the trainer"}
 
 
 def check_run_id(run_id: str) -> str:
@@ -27,12 +31,6 @@ def check_run_id(run_id: str) -> str:
             + (f", such as {similar}" if RUN_ID.fullmatch(similar) else "")
         )
     return run_id
-
-
-# The kinds of events that a role publishes; the trainer publishes every kind.
-EVENTS_OF_WORKERS = ("alarm", "log")
-EVENTS_OF_REWARD_SERVICES = ("dead", "log", "reward_error")
-_READERS = {"tasks": "a rollout worker", "generated": "the reward service", "scored": "the trainer"}
 
 
 def reader(subject: str) -> str:

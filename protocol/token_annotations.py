@@ -22,6 +22,8 @@ from penstock.protocol.facts import MAX_EXPERTS, MAX_TEACHER_TOP_K, RouterShape
 
 FAMILIES = ("qwen3_moe",)  # model_type whose routers are compared with transformers' in tests
 _MAX_LAYERS = 10_000
+_SLACK = 1e-3  # rounding may put a log-probability of 0 a little above it
+_MASS_SLACK = 1e-2  # and the sum of many probabilities above 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,6 @@ class ExpertChoices:
 
 def dtype_of(shape: RouterShape) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.uint8 if shape.num_experts <= 256 else np.uint16)
-
-
-_SLACK = 1e-3  # rounding may put a log-probability of 0 a little above it
-_MASS_SLACK = 1e-2  # and the sum of many probabilities above 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

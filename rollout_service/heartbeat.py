@@ -23,8 +23,8 @@ from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.heartbeats import ENGINE_CPU, Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
-from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
+from penstock.protocol.metrics.table import Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine import Engine
@@ -34,6 +34,36 @@ log = structlog.get_logger("rollout.heartbeat")
 _ENGINE_PERIOD_S = 5.0
 _EXIT_DEADLINE_S = 2.0
 _COUNT_EVERY = 10  # heartbeats: how often the services are counted
+# Metrics of the heartbeat: key -> name in the table and labels.
+_FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "packs_announced": ("penstock_rollout_packs_total", {"outcome": "announced"}),
+        "packs_given_back": ("penstock_rollout_packs_total", {"outcome": "requeued"}),
+        "packs_distrusted": ("penstock_rollout_packs_unverified_total", {}),
+        "groups_generated": ("penstock_groups_total", {"outcome": "generated", "reason": ""}),
+        "groups_dead_lettered": ("penstock_groups_total", {"outcome": "dead_lettered", "reason": ""}),
+        "tokens_generated": ("penstock_tokens_total", {"outcome": "generated"}),
+        "completions_abandoned": ("penstock_rollout_abandoned_completions_total", {}),
+        "tokens_abandoned": ("penstock_tokens_total", {"outcome": "abandoned"}),
+        "weights_applied": ("penstock_rollout_weights_applied_total", {}),
+        "episodes_stored": ("penstock_rollout_episodes_total", {"outcome": "stored"}),
+        "episodes_not_stored": ("penstock_rollout_episodes_total", {"outcome": "not_stored"}),
+        "episodes_continued": ("penstock_rollout_episodes_total", {"outcome": "continued"}),
+        "tokens_per_s": ("penstock_rollout_tokens_per_second", {}),
+        "packs_held": ("penstock_rollout_packs_held", {}),
+        "engine_running": ("penstock_engine_running", {}),
+        "engine_queued": ("penstock_engine_queued", {}),
+        "engine_paused": ("penstock_engine_paused", {}),
+        "engine_tokens_per_s": ("penstock_engine_tokens_per_second", {}),
+        "engine_generated_tokens": ("penstock_engine_generated_tokens_total", {}),
+        "engine_prompt_tokens": ("penstock_engine_prompt_tokens_total", {}),
+        "engine_cached_tokens": ("penstock_engine_cached_tokens_total", {}),
+        "engine_aborted": ("penstock_engine_aborted_total", {}),
+        "engine_retracted": ("penstock_engine_retracted_total", {}),
+        "engine_kv_usage": ("penstock_engine_kv_cache_ratio", {}),
+        "engine_cache_hit_rate": ("penstock_engine_cache_hit_ratio", {}),
+    }
+)
 
 
 class HeartbeatWriter:
@@ -123,38 +153,6 @@ class HeartbeatWriter:
         if reader := self._bus.waits_for:
             return f"waiting for {reader}"
         return self._activity.state
-
-
-# Metrics of the heartbeat: key -> name in the table and labels.
-_FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "packs_announced": ("penstock_rollout_packs_total", {"outcome": "announced"}),
-        "packs_given_back": ("penstock_rollout_packs_total", {"outcome": "requeued"}),
-        "packs_distrusted": ("penstock_rollout_packs_unverified_total", {}),
-        "groups_generated": ("penstock_groups_total", {"outcome": "generated", "reason": ""}),
-        "groups_dead_lettered": ("penstock_groups_total", {"outcome": "dead_lettered", "reason": ""}),
-        "tokens_generated": ("penstock_tokens_total", {"outcome": "generated"}),
-        "completions_abandoned": ("penstock_rollout_abandoned_completions_total", {}),
-        "tokens_abandoned": ("penstock_tokens_total", {"outcome": "abandoned"}),
-        "weights_applied": ("penstock_rollout_weights_applied_total", {}),
-        "episodes_stored": ("penstock_rollout_episodes_total", {"outcome": "stored"}),
-        "episodes_not_stored": ("penstock_rollout_episodes_total", {"outcome": "not_stored"}),
-        "episodes_continued": ("penstock_rollout_episodes_total", {"outcome": "continued"}),
-        "tokens_per_s": ("penstock_rollout_tokens_per_second", {}),
-        "packs_held": ("penstock_rollout_packs_held", {}),
-        "engine_running": ("penstock_engine_running", {}),
-        "engine_queued": ("penstock_engine_queued", {}),
-        "engine_paused": ("penstock_engine_paused", {}),
-        "engine_tokens_per_s": ("penstock_engine_tokens_per_second", {}),
-        "engine_generated_tokens": ("penstock_engine_generated_tokens_total", {}),
-        "engine_prompt_tokens": ("penstock_engine_prompt_tokens_total", {}),
-        "engine_cached_tokens": ("penstock_engine_cached_tokens_total", {}),
-        "engine_aborted": ("penstock_engine_aborted_total", {}),
-        "engine_retracted": ("penstock_engine_retracted_total", {}),
-        "engine_kv_usage": ("penstock_engine_kv_cache_ratio", {}),
-        "engine_cache_hit_rate": ("penstock_engine_cache_hit_ratio", {}),
-    }
-)
 
 
 def collect(beat: Heartbeat | None, samples: Samples) -> None:

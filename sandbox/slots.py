@@ -14,6 +14,7 @@ from penstock.sandbox.zygote_command import SandboxError
 log = structlog.get_logger("sandbox")
 
 _TRIES = 2
+ResultT = TypeVar("ResultT")
 
 
 class Stoppable(Protocol):
@@ -29,7 +30,6 @@ class Stoppable(Protocol):
 
 
 SlotT = TypeVar("SlotT", bound=Stoppable)
-ResultT = TypeVar("ResultT")
 
 
 class Slots(Generic[SlotT]):

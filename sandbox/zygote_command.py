@@ -12,11 +12,6 @@ from pathlib import Path
 
 from penstock.protocol.errors import PenstockError
 
-
-class SandboxError(PenstockError):
-    """A sandbox did not start, exited or did not answer, and the program is not proven to be the cause."""
-
-
 _ROOT = Path(__file__).absolute().parents[2]  # the folder that holds `penstock`
 _INSIDE = Path("penstock/sandbox/inside")
 _ROOT_INSIDE_BUBBLE = "/penstock"
@@ -35,6 +30,10 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "MALLOC_ARENA_MAX": "1",  # without it each thread uses 64 MiB of address space
 }
+
+
+class SandboxError(PenstockError):
+    """A sandbox did not start, exited or did not answer, and the program is not proven to be the cause."""
 
 
 class Kind(enum.StrEnum):

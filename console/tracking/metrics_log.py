@@ -22,7 +22,7 @@ from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 
 _log = structlog.get_logger("console.metrics_log")
 

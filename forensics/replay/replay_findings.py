@@ -20,7 +20,7 @@ from penstock.trainer.recovery.recorded_settings import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
+    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are named
 
 _SHOWN_IDS = 4
 

@@ -21,25 +21,23 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from penstock.protocol.config.foreign_config import ALIASES, advice, value_advice
-from penstock.protocol.config.schema_keys import (
-    SECTIONS,
-    UnknownKeyError,
-    is_secret,
-    locate,
-    members_of,
-    spelt,
-    table_of,
-)
 from penstock.protocol.config.sources import (
     ENVIRONMENT_PREFIX,
     NOTHING,
     OVERRIDE,
+    SECTIONS,
     Given,
     KeyPath,
+    UnknownKeyError,
     from_environment,
     from_files,
     from_overrides,
+    is_secret,
+    locate,
+    members_of,
+    spelt,
     split_arguments,
+    table_of,
     unusable,
 )
 from penstock.protocol.errors import ConfigError
@@ -62,6 +60,7 @@ S = TypeVar("S", bound=BaseModel)
 _MASK = "********"
 _IN_URL = re.compile(r"(?<=[/,\" ])[^/,\"@ ]+@")  # user name and password of a URL
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_OF_LISTS = {"list_type", "tuple_type"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +316,6 @@ def _refusal(settings_class: type[BaseModel], one: Given, errors: Sequence[Any])
     if got and isinstance(one.value, str) and {error["type"] for error in errors} <= _OF_LISTS:
         got += f"; write {json.dumps([one.value])}"
     return f"{one.origin}: {'.'.join(one.path)}: {expected}{got}"
-
-
-_OF_LISTS = {"list_type", "tuple_type"}
 
 
 def _expectation(error: Any) -> str:

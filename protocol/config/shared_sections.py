@@ -31,6 +31,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import MAX_TEACHER_TOP_K
 from penstock.protocol.streams import StreamLimits
 
+_HOUR_S = 3600.0
+
 
 class MetricsSettings(Section):
     """Prometheus metrics of trainer and rollout workers at ``/metrics``; the reward service answers at its HTTP API."""
@@ -50,9 +52,6 @@ class MetricsSettings(Section):
         description="Port of a rollout worker's /metrics; 0 takes any free one, as several workers of one machine need; "
         "None is off.",
     )
-
-
-_HOUR_S = 3600.0
 
 
 class StoredObject(Protocol):

@@ -30,6 +30,14 @@ MAX_PIXELS = 2**25  # decoded: 96 MiB of RGB
 MAX_RATIO = 200  # of the longer side to the shorter one
 _ORIENTATION = 0x0112  # EXIF tag; 1: as stored
 _SAME_EVERYWHERE = ("RGB", "L")  # modes; every other one is converted by each reader in its own way
+Source: TypeAlias = Any  # bytes, a text, or a mapping of these
+# of parts of a message: transformers, OpenAI's chat and Responses APIs
+IMAGE_TYPES = "image", "image_url", "input_image"
+_KEYS = ("image", "image_url", "source", "base64", "bytes", "path", "url")
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+_MAX_PATH = 4096  # characters
+_SHOWN = 80  # characters of a source in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +185,6 @@ def _on_white(image: Any) -> Any:
 
 def _one_line(err: Exception) -> str:
     return f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
-
-
-Source: TypeAlias = Any  # bytes, a text, or a mapping of these
-# of parts of a message: transformers, OpenAI's chat and Responses APIs
-IMAGE_TYPES = "image", "image_url", "input_image"
-_KEYS = ("image", "image_url", "source", "base64", "bytes", "path", "url")
-_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
-_URL = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
-_MAX_PATH = 4096  # characters
-_SHOWN = 80  # characters of a source in an error
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:

@@ -14,9 +14,12 @@ import penstock
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics import gpu
-from penstock.protocol.metrics.samples import LabelValues, Samples
-from penstock.protocol.metrics.table import Service
-from penstock.protocol.transport import http_tls, store_errors
+from penstock.protocol.metrics.table import LabelValues, Samples, Service
+from penstock.protocol.transport import store_errors, tls
+
+Collect = Callable[[Samples], None]
+NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
+NO_CERTIFICATES: Mapping[str, float] = MappingProxyType({})
 
 
 def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, str] = os.environ) -> dict[str, float]:
@@ -28,10 +31,10 @@ def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, s
     authorities = {
         "nats.ca_file": nats.ca_file,
         "s3.ca_file": s3.ca_file,
-        http_tls.AUTHORITY: environ.get(http_tls.AUTHORITY),
+        tls.AUTHORITY: environ.get(tls.AUTHORITY),
     }
-    own = ends_of(environ.get(http_tls.CERTIFICATE))
-    end_times = {http_tls.CERTIFICATE: min(own)} if own else {}
+    own = ends_of(environ.get(tls.CERTIFICATE))
+    end_times = {tls.CERTIFICATE: min(own)} if own else {}
     return end_times | {name: max(ends) for name, file in authorities.items() if (ends := ends_of(file))}
 
 
@@ -42,11 +45,6 @@ def ends_of(file: str | Path | None) -> list[float]:
     except (OSError, ValueError, x509.InvalidVersion):
         return []
     return [one.not_valid_after_utc.timestamp() for one in certificates]
-
-
-Collect = Callable[[Samples], None]
-NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
-NO_CERTIFICATES: Mapping[str, float] = MappingProxyType({})
 
 
 class Exporter:

@@ -9,8 +9,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
-from penstock.protocol.metrics.samples import Samples
-from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.metrics.table import METRICS, Samples
 
 
 def page(samples: Samples, accept: str) -> tuple[bytes, str]:

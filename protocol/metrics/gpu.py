@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from penstock.protocol.metrics.samples import Samples
+from penstock.protocol.metrics.table import Samples
 
 log = structlog.get_logger("gpu")
 

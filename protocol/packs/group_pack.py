@@ -7,8 +7,7 @@ upper ones of token ids are nearly all zero) and only the token ids are worth zs
 everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
 A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
-One whose groups have a teacher's log-probabilities has those of `teacher_columns.py`, one whose groups say which experts computed their
-tokens those of `expert_columns.py`, and one with images those of `image_columns.py`.
+Images, a teacher's log-probabilities and the experts of tokens have columns of their own (`optional_columns.py`).
 Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
@@ -28,14 +27,7 @@ import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup
-from penstock.protocol.packs import (
-    episode_columns,
-    expert_columns,
-    image_columns,
-    pack_bounds,
-    pack_footer,
-    teacher_columns,
-)
+from penstock.protocol.packs import episode_columns, optional_columns, pack_bounds, pack_footer
 from penstock.protocol.packs.group_texts import TEXT_COLUMNS, GroupTexts, rewards_of, texts_of
 from penstock.protocol.packs.pack_rows import Rows, list_of, lists
 from penstock.protocol.trajectory import Group, Trajectory, check_token_values
@@ -79,7 +71,12 @@ SCHEMA = pa.schema(
     ],
     metadata={b"schema": SCHEMA_TAG.encode()},
 )
-_FURTHER = (episode_columns.FIELDS, teacher_columns.FIELDS, expert_columns.FIELDS, image_columns.FIELDS)
+_FURTHER = (
+    episode_columns.FIELDS,
+    optional_columns.TEACHER_FIELDS,
+    optional_columns.EXPERT_FIELDS,
+    optional_columns.IMAGE_FIELDS,
+)
 SCHEMAS = {  # by whether there are episodes, a teacher, experts and images, which never are both
     present: pa.schema([*SCHEMA, *itertools.chain(*itertools.compress(_FURTHER, present))], SCHEMA.metadata)
     for present in itertools.product((False, True), repeat=len(_FURTHER))
@@ -93,7 +90,7 @@ _SMALL = {"compression": "lz4", "use_dictionary": False}
 
 def _large(schema: pa.Schema) -> dict[str, Any]:
     leaves = [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema]
-    dense = [name for name in (_TOKENS, expert_columns.EXPERTS) if name in leaves]
+    dense = [name for name in (_TOKENS, optional_columns.EXPERTS) if name in leaves]
     return {
         "compression": dict.fromkeys(leaves, "lz4") | dict.fromkeys(dense, "zstd"),
         "compression_level": dict.fromkeys(dense, 1),
@@ -161,11 +158,11 @@ def _table(groups: Sequence[Group]) -> pa.Table:
     if has_episodes:
         columns += episode_columns.columns(groups)
     if has_teacher:
-        columns += teacher_columns.columns(groups)
+        columns += optional_columns.teacher_columns(groups)
     if has_experts:
-        columns += expert_columns.columns(groups)
+        columns += optional_columns.expert_columns(groups)
     if has_images:
-        columns += image_columns.columns(groups)
+        columns += optional_columns.image_columns(groups)
     return pa.Table.from_arrays(columns, schema=SCHEMAS[has_episodes, has_teacher, has_experts, has_images])
 
 
@@ -266,7 +263,7 @@ def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
     episodes = episode_columns.Episodes(rows, trajectories) if any(spans) else None
     columns = zip(
         spans,
-        teacher_columns.of_groups(rows, trajectories, vocab_size),
+        optional_columns.teachers_of_groups(rows, trajectories, vocab_size),
         rows.of_groups("group_id"),
         rows.of_groups("split"),
         rows.of_groups("attempt"),
@@ -319,8 +316,8 @@ def _trajectories(
     texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
     baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
     lengths = [b - a for a, b in itertools.pairwise(at)] if sharing is None else sharing.totals
-    experts = expert_columns.of_rows(rows, lengths, None if sharing is None else sharing.parents)
-    images = image_columns.of_rows(rows)
+    experts = optional_columns.experts_of_rows(rows, lengths, None if sharing is None else sharing.parents)
+    images = optional_columns.images_of_rows(rows)
     trajectories = []
     for i, text in enumerate(texts):
         span = slice(at[i], at[i + 1])

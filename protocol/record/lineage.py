@@ -49,6 +49,10 @@ from penstock.protocol.facts import (
     without_empty,
 )
 
+STEP_DIGEST = "groups_digest"  # key of the step's event and line that holds a `StepDigest`
+GROUP_DIGITS = 8  # of each group's digest: they find the group that differs, ``sha256`` proves that one does
+MAX_LISTED = 2048  # groups; in a larger step only ``sha256`` is reported, so that its event fits into a message
+
 
 class RecordedGroup(Wire):
     """One group as it was trained: ``scored`` has lengths, versions, row group, rewards and their scorer."""
@@ -78,7 +82,7 @@ class RecordedStep(Wire):
     step: Count  # number of the step, from 1
     trained_version: Count  # the parent; staleness of the groups was measured against it
     made_version: Count
-    weights_digest: Sha256  # of ``made_version``, see `protocol/weights/digest.py`
+    weights_digest: Sha256  # of ``made_version``, see `protocol/weights/layout.py`
     packs: tuple[BlobRef, ...]
     groups: Annotated[tuple[RecordedGroup, ...], Field(min_length=1)]
     skipped: dict[str, Count] = Field(default={})  # trajectories that filters left out of the loss, by reason
@@ -230,11 +234,6 @@ def chapters(last: BlobRef | None, fetch: Callable[[BlobRef], bytes]) -> Iterato
         chapter = decode(fetch(last), LineageChapter)
         yield chapter
         last = chapter.parent
-
-
-STEP_DIGEST = "groups_digest"  # key of the step's event and line that holds a `StepDigest`
-GROUP_DIGITS = 8  # of each group's digest: they find the group that differs, ``sha256`` proves that one does
-MAX_LISTED = 2048  # groups; in a larger step only ``sha256`` is reported, so that its event fits into a message
 
 
 class StepDigest(Wire):

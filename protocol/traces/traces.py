@@ -28,6 +28,14 @@ from penstock.protocol.facts import Task
 Value = str | int | float | bool
 MAX_TEXT = 200  # characters of an attribute
 log = structlog.get_logger("traces")
+QUEUE_SPANS = 8192
+_BATCH_SPANS = 512
+_WAIT_S = 1.0
+_CLOSE_S = 3.0  # for the spans that are left at the end
+Role = Literal["trainer", "rollout", "reward"]
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_MAX_GROUPS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +77,6 @@ def short(attributes: Mapping[str, Value]) -> dict[str, Value]:
     """Return attributes with long texts cut: ids of other services are in them."""
     return {key: value[:MAX_TEXT] if isinstance(value, str) else value for key, value in attributes.items()}
 
-
-QUEUE_SPANS = 8192
-_BATCH_SPANS = 512
-_WAIT_S = 1.0
-_CLOSE_S = 3.0  # for the spans that are left at the end
 
 Export = Callable[[Sequence[Span]], bool]  # False: they were not taken
 
@@ -146,11 +149,6 @@ class SpanRecorder:
     def _count(self, outcome: str, number: int) -> None:
         with self._lock:
             self._counts[outcome] += number
-
-
-Role = Literal["trainer", "rollout", "reward"]
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 class Traces:
@@ -242,9 +240,6 @@ def _open(environ: Mapping[str, str], role: Role, service_id: str, run_id: str) 
     exporter = OtlpExporter(resource)
     log.info("traces", service=resource.get("service.name", ""), run_id=run_id)
     return SpanRecorder(exporter.export, exporter.shut_down)
-
-
-_MAX_GROUPS = 50_000
 
 
 @dataclass(frozen=True, slots=True)

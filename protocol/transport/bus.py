@@ -27,8 +27,8 @@ from penstock.protocol.transport import fact_publisher, stream_admin, tail
 from penstock.protocol.transport.fact_publisher import FULL_DEADLINE_S, Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import Connection
-from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.stream_admin import ConsumerState, Snapshot, StoreState, StreamState
 from penstock.protocol.transport.tail import StoredMessage, Tail
 

@@ -21,13 +21,18 @@ from penstock.protocol.facts import DeadLetter, Fact
 from penstock.protocol.streams import ConsumerSpec, kill_mark_key
 from penstock.protocol.transport.fact_publisher import publish
 from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
-from penstock.protocol.transport.pending import Pending
 
 DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
 log = structlog.get_logger("protocol.bus")
 LatestHandle = Callable[[], Msg]  # the current handle of a message; a redelivery replaces it
 Redeliver = Callable[[], Awaitable[None]]  # has the server deliver again what it may have lost
+MOST_KILLED = 2
+F = TypeVar("F", bound=Fact)
+_MAX_LETTER_DETAIL = 2000
+MAX_LETTER_IDS = 128
+_RECORD_S = 2.0  # how long the record of an orderly return may delay it
 
 
 class Acks:
@@ -95,9 +100,6 @@ class Acks:
         if self._connection.num_transitions != transitions:  # the server that answered may not have got the others
             raise nats.errors.ConnectionReconnectingError
         self._known_at = transitions
-
-
-MOST_KILLED = 2
 
 
 class KillMarks:
@@ -184,13 +186,6 @@ def _killed(value: bytes) -> int:
         return 1
     is_record = type(killed) is int and 0 <= killed <= MOST_KILLED and type(started) is bool
     return killed + started if is_record else 1
-
-
-F = TypeVar("F", bound=Fact)
-
-_MAX_LETTER_DETAIL = 2000
-MAX_LETTER_IDS = 128
-_RECORD_S = 2.0  # how long the record of an orderly return may delay it
 
 
 class Delivery(Generic[F]):

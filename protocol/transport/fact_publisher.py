@@ -13,8 +13,15 @@ from penstock.protocol import subjects
 from penstock.protocol.errors import MissingStream, StreamFull
 from penstock.protocol.facts import Fact, encode
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import ERR_FULL, ERR_STORAGE_FULL, refusal
+from penstock.protocol.transport.nats_connection import (
+    ATTEMPT_S,
+    ERR_FULL,
+    ERR_STORAGE_FULL,
+    RETRY_MAX_S,
+    RETRY_S,
+    Connection,
+    refusal,
+)
 
 log = structlog.get_logger("protocol.bus")
 

@@ -20,9 +20,8 @@ from penstock.protocol.errors import BusError, BusUnreachable, MalformedFact, Mi
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
 from penstock.protocol.transport.delivery import MOST_KILLED, Acks, Delivery, KillMarks, store_dead_letter
-from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
-from penstock.protocol.transport.nats_errors import refusal
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection, refusal
 
 _LINGER_S = 5.0  # the longest single pull request
 _LATE_S = 0.25  # how late the server's status of an expired request may arrive
@@ -30,6 +29,7 @@ _GATHER_S = 0.01  # between two requests of which the first got messages, and fe
 _REDELIVER_S = 1.0  # deadline of a redelivery; the acknowledgement is retried anyway
 _NO_MESSAGES = ("404", "408")
 log = structlog.get_logger("protocol.bus")
+F = TypeVar("F", bound=Fact)
 
 
 class PullRefused(Exception):
@@ -157,9 +157,6 @@ class Pull:
         except TimeoutError:
             return False
         return True
-
-
-F = TypeVar("F", bound=Fact)
 
 
 class Inbox(Generic[F]):

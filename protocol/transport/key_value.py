@@ -15,22 +15,27 @@ from nats.js.kv import KeyValue as NatsKeyValue
 
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import (
+from penstock.protocol.transport.loop_thread import Pending
+from penstock.protocol.transport.nats_connection import (
     BOOTSTRAP,
     ERR_FULL,
     ERR_OTHER_REVISION,
     ERR_STORAGE_FULL,
     ERR_SWAP_UNDER_WAY,
+    NO_ANSWER,
+    REQUEST_S,
+    RETRY_S,
+    Connection,
     refusal,
 )
-from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.tail import direct_get
 
 T = TypeVar("T")
 
 _MAX_ENTRIES = 10_000
 _REMOVED = frozenset({"DEL", "PURGE"})  # the values of the header KV-Operation of a key that was deleted
+V = TypeVar("V")
+_SWAPS = 16  # that many writers would have to meet in a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +215,6 @@ class KeyValue:
             for msg in await direct_get(self._connection, f"KV_{self.bucket}", request)
             if (headers := msg.headers or {}) and headers.get("KV-Operation") not in _REMOVED
         ]
-
-
-V = TypeVar("V")
-
-_SWAPS = 16  # that many writers would have to meet in a few milliseconds
 
 
 async def change_value(

@@ -26,8 +26,7 @@ from nats.js import api
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import BOOTSTRAP, refusal
+from penstock.protocol.transport.nats_connection import BOOTSTRAP, NO_ANSWER, REQUEST_S, RETRY_S, Connection, refusal
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.stream_admin")
@@ -37,6 +36,11 @@ _FORMER_BUCKET_BYTES = 64 * 1024 * 1024  # of every bucket that an older version
 _BUCKET_DUPLICATE_WINDOW_S = 120.0  # within it a repeated message is recognised
 _MAX_WAITING = 20_000  # pull requests of one consumer; the server's default of 512 is less than a large run has workers
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
+CHUNK_BYTES = 128 * 1024  # below the smallest message that a server of ours takes
+_CHUNK_S = 30.0  # for the next chunk, or for the answer to one; a server under load sends them slowly
+_RESTORED_S = 300.0  # after the last chunk the server unpacks the file and writes the stream
+_NOT_FOUND = 10059
+_EXISTS = 10130
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +243,6 @@ async def _ask(connection: Connection, attempt: Callable[[], Awaitable[T]], what
         raise MissingStream(f"no {what}; {BOOTSTRAP}") from None
     except nats.js.errors.APIError as err:
         raise refusal(err, what, connection.url) from None
-
-
-CHUNK_BYTES = 128 * 1024  # below the smallest message that a server of ours takes
-_CHUNK_S = 30.0  # for the next chunk, or for the answer to one; a server under load sends them slowly
-_RESTORED_S = 300.0  # after the last chunk the server unpacks the file and writes the stream
-_NOT_FOUND = 10059
-_EXISTS = 10130
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,18 @@ from penstock.protocol.transport.stream_admin import stream_state
 
 _BATCH = 512  # messages of one answer
 _BATCH_BYTES = 8 * 1024 * 1024
+F = TypeVar("F", bound=Fact)
+log = structlog.get_logger("protocol.bus")
+_POLL_S = (
+    30.0  # a stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection
+)
+_MAX_MESSAGES = 256  # in one answer
+_MAX_BYTES = 8 * 1024 * 1024
+_READ_S = 3600.0  # how long a read is retried while the server is unreachable
+_POLL_CLUSTER_S = 5.0  # of a cluster: one between two servers may be, while the connection to one of them lives
+_PAUSE_S = 0.5
+_LAG_PAUSE_S = 0.05  # a replica that lags is asked again after this
+_LAG_S = 5.0  # and no longer than this for one announcement
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +129,6 @@ async def _read_on(
             return
         assert msg.time is not None, "the server dates every message"
         found.append(StoredMessage(msg.seq or 0, msg.subject or "", msg.data or b"", msg.time))
-
-
-F = TypeVar("F", bound=Fact)
-log = structlog.get_logger("protocol.bus")
-
-_POLL_S = (
-    30.0  # a stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection
-)
-_MAX_MESSAGES = 256  # in one answer
-_MAX_BYTES = 8 * 1024 * 1024
-_READ_S = 3600.0  # how long a read is retried while the server is unreachable
-_POLL_CLUSTER_S = 5.0  # of a cluster: one between two servers may be, while the connection to one of them lives
-_PAUSE_S = 0.5
-_LAG_PAUSE_S = 0.05  # a replica that lags is asked again after this
-_LAG_S = 5.0  # and no longer than this for one announcement
 
 
 class Tail(Generic[F]):

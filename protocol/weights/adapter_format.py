@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
+from penstock.protocol.weights.layout import TensorDigest, weights_digest
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

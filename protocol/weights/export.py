@@ -23,8 +23,15 @@ from penstock.protocol.weights.adapter_format import (
     AdapterConfig,
     factor_pairs,
 )
-from penstock.protocol.weights.digest import TensorDigest
-from penstock.protocol.weights.layout import Bucket, WeightLayout, bucket_digests, shard_header, shard_index, shard_name
+from penstock.protocol.weights.layout import (
+    Bucket,
+    TensorDigest,
+    WeightLayout,
+    bucket_digests,
+    shard_header,
+    shard_index,
+    shard_name,
+)
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader

@@ -60,9 +60,9 @@ def _announce(settings: EngineSettings, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     if settings.port_file is not None:
         atomic_write(settings.port_file, f"{port}\n")
-    from penstock.protocol.transport import http_tls  # noqa: PLC0415  after OMP_NUM_THREADS is set
+    from penstock.protocol.transport import tls  # noqa: PLC0415  after OMP_NUM_THREADS is set
 
-    scheme = http_tls.scheme(settings.host)
+    scheme = tls.scheme(settings.host)
     print(f"embedded engine ready on {scheme}://{settings.host}:{port}", flush=True)  # noqa: T201
 
 

@@ -11,6 +11,11 @@ import time
 from penstock.protocol.parent_death import end_with_parent
 
 _POLL_S = 0.5
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+_LARGEST_HEAP_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit for the threshold
+_KEPT_BYTES = 256 * 2**20
 
 
 def exit_with_parent(parent: int | None = None) -> None:
@@ -31,13 +36,6 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-_M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
-_M_MMAP_THRESHOLD = -3
-_LARGEST_HEAP_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit for the threshold
-_KEPT_BYTES = 256 * 2**20
 
 
 def keep_freed_memory() -> bool:

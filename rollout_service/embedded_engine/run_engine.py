@@ -15,7 +15,7 @@ import uvicorn
 from penstock.protocol import errors as protocol_errors
 from penstock.protocol.images import admission
 from penstock.protocol.images.processor import read_processor
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
 from penstock.rollout_service.embedded_engine.http.app import build_app
@@ -148,7 +148,7 @@ def _http_config(
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=2,
-        **http_tls.server_options(settings.host),
+        **tls.server_options(settings.host),
     )
 
 

@@ -28,6 +28,10 @@ from penstock.rollout_service.embedded_engine.scheduler import padded_rows
 from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Image, Sequence
 
 NO_TOKEN = -1  # pads `Rows.stop_ids`
+_LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
+# of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
+_MAX_FEATURE_BYTES = 256 * 2**20
+_KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
 
 
 @dataclass(slots=True)
@@ -91,12 +95,6 @@ class Rows:
         for item in fields(self):
             array = getattr(self, item.name)
             array[targets] = array[sources]
-
-
-_LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
-# of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
-_MAX_FEATURE_BYTES = 256 * 2**20
-_KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
 
 
 class Runner:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.protocol.facts import FinishReason
-from penstock.protocol.seeds import derived_seed
+from penstock.protocol.groups import derived_seed
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.trajectory import LOWEST_SAMPLED_LOGPROB
 from penstock.protocol.versions import PolicyVersion, VersionRun

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from penstock.rollout_service.engines.redundancy import Redundancy
 
 UpdateMode = Literal["drain", "retract", "in_place", "abort"]
+_SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
+_SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 def mode_of(wanted: UpdateMode, serving: PolicyVersion | None, version: PolicyVersion) -> UpdateMode:
@@ -87,10 +89,6 @@ def refuse_images(prompts: Sequence[Sequence[int]], engine: str) -> None:
             "images_unsupported",
             f"a prompt has images, and {engine} gets token ids alone: use the embedded engine or SGLang, or data without images",
         )
-
-
-_SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
-_SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 def read_samples(exposition: str, *, prefix: str, names: Mapping[str, str]) -> dict[str, float]:

@@ -19,6 +19,12 @@ from penstock.protocol import parent_death
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineUnreachable
 
+LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
+_NOT_PASSED = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # the worker's import path, its passwords, its environment
+_POLL_S = 0.02
+_STOP_S = 5.0
+_TAIL_BYTES = 4000
+
 
 class PreparedProcess:
     """A process started with the words of a program and one flag; it reads the words after these from stdin, as a JSON line."""
@@ -67,14 +73,6 @@ class PreparedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
-
-
-LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
-
-_NOT_PASSED = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # the worker's import path, its passwords, its environment
-_POLL_S = 0.02
-_STOP_S = 5.0
-_TAIL_BYTES = 4000
 
 
 def with_parent(parent_pid: int, port_file: Path) -> list[str]:

@@ -21,6 +21,9 @@ from penstock.rollout_service.engines.completion_sampler import CompletionSample
 from penstock.rollout_service.engines.engine_client import KeptCompletions
 from penstock.rollout_service.errors import EngineError, TaskRefused
 
+Abort = Callable[[str], Awaitable[None]]  # ends the request of a name: its reply holds the tokens that it has
+_ABORT_AGAIN_S = 0.5  # a request may reach the engine after the abort that was meant for it
+
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
@@ -67,11 +70,6 @@ class RedundantGroup:
         """The completions of the group, by number: the first ``enough`` that ended, or with a ``wait`` all that have ended."""
         most = len(self.ended) if self.redundancy.wait else self.redundancy.enough
         return sorted(self.ended[:most])
-
-
-Abort = Callable[[str], Awaitable[None]]  # ends the request of a name: its reply holds the tokens that it has
-
-_ABORT_AGAIN_S = 0.5  # a request may reach the engine after the abort that was meant for it
 
 
 async def generate_redundantly(

@@ -33,6 +33,9 @@ _WEIGHT = 0.3  # of a new sample in the mean of its bucket, and in the mean queu
 _BUCKETS_PER_OCTAVE = 3
 _REMEMBERED_S = 120.0  # then a throughput is measured again: prompts and completions change in a run
 _STEADY = 1.25  # most by which the running sequences differ between the ends of a sample
+log = structlog.get_logger("rollout.pack_loops")
+_NEEDED = ("engine_generated_tokens", "engine_running", "engine_queued")
+_MOST_WITHOUT = 30  # samples in a row without these figures, after which a warning says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,6 @@ class PackLimit:
 
     def _set(self, value: int) -> None:
         self.value = min(self._most, max(1, value))
-
-
-log = structlog.get_logger("rollout.pack_loops")
-
-_NEEDED = ("engine_generated_tokens", "engine_running", "engine_queued")
-_MOST_WITHOUT = 30  # samples in a row without these figures, after which a warning says so
 
 
 class PackLoops:

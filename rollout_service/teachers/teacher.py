@@ -20,7 +20,7 @@ import structlog
 from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.protocol.errors import PackError
 from penstock.protocol.extensions import Registry
-from penstock.protocol.packs.teacher_columns import num_sampled
+from penstock.protocol.packs.optional_columns import num_sampled
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.rollout_service.errors import (
@@ -31,6 +31,12 @@ from penstock.rollout_service.errors import (
     TeacherFailed,
     TeacherUnfit,
 )
+
+log = structlog.get_logger("rollout.teachers")
+_PROBE_TOKENS = 512  # of the vocabulary, whose text both tokenizers encode
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_BUSY = 429
+_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,14 +91,6 @@ class TeacherKind:
 
 
 TEACHERS = Registry("teacher", TeacherKind, package="penstock.rollout_service.teachers", group="penstock.teachers")
-
-
-log = structlog.get_logger("rollout.teachers")
-
-_PROBE_TOKENS = 512  # of the vocabulary, whose text both tokenizers encode
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
-_BUSY = 429
-_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 class Teacher:

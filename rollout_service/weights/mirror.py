@@ -36,7 +36,11 @@ from penstock.rollout_service.weights.cache_folder import CacheFolder
 from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS, Slot, nearest_source, slot_to_write
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys
+    from penstock.protocol.weights.manifest import TrustedKeys
+
+log = structlog.get_logger("rollout.model_mirror")
+CACHED_SEGMENT_BYTES = 1024**3  # patches fetched for one slot, kept in memory for the other
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class AdapterMirror:
@@ -79,9 +83,6 @@ class AdapterMirror:
         if not self._folder.exists():
             return {}
         return {PolicyVersion(int(path.name)): path for path in self._folder.iterdir() if path.name.isdecimal()}
-
-
-log = structlog.get_logger("rollout.model_mirror")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +174,6 @@ class ModelMirror:
                 return
             path.unlink()
         os.link(kept, path)
-
-
-CACHED_SEGMENT_BYTES = 1024**3  # patches fetched for one slot, kept in memory for the other
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,26 @@ from penstock.protocol.errors import ConfigError, StateMismatch
 from penstock.protocol.facts import BlobRef, Count, Sha256, Wire
 from penstock.protocol.files import atomic_write
 from penstock.protocol.versions import PolicyVersion, is_newer
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
-from penstock.protocol.weights.layout import Bucket, WeightLayout, bucket_digests, shard_header, shard_index, shard_name
+from penstock.protocol.weights.layout import (
+    Bucket,
+    TensorDigest,
+    WeightLayout,
+    bucket_digests,
+    shard_header,
+    shard_index,
+    shard_name,
+    weights_digest,
+)
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, Held
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
 
 NUM_REGULAR_SLOTS = 2  # the version that is served, and the next one; further slots hold pinned versions
+_INDEX = "model.safetensors.index.json"
+_SHARDS = "*.safetensors"
+_JOURNAL_BLOCK = 4096  # bytes written at once: a journal is padded to a multiple of it
+Link = Callable[[ModelFile, Path], None]  # puts a config or tokenizer file of a version into a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +76,6 @@ def nearest_source(slots: Sequence[SlotContents], target: PolicyVersion) -> int 
 
 def _base_version(slot: SlotContents) -> int:
     return -1 if slot.base is None else slot.base.version
-
-
-_INDEX = "model.safetensors.index.json"
-_SHARDS = "*.safetensors"
-_JOURNAL_BLOCK = 4096  # bytes written at once: a journal is padded to a multiple of it
-
-Link = Callable[[ModelFile, Path], None]  # puts a config or tokenizer file of a version into a folder
 
 
 class HeldVersion(Wire):

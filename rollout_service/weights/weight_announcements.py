@@ -28,6 +28,8 @@ _MAX_VERSIONS = 64  # a version is compared while workers apply it; older ones a
 _MAX_WORKERS = 2_000  # that are compared for one version: each report compares all of them
 _MAX_VOTES = 20_000  # of all versions
 _MAX_CHARS = 256  # of a checksum or a layout; what is longer is none, and would be kept for each worker
+log = structlog.get_logger("rollout.weight_announcements")
+_PUBLISH_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,6 @@ class EngineVotes:
         (expected, most), (_, second) = counts.most_common(2)  # of equal counts, the one that was reported first
         minority = tuple(worker for worker, checksum in votes.items() if checksum != expected)
         return Disagreement(PolicyVersion(fact.version), fact.layout, minority, expected, most == second)
-
-
-log = structlog.get_logger("rollout.weight_announcements")
-
-_PUBLISH_S = 15.0
 
 
 class WeightAnnouncements:

@@ -34,6 +34,11 @@ _FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # the ri
 _LATEST = 5
 _TCP = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract sockets, signals
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_KEEPCAPS, _SET_NO_NEW_PRIVS = 1, 4, 8, 38
+_CAP_DAC_READ_SEARCH = 2
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAPABILITIES_V3 = 0x20080522
+_OPEN_FILES = 64
 
 
 def version(libc: ctypes.CDLL) -> int:
@@ -76,13 +81,6 @@ def restrict(libc: ctypes.CDLL, rules: int) -> None:
     """Apply the rules to this process, irrevocably; needs no_new_privs. Raises OSError."""
     if libc.syscall(_RESTRICT, rules, 0):
         raise OSError(ctypes.get_errno(), "landlock_restrict_self")
-
-
-_SET_PDEATHSIG, _SET_DUMPABLE, _SET_KEEPCAPS, _SET_NO_NEW_PRIVS = 1, 4, 8, 38
-_CAP_DAC_READ_SEARCH = 2
-_CAPSET = {"x86_64": 126, "aarch64": 91}
-_CAPABILITIES_V3 = 0x20080522
-_OPEN_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,17 +57,8 @@ FATAL = """
     setdomainname:171:162 syslog:103:116 vhangup:153:58 lookup_dcookie:212:18 memfd_secret:447:447
     rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 vmsplice:278:75
 """
-
-
-def numbers(table: str, machine: str) -> dict[str, int]:
-    column = {"x86_64": 1, "aarch64": 2}[machine]
-    rows = (entry.split(":") for entry in table.split())
-    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
-
-
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
-
 _LOAD, _EQUAL, _AT_LEAST, _MASK, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
@@ -83,8 +74,13 @@ _FUTEXES = (0, 9, 9 | _CLOCK, *(op | _PRIVATE | clock for clock in (0, _CLOCK) f
 _PRCTLS = (15, 16, 0x53564D41)  # names of threads and mappings
 _AF_UNIX, _SOCK_STREAM = 1, 1
 _SIGKILL = 9
-
 _Line = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+
+
+def numbers(table: str, machine: str) -> dict[str, int]:
+    column = {"x86_64": 1, "aarch64": 2}[machine]
+    rows = (entry.split(":") for entry in table.split())
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def machine() -> str:

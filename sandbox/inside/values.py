@@ -16,6 +16,21 @@ from typing import Any
 
 _PLAIN_BITS = 1024
 _MAX_DRAWN = 100_000  # items taken from an iterator
+_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "iterator": lambda items: iter(list(items)),
+}
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "bytes": bytes.fromhex,
+    "complex": lambda parts: complex(*parts),
+    "fraction": lambda parts: Fraction(int(parts[0], 16), int(parts[1], 16)),
+    "decimal": Decimal,
+    "range": lambda parts: range(*(int(part, 16) for part in parts)),
+}
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -87,18 +102,3 @@ _FORMS: list[tuple[Any, Callable[[Any, Callable[[Any], int]], Any]]] = [
     (type({}.values()), _items("list")),
     (Iterator, _iterator),
 ]
-_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "iterator": lambda items: iter(list(items)),
-}
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": float,
-    "bytes": bytes.fromhex,
-    "complex": lambda parts: complex(*parts),
-    "fraction": lambda parts: Fraction(int(parts[0], 16), int(parts[1], 16)),
-    "decimal": Decimal,
-    "range": lambda parts: range(*(int(part, 16) for part in parts)),
-}

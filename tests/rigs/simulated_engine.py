@@ -35,7 +35,7 @@ from penstock.deploy.plan.lengths import EnginePace, LengthMix
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.digest import weights_digest
+from penstock.protocol.weights.layout import weights_digest
 from penstock.rollout_service.embedded_engine.caches import PrefixCache
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused

@@ -23,8 +23,8 @@ from penstock.protocol.facts import (
     TaskList,
     encode_unbounded,
 )
+from penstock.protocol.groups import derived_seed
 from penstock.protocol.images.admission import AdmittedImage
-from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import MalformedData

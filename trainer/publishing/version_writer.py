@@ -29,7 +29,7 @@ from penstock.trainer.publishing.rank_publisher import StoredObjects
 from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
+    from penstock.protocol.weights.manifest import SigningKey  # its library is imported where a key is configured
 
 
 @dataclass(frozen=True, slots=True)

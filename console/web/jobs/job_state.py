@@ -11,7 +11,7 @@ from penstock.console.tools import runs
 from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job, Launch
 from penstock.console.web.launchers.launcher import Found, launcher_of, scheduler_options
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 
 State = Literal[
     "created", "queued", "waiting", "running", "pausing", "paused", "stopping", "stopped", "failed", "finished"
@@ -36,7 +36,7 @@ class RunState:
 
 def of_folder(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     """Return the state of a run; without ``ask`` no scheduler is asked, and ``launch.json`` decides. Raises Problem."""
-    held = run_lock.is_held(folder)
+    held = run_folder.is_lock_held(folder)
     if job is None:
         return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped")
     launch = job_file.read_launch(folder)

@@ -44,6 +44,7 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
 )
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_HEALTH_DEADLINE_S = 20.0  # SGLang's
 
 
 def render_metrics(engine: EngineThread) -> str:
@@ -73,9 +74,6 @@ def render_metrics(engine: EngineThread) -> str:
     for name, kind, meaning, value in rows:
         lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name} {value}"]
     return "\n".join(lines) + "\n"
-
-
-_HEALTH_DEADLINE_S = 20.0  # SGLang's
 
 
 async def models(request: Request) -> Response:

@@ -30,6 +30,8 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.sequence import Sequence
 
+_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+
 
 def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list[dict[str, Any]]:
     texts = completion_texts(requested.sequences, requested.params, text)
@@ -132,9 +134,6 @@ def _output_logprobs(tokens: list[int], logprobs: list[float]) -> dict[str, Any]
 
 def _triples(logprobs: Iterable[float | None], tokens: Iterable[int]) -> list[tuple[float | None, int, None]]:
     return [(logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)]
-
-
-_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 class Message(Body):

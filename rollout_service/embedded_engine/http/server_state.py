@@ -27,6 +27,10 @@ from penstock.rollout_service.embedded_engine.settings import EngineSettings
 if TYPE_CHECKING:
     from penstock.rollout_service.embedded_engine.model.weights import Weights
 
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
+ENGINE_VERSION = "penstock-embedded"
+
 
 def json_response(content: object, *, status: int = 200) -> Response:
     return Response(pydantic_core.to_json(content), status_code=status, media_type="application/json")
@@ -34,10 +38,6 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 def event(content: object) -> bytes:
     return b"data: " + pydantic_core.to_json(content) + b"\n\n"
-
-
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def route(path: str, handler: Handler, *methods: str) -> Route:
@@ -68,9 +68,6 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
 
 def _error(message: str, status: int) -> Response:
     return json_response({"error": {"message": message}}, status=status)
-
-
-ENGINE_VERSION = "penstock-embedded"
 
 
 @dataclass(slots=True)

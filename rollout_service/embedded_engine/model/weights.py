@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from penstock.protocol.weights.digest import tensor_digest, weights_digest
+from penstock.protocol.weights.layout import tensor_digest, weights_digest
 from penstock.rollout_service.embedded_engine.model.low_rank import interleaved_halves
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
 from penstock.rollout_service.embedded_engine.model.vision_tower import hub_name, tower_tensors

@@ -36,13 +36,12 @@ _METRICS = {
     "token_usage": "engine_kv_usage",
     "cache_hit_rate": "engine_cache_hit_rate",
 }
+TESTED_VERSIONS = ("0.5.23",)  # `make test-sglang` runs the contract against these
+_EMBEDDED = [{"engine": "embedded"}]  # it reports the `weights_digest` of the files that it loaded
 
 
 def read_metrics(exposition: str) -> dict[str, float]:
     return read_samples(exposition, prefix="sglang", names=_METRICS)
-
-
-TESTED_VERSIONS = ("0.5.23",)  # `make test-sglang` runs the contract against these
 
 
 def report_of(info: Mapping[str, Any]) -> ServerReport:
@@ -70,9 +69,6 @@ def objections(info: Mapping[str, Any]) -> list[str]:
     if info.get("weight_cache_mode", "off") not in ("off", None):
         reasons.append("--weight-cache-mode: the server crashes at its first update")
     return reasons
-
-
-_EMBEDDED = [{"engine": "embedded"}]  # it reports the `weights_digest` of the files that it loaded
 
 
 def read_checksum(answer: Any) -> EngineChecksum | None:

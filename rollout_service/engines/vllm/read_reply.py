@@ -26,13 +26,11 @@ _METRICS = {
     "num_preemptions_total": "engine_retracted",
     "kv_cache_usage_perc": "engine_kv_usage",
 }
+TESTED_VERSIONS = ("0.32.0",)  # the contract ran against a CPU build of these
 
 
 def read_metrics(exposition: str) -> dict[str, float]:
     return read_samples(exposition, prefix="vllm", names=_METRICS)
-
-
-TESTED_VERSIONS = ("0.32.0",)  # the contract ran against a CPU build of these
 
 
 def report_of(version: str, info: Mapping[str, Any]) -> ServerReport:

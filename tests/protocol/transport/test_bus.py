@@ -49,8 +49,8 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import BucketState
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import Connection
-from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.tail import direct_get
 
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)

@@ -20,7 +20,7 @@ from penstock.protocol.record.lineage import (
     RecordedGroup,
     RecordedStep,
 )
-from penstock.protocol.record.rescored import RescoredInput, RescoredPiece
+from penstock.protocol.record.stored_record import RescoredInput, RescoredPiece
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
