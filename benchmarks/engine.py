@@ -38,9 +38,8 @@ from benchmarks.rig import ROOT, machine
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, LowRank, prepare_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.rollout_service.embedded_engine.model.model_folder import expected_shapes, read_checkpoint
 from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import prepare_weights
+from penstock.rollout_service.embedded_engine.model.weights import expected_shapes, prepare_weights, read_checkpoint
 from penstock.rollout_service.embedded_engine.process import keep_freed_memory
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions

@@ -45,7 +45,7 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import WorkerMetrics
-from penstock.rollout_service.packs.task_source import TaskSource
+from penstock.rollout_service.packs.pack_loops import TaskSource
 
 HEARTBEAT_P99_MS = 100.0
 NATS_CORES = 0.2

@@ -49,7 +49,7 @@ from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 from penstock.rollout_service.metrics import WorkerMetrics
-from penstock.rollout_service.packs.announce_pack import PackAnnouncer
+from penstock.rollout_service.packs.settlement import PackAnnouncer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector

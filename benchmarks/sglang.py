@@ -28,8 +28,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.kind import sglang_command, sglang_environ
-from penstock.rollout_service.engines.sglang.settings import SglangSettings
+from penstock.rollout_service.engines.sglang.kind import SglangSettings, sglang_command, sglang_environ
 from penstock.rollout_service.settings import WorkerSettings
 
 PACK = ([[5 + index, 17, 9, 30 - index, 21] for index in range(12)], Sampling(max_new_tokens=9), 8)

@@ -19,8 +19,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
 from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
-from penstock.rollout_service.engines.sglang.settings import SglangSettings
-from penstock.rollout_service.engines.vllm.settings import VllmSettings
+from penstock.rollout_service.engines.sglang.kind import SglangSettings
+from penstock.rollout_service.engines.vllm.kind import VllmSettings
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
 from penstock.rollout_service.packs.pack_loops import MOST_PACKS
 from penstock.rollout_service.teachers.teacher import TEACHERS

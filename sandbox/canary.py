@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.sandbox.outcome import Reason, failure, run_program
 from penstock.sandbox.zygote_command import Kind, Launch, SandboxError
-from penstock.sandbox.zygote_process import Limits, Zygote
+from penstock.sandbox.zygote_process import Limits, Reason, Zygote, failure, run_program
 
 _LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=64 * 1024, tasks=8)
 _SLOT = 15  # not used by a pool

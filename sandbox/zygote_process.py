@@ -1,4 +1,4 @@
-"""The service's side of a zygote and of the programs it forks: start, pipes, limits, kill.
+"""The service's side of a zygote and of the programs it forks: start, pipes, limits, kill, and whose failure an end is.
 
 Everything here blocks, with deadlines; it runs on the threads of `Slots`.
 """
@@ -85,12 +85,7 @@ class Zygote:
         if self.pid is None:
             self._start()
         assert self.channel is not None
-        request = {
-            "mode": mode,
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_bytes,
-            "tasks": limits.tasks,
-        }
+        request = {"mode": mode, "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes, "tasks": limits.tasks}
         try:
             socket.send_fds(self.channel, [json.dumps(request).encode()], pipes)
             self._report("forking a program")
@@ -108,8 +103,7 @@ class Zygote:
 
     def interrupt(self) -> None:
         """Kill the zygote from another thread; a thread that waits for it gets SandboxError."""
-        process = self._process
-        if process is not None:
+        if (process := self._process) is not None:
             process.kill()
 
     def kill(self) -> None:
@@ -307,5 +301,54 @@ class Watch:
         os.close(fd)
 
 
-def was_out_of_cpu(run: Run, limits: Limits) -> bool:
-    return run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s)
+def run_program(zygote: Zygote, program: str, limits: Limits, *, stdin: str = "") -> Run:
+    """Return how a program ended and what it wrote; `failure` says whose failure it is. Raises SandboxError."""
+    with Watch(limits) as watch:
+        job = json.dumps({"program": program}).encode()
+        run = watch.start(zygote, "stdin", job=job, stdin=stdin.encode("utf-8", errors="surrogatepass"))
+        watch.wait()
+    return run
+
+
+class Reason(enum.StrEnum):
+    NO_PROGRAM = "no_program"  # the completion contains none
+    WRONG = "wrong"
+    RAISED = "raised"  # an uncaught error, or an exit code other than 0
+    CPU_TIME = "cpu_time"
+    WALL_TIME = "wall_time"
+    MEMORY = "memory"
+    OUTPUT = "output"  # too much output
+    FORBIDDEN = "forbidden"  # a system call that ordinary programs do not make
+    CRASHED = "crashed"
+
+
+OUT_OF_TIME = (Reason.CPU_TIME, Reason.WALL_TIME)
+
+
+def failure(run: Run, limits: Limits) -> Reason | None:
+    """Return how a program failed, None if it succeeded; raises SandboxError if the sandbox failed."""
+    if run.killed is Killed.OUTPUT:
+        return Reason.OUTPUT
+    # the kernel's kill comes a second of CPU time later, on a busy machine after the wall limit
+    if run.killed is Killed.WALL_TIME:
+        return Reason.CPU_TIME if run.cpu_s >= limits.cpu_s else Reason.WALL_TIME
+    if run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s):
+        return Reason.CPU_TIME
+    if run.signal == signal.SIGKILL:  # a program cannot send SIGKILL, not even to itself
+        raise SandboxError("a program was killed by another process; check whether this machine ran out of memory")
+    if run.signal:
+        return Reason.FORBIDDEN if run.signal == signal.SIGSYS else Reason.CRASHED
+    if run.exit_code:
+        return Reason.MEMORY if _last_line(run).startswith("MemoryError") else Reason.RAISED
+    return None
+
+
+def describe(run: Run) -> str:
+    if run.signal:
+        return f"ended by {signal.Signals(run.signal).name}"
+    return _last_line(run) if run.exit_code else "its output is not the expected one"
+
+
+def _last_line(run: Run) -> str:
+    lines = run.errors[-2000:].decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""

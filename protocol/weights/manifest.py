@@ -281,7 +281,9 @@ class TrustedKeys:
     def from_file(cls, path: Path, setting: str) -> TrustedKeys:
         """Read one or more public keys in PEM form; raises ConfigError, which names the ``setting``."""
         try:
-            keys = [serialization.load_pem_public_key(block) for block in _PUBLIC_KEY.findall(_read_key_file(path, setting))]
+            keys = [
+                serialization.load_pem_public_key(block) for block in _PUBLIC_KEY.findall(_read_key_file(path, setting))
+            ]
         except (ValueError, UnsupportedAlgorithm):
             keys = []
         trusted = [key for key in keys if isinstance(key, Ed25519PublicKey)]

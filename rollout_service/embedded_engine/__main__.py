@@ -11,8 +11,12 @@ import socket
 import sys
 
 from penstock.protocol.files import atomic_write
-from penstock.rollout_service.embedded_engine.process import exit_with_parent, keep_freed_memory
-from penstock.rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
+from penstock.rollout_service.embedded_engine.process import (
+    EngineSettings,
+    exit_with_parent,
+    keep_freed_memory,
+    parse_arguments,
+)
 
 _DEFAULT_THREADS = EngineSettings.model_fields["threads"].default
 

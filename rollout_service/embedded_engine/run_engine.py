@@ -19,11 +19,9 @@ from penstock.protocol.transport import tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
 from penstock.rollout_service.embedded_engine.http.app import build_app
-from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
-from penstock.rollout_service.embedded_engine.http.images import ImageReader
-from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry, JobRunner
-from penstock.rollout_service.embedded_engine.http.server_state import ServerState
-from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.http.bodies import ImageReader
+from penstock.rollout_service.embedded_engine.http.build_job import ServedModel, Text
+from penstock.rollout_service.embedded_engine.http.server_state import AdapterRegistry, JobRunner, ServerState
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, prepare_adapter, read_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import (
@@ -31,12 +29,11 @@ from penstock.rollout_service.embedded_engine.model.model_config import (
     read_eos_token_ids,
     read_model_config,
 )
-from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights, read_checkpoint
+from penstock.rollout_service.embedded_engine.process import EngineSettings
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
-from penstock.rollout_service.embedded_engine.settings import EngineSettings
 
 _DEFAULT_KV_BYTES = 2 * 1024**3
 _DEFAULT_KEPT_BYTES = 512 * 1024**2

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.adapter_loader import AdapterLoader
 from penstock.rollout_service.engines.completion import Completion, Resumption, read_version, shorten
-from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
+from penstock.rollout_service.engines.completion_sampler import AdapterLoader, CompletionSampler, SampleRequest
 from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.errors import EngineRefused, EngineTimeout, EngineUnreachable, ReplyRefused
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections

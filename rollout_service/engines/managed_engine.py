@@ -13,8 +13,8 @@ import structlog
 
 from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
 from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode

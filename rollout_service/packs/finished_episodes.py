@@ -24,7 +24,7 @@ from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs, BlobStat
 from penstock.protocol.versions import is_fresh
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.environments.build_trajectory import build_group, rows_of
+from penstock.rollout_service.environments.environment import build_group, rows_of
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.run_images import RunImages
 

@@ -20,17 +20,22 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits, check_task
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.environments.build_trajectory import as_baseline, build_group, rows_of
-from penstock.rollout_service.environments.environment import Environment, KeptTrajectories, Sampler
+from penstock.rollout_service.environments.environment import (
+    Environment,
+    KeptTrajectories,
+    Sampler,
+    as_baseline,
+    build_group,
+    rows_of,
+)
 from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
 from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
+from penstock.rollout_service.packs.pack_loops import ReceivedPack
 from penstock.rollout_service.packs.settlement import Settlement
-from penstock.rollout_service.packs.task_source import ReceivedPack
 from penstock.rollout_service.retry import retry
 from penstock.rollout_service.run_images import RunImages
 from penstock.rollout_service.teachers.teacher import Teacher
-from penstock.rollout_service.weights.servable_versions import ServableVersions
-from penstock.rollout_service.weights.version_gate import VersionGate
+from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
 log = structlog.get_logger("rollout.packs")

@@ -24,10 +24,8 @@ from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.errors import EngineDisagrees, TaskRefused, WeightsUnusable
 from penstock.rollout_service.retry import retry
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
-from penstock.rollout_service.weights.published_versions import PublishedVersions
-from penstock.rollout_service.weights.servable_versions import ServableVersions
-from penstock.rollout_service.weights.version_gate import VersionGate
-from penstock.rollout_service.weights.weight_announcements import Disagreement, WeightAnnouncements
+from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
+from penstock.rollout_service.weights.weight_announcements import Disagreement, PublishedVersions, WeightAnnouncements
 from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 log = structlog.get_logger("rollout.weight_follower")

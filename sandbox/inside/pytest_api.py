@@ -102,8 +102,7 @@ def raises(expected: Any, *call: Any, match: str | None = None, **named: Any) ->
     """Expect an exception: as a context manager, or of ``call[0](*call[1:])``."""
     if not call:
         return _Raises(expected, match)
-    found = _Raises(expected, match)
-    with found as info:
+    with _Raises(expected, match) as info:
         call[0](*call[1:], **named)
     return info
 
@@ -113,13 +112,7 @@ class approx:  # noqa: N801 pytest's name
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        expected: Any,
-        rel: float | None = None,
-        abs: float | None = None,
-        nan_ok: bool = False,
-    ) -> None:
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
         self.expected, self._nan_ok = expected, nan_ok
         self._rel = 1e-6 if rel is None and abs is None else (rel or 0.0)
         self._abs = 1e-12 if abs is None else abs

@@ -20,14 +20,7 @@ import unittest
 from typing import Any
 
 from penstock.sandbox.inside import pytest_api, test_collection
-from penstock.sandbox.inside.program_proxy import (
-    PROGRAM_MODULES,
-    Answers,
-    BadTests,
-    Program,
-    Stub,
-    module_of,
-)
+from penstock.sandbox.inside.program_proxy import PROGRAM_MODULES, Answers, BadTests, Program, Stub, module_of
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
 

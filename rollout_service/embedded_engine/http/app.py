@@ -31,9 +31,9 @@ from penstock.rollout_service.embedded_engine.http.bodies import (
     UpdateWeightsBody,
 )
 from penstock.rollout_service.embedded_engine.http.build_job import build_job
-from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.server_state import (
     ENGINE_VERSION,
+    AdapterRegistry,
     ServerState,
     checksum_reply,
     json_response,

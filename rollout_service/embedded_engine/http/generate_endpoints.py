@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.rollout_service.embedded_engine.errors import EngineAtFault, EngineStopped
 from penstock.rollout_service.embedded_engine.http.bodies import Body, GenerateBody, SamplingParams
-from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob, ServedModel, build_job
+from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob, ServedModel, Text, build_job
 from penstock.rollout_service.embedded_engine.http.server_state import (
     ServerState,
     event,
@@ -27,7 +27,6 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
     read_body,
     server_of,
 )
-from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.sequence import Sequence
 
 _UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to

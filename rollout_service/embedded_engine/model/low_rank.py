@@ -17,11 +17,16 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from penstock.rollout_service.checks.check_adapter import pair_tensors, read_config
+from penstock.rollout_service.checks.check_weights import pair_tensors, read_config
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
-from penstock.rollout_service.embedded_engine.model.model_folder import check_values, expected_shapes, read_safetensors
 from penstock.rollout_service.embedded_engine.model.vision_tower import PREFIX
+from penstock.rollout_service.embedded_engine.model.weights import (
+    check_values,
+    expected_shapes,
+    interleaved_halves,
+    read_safetensors,
+)
 from penstock.rollout_service.errors import AdapterUnfit
 
 Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the fused matrices of a layer
@@ -94,11 +99,6 @@ def prepare_adapter(
         return {site: pair for site in _SITES if (pair := fuse(index, sites[site])) is not None}
 
     return Adapter(name, path, tuple(map(layer, range(config.num_layers))), next(_numbers))
-
-
-def interleaved_halves(head_dim: int) -> torch.Tensor:
-    """Return the order 0, d/2, 1, d/2 + 1, ...: rotary embedding mixes dimension i with i + d/2."""
-    return torch.arange(head_dim).view(2, -1).t().flatten()
 
 
 class AdapterMix:

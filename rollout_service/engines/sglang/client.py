@@ -1,4 +1,4 @@
-"""The adapter file of SGLang's HTTP API; its replies are read by `read_reply.py`.
+"""The adapter file of SGLang's HTTP API; its replies are read by `messages.py`.
 
 Every reply is checked against its request before anything is built from it. The log-probabilities are ``log
 softmax(logits / temperature)`` over the full vocabulary, of the sampled token, while ``top_p`` and ``top_k`` are off.
@@ -23,8 +23,16 @@ from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
 from penstock.rollout_service.engines.engine_http import PROBE_S, HttpAdapterCalls, HttpEngineClient
 from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
-from penstock.rollout_service.engines.sglang.image_request import check_expanded, image_fields, sees, sight_requests
-from penstock.rollout_service.engines.sglang.read_reply import read_checksum, read_completion, read_metrics, report_of
+from penstock.rollout_service.engines.sglang.messages import (
+    check_expanded,
+    image_fields,
+    read_checksum,
+    read_completion,
+    read_metrics,
+    report_of,
+    sees,
+    sight_requests,
+)
 from penstock.rollout_service.errors import EngineMisconfigured, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s

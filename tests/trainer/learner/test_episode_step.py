@@ -42,9 +42,9 @@ from penstock.reward_service.rewards import environment as given
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.environment import Environment, Sampler
 from penstock.rollout_service.metrics import WorkerMetrics
-from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
-from penstock.rollout_service.packs.task_source import ReceivedPack
+from penstock.rollout_service.packs.pack_loops import ReceivedPack
+from penstock.rollout_service.packs.settlement import PackAnnouncer
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
