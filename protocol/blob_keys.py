@@ -50,7 +50,6 @@ def weights_pack(run_id: str, version: PolicyVersion, attempt_id: str, rank: int
 
 
 def weights_layout(run_id: str, layout_id: str) -> str:
-    """Return the key of a layout (which tensor lies in which bucket), addressed by content."""
     return f"runs/{run_id}/layout/{layout_id}.json"
 
 
@@ -59,12 +58,10 @@ def layouts_prefix(run_id: str) -> str:
 
 
 def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> str:
-    """Return the key of a version's manifest, written last."""
     return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/manifest.json"
 
 
 def model_file(run_id: str, sha256: str, name: str) -> str:
-    """Return the key of a model folder's small file (config, tokenizer), addressed by content."""
     return f"runs/{run_id}/model/{sha256[:16]}/{name}"
 
 
@@ -86,7 +83,6 @@ def access_check_prefix(run_id: str) -> str:
 
 
 def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> str:
-    """Return the key of one chapter of the record; ``attempt_id`` is fresh for every attempt at a checkpoint."""
     return f"runs/{run_id}/lineage/chapter{number:08d}.e{epoch:04d}.{attempt_id}.msgpack"
 
 
@@ -95,7 +91,6 @@ def lineage_config(run_id: str, sha256: str) -> str:
 
 
 def rescored_prefix(run_id: str) -> str:
-    """Return the prefix of a rescored input; ``run_id`` is the input's own id."""
     return f"runs/{run_id}/input/"
 
 
@@ -172,6 +167,5 @@ def all_weights_prefix(run_id: str) -> str:
 
 
 def version_of_weights(run_id: str, key: str) -> PolicyVersion:
-    """Return the version that a key below `all_weights_prefix` belongs to; raises ValueError for another key."""
     folder = key.removeprefix(all_weights_prefix(run_id)).split("/", 1)[0]
     return PolicyVersion(int(folder.removeprefix("v")))

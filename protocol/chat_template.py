@@ -252,7 +252,6 @@ def _check_operands(limits: _Limits, operator: str, left: Any, right: Any) -> No
 
 
 def _check_arguments(limits: _Limits, name: str, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse widths and replacements that make a text too large, whatever function gets them."""
     if not args and not kwargs and name != "format":
         return
     for value in (*args, *kwargs.values()):

@@ -200,12 +200,10 @@ class Episode:
 
     @property
     def turns(self) -> list[Turn]:
-        """Return the turns of all rows, by number; positions are those in the turn's own row."""
         return sorted(turn for row in self.rows for turn in row.turns)
 
 
 def _check_rows(rows: Sequence[EpisodeRow]) -> None:
-    """Raise PackError unless the rows are a tree whose turns are numbered 0, 1, … and counted once."""
     if not 0 < len(rows) <= MAX_EPISODE_ROWS:
         raise PackError(f"{len(rows)} rows, expected 1 to {MAX_EPISODE_ROWS}")
     if rows[0].root != MAIN:

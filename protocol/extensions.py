@@ -62,7 +62,6 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def built_in(self) -> dict[str, Kind]:
-        """The built-in extensions by name, sorted; raises TypeError when two have the same name."""
         found: dict[str, Kind] = {}
         for module in (module for package in self._packages for module in _modules(package)):
             for value in vars(module).values():

@@ -65,13 +65,11 @@ class Activity:
             self._turn(-1, "waiting")
 
     def restart(self) -> None:
-        """Reset the counters: start-up is neither busy nor idle."""
         with self._lock:
             self._since = self._clock()
             self._busy_s = self._idle_s = 0.0
 
     def totals(self) -> tuple[float, float]:
-        """Return busy and idle seconds so far."""
         with self._lock:
             self._account()
             return self._busy_s, self._idle_s

@@ -29,7 +29,6 @@ _STDERR = cast(TextIO, _Stderr())
 
 
 def configure(service: str, *, level: str = "info", json_lines: bool | None = None) -> None:
-    """Set up logging for this process, and the last line of a crash; called once by every ``__main__``."""
     process_end.install(service)
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
     renderer: structlog.types.Processor = (

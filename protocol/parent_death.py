@@ -41,7 +41,6 @@ def end_with_parent(parent: int, death_signal: int = signal.SIGKILL) -> bool:
 
 
 def command_words(parent: int, death_signal: int = signal.SIGKILL, *, port_file: Path | str = "") -> list[str]:
-    """Return the words before a program that the kernel signals when ``parent`` exits, with a free port if there is a ``port_file``."""
     return [sys.executable, "-I", "-S", __file__, str(parent), str(int(death_signal)), str(port_file)]
 
 

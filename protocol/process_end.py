@@ -23,7 +23,6 @@ EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 
 def install(service: str) -> None:
-    """Make exceptions that end this process end its output with `explain`."""
     sys.excepthook = functools.partial(_report, service)
 
 
@@ -40,7 +39,6 @@ def explain(service: str, err: BaseException) -> str:
 
 
 def _place(err: BaseException) -> str:
-    """Return the innermost line of this package that an exception passed through; empty if there is none."""
     for frame in reversed(traceback.extract_tb(err.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(_PACKAGE):

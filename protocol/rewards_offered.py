@@ -102,6 +102,5 @@ def differently_defined(wanted: Mapping[str, str], offers: Iterable[RewardsOffer
 
 
 def nearest(name: str, offers: Iterable[RewardsOffered]) -> list[str]:
-    """Return up to three names, of rewards or data sets, that are similar to a name that is not offered."""
     known = {known for offer in offers for known in (*offer.names, *offer.by_source)}
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)

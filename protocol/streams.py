@@ -51,8 +51,6 @@ class StreamSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSpec:
-    """One durable pull consumer; ``max_ack_pending`` bounds what its readers hold together."""
-
     stream: str
     durable: str
     filter_subject: str
@@ -201,7 +199,6 @@ def state_bucket(run_id: str) -> BucketSpec:
 
 
 def live_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of heartbeats (`protocol/heartbeats.py`); each is written again within seconds."""
     return BucketSpec(f"{run_id}-live", ttl_s=LIVE_TTL_S, synced=False, max_bytes=_SMALL_BUCKET_BYTES)
 
 

@@ -23,7 +23,6 @@ _READERS = {"tasks": "a rollout worker", "generated": "the reward service", "sco
 
 
 def check_run_id(run_id: str) -> str:
-    """Return the run id; raises ConfigError when it is not valid."""
     if not RUN_ID.fullmatch(run_id):
         similar = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:48]
         raise ConfigError(

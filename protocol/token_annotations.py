@@ -28,8 +28,6 @@ _MASS_SLACK = 1e-2  # and the sum of many probabilities above 1
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The layers with experts, and what their routers choose."""
-
     layers: tuple[int, ...]  # numbers of the layers, rising
     num_experts: int  # of a layer
     top_k: int  # different experts for each token
@@ -65,8 +63,6 @@ def _number(config: Mapping[str, Any], key: str, least: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertChoices:
-    """The experts of every token but the last, which no model computes; checked on construction (PackError)."""
-
     shape: RouterShape
     # [T - 1, layers, k] uint8, or uint16 with more than 256 experts; rising along k
     ids: npt.NDArray[np.unsignedinteger]
@@ -109,8 +105,6 @@ class TeacherRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherScores:
-    """What one teacher says about a group; checked on construction (PackError)."""
-
     model: str  # which model of which version, as its server names them
     top_k: int
     rows: tuple[TeacherRow, ...]  # of each trajectory, in order; a baseline, which is not trained on, has no token

@@ -205,7 +205,6 @@ class Group:
 
     @property
     def trained_rows(self) -> list[Trajectory]:
-        """The trajectories that may be trained on: all but those of the baseline."""
         return [trajectory for trajectory in self.trajectories if not trajectory.is_baseline]
 
     def _check_processor(self) -> None:
@@ -294,7 +293,6 @@ class Group:
 
     @property
     def teacher_top_k(self) -> int | None:
-        """Likeliest tokens that its teacher names for each sampled one; None without a teacher."""
         return self.teacher.top_k if self.teacher is not None else None
 
     @property
@@ -306,7 +304,6 @@ class Group:
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """How each episode, or trajectory without episodes, ended."""
         return tuple([one.finish_reason for one in (self.episodes or self.trajectories)])
 
     def summary(self, row_group: int) -> GeneratedGroup:
@@ -358,7 +355,6 @@ def check_equal(group_id: str, *fields: tuple[str, object, object]) -> None:
 
 
 def _check_images(images: RowImages | None, token_ids: Int32s, loss_mask: Bools) -> None:
-    """Raise PackError unless every image has its tokens in the row: one id, repeated, none of them sampled."""
     for ref in images.refs if images is not None else ():
         span = slice(ref.position, ref.end)
         if ref.end > len(token_ids) or np.ptp(token_ids[span]) or np.count_nonzero(loss_mask[span]):

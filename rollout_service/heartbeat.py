@@ -78,7 +78,6 @@ class HeartbeatWriter:
         run_id: str,
         worker_id: str,
     ) -> None:
-        """``figures`` are the worker's own, beside those of its engine; ``needs_version`` is the oldest version it may read."""
         self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
         self.newest: Heartbeat | None = None
         self.metrics_url: str | None = None
@@ -92,13 +91,11 @@ class HeartbeatWriter:
         self._worker_id = worker_id
 
     async def run(self) -> None:
-        """Write until cancelled; while NATS is unreachable nothing is written."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read_engine())
             tasks.create_task(self._write())
 
     async def _read_engine(self) -> None:
-        """Read the engine's own metrics every few seconds: a busy engine may take seconds to answer."""
         while True:
             self._engine_metrics = await self._engine.figures()
             await asyncio.sleep(_ENGINE_PERIOD_S)

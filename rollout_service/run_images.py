@@ -38,7 +38,6 @@ class RunImages:
         self._admitted: dict[str, AdmittedImage] = {}  # of those, by the hash of what was sent
 
     def use_model(self, folder: Path) -> None:
-        """Note where the model is; its image processor is read with the first image, which may never come."""
         self._folder, self._processor = folder, None
 
     async def processor(self) -> ImageProcessor:
@@ -96,7 +95,6 @@ class RunImages:
         return data
 
     async def admit(self, image: bytes | AdmittedImage) -> AdmittedImage:
-        """Decode an image from outside, once, and store it; raises ImageRefused, and waits while S3 is unreachable."""
         if isinstance(image, AdmittedImage):
             return image
         name = hashlib.sha256(image).hexdigest()

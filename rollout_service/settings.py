@@ -32,7 +32,6 @@ _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def default_worker_id() -> str:
-    """Return ``<host>-<process id>``, unique among running workers."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', socket.gethostname())[:48] or 'worker'}-{os.getpid()}"
 
 

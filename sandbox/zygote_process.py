@@ -65,7 +65,6 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """Its exit code; meaningful without a signal."""
         return os.WEXITSTATUS(self.status) if self.status is not None else -1
 
 
@@ -81,7 +80,6 @@ class Zygote:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def spawn(self, mode: str, limits: Limits, pipes: Sequence[int]) -> None:
-        """Fork a program with ``pipes`` as its descriptors 0, 1, ...; raises SandboxError."""
         if self.pid is None:
             self._start()
         assert self.channel is not None
@@ -93,7 +91,6 @@ class Zygote:
             raise self._broken(f"does not accept a program ({err})") from None
 
     def end_program(self) -> None:
-        """Ask the zygote to kill the program; no error if it has exited already."""
         with contextlib.suppress(OSError):
             assert self.channel is not None
             self.channel.send(b"kill")

@@ -130,7 +130,6 @@ class S3Settings(Section):
         return value
 
     def secret(self) -> str:
-        """Return the secret key, from ``secret_key_file`` if set; raises ConfigError if it is unreadable."""
         return _secret(self.secret_key, self.secret_key_file, "s3.secret_key_file")
 
 

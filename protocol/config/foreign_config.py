@@ -46,8 +46,6 @@ _ABSENT_VALUES: dict[tuple[str, object], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """The Penstock keys that one foreign key sets, and the foreign values with another name here."""
-
     keys: tuple[str, ...]
     values: Mapping[Any, Any] = field(default_factory=dict)
     as_list: bool = False  # a single text is a list of one

@@ -129,7 +129,6 @@ def _origin_of_unset(settings: BaseModel, path: KeyPath) -> str:
 
 
 def values_of(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value of a settings tree with its path; non-empty dictionaries entry by entry."""
     for name in type(settings).model_fields:
         yield from _values(getattr(settings, name), (*prefix, name))
 
@@ -156,7 +155,6 @@ def format_config(loaded: Loaded[Any]) -> str:
 
 
 def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
-    """Return settings and origins as plain JSON values; secrets are masked."""
     settings: dict[str, Any] = {}
     for path, value in values_of(loaded.settings):
         node = settings
@@ -187,7 +185,6 @@ def toml_text(value: Any) -> str:
 
 
 def _without_aliases(one: Given) -> Iterator[Given]:
-    """Yield the values to set: an alias of another project is replaced by its Penstock keys and kept in the origin."""
     dotted = spelt(one.path)
     alias = ALIASES.get(dotted)
     if alias is None:
@@ -243,7 +240,6 @@ def _meant(one: Given, section: str, members: tuple[Any, ...]) -> Any:
 
 
 def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:
-    """Return True if a value replaces an earlier one of the same key; raises when two names give it in one source."""
     if earlier is None or earlier.source != one.source or earlier.spelling == one.spelling:
         return True
     if earlier.spelling and one.spelling and _sets_several(earlier) != _sets_several(one):

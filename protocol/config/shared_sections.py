@@ -178,7 +178,6 @@ class TeacherSettings(Section):
         return self
 
     def api_key(self) -> str:
-        """Return the server's key, empty when none is needed; raises ConfigError when unreadable."""
         if self.api_key_file is None:
             return ""
         try:

@@ -90,7 +90,6 @@ def unusable(value: Any) -> str:
 
 
 def from_files(files: Sequence[Path], problems: list[str]) -> Iterator[Given]:
-    """Yield every value of the run files in order; appends errors to ``problems``."""
     for file in files:
         try:
             if file.exists() and not file.is_file():
@@ -184,7 +183,6 @@ def scalar(text: str) -> Any:
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Return the 1-based line on which each table and key of a valid TOML text starts."""
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
     statement, start, budget = "", 1, _LINES_BUDGET
@@ -216,7 +214,6 @@ def _key_paths(content: Any, prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value below nested dictionaries with its path; an empty dictionary counts as a value."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from leaves(item, (*prefix, key))
@@ -266,7 +263,6 @@ def locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, Any
 
 
 def spelt(path: KeyPath) -> str:
-    """Return a key as the tables of other projects spell it: LEARNING_RATE and learning-rate are learning_rate."""
     dotted = ".".join(part.replace("-", "_") for part in path)
     return dotted.lower() if dotted.isupper() else dotted
 
@@ -317,7 +313,6 @@ def _schema_leaves(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[Key
 
 
 def members_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, without the metadata of Annotated."""
     if get_origin(annotation) is Annotated:
         return members_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -326,7 +321,6 @@ def members_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def table_of(annotation: Any) -> Any:
-    """Return the model or dict type of an annotation; None for a plain value."""
     return next((m for m in members_of(annotation) if get_origin(m) is dict or is_model(m)), None)
 
 

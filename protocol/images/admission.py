@@ -93,7 +93,6 @@ def pixels(data: bytes, size: tuple[int, int] | None = None) -> npt.NDArray[np.u
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Return width and height of an admitted image, from its header; raises ImageRefused as `admit` does."""
     with _open(data) as image:
         return image.size
 
@@ -158,7 +157,6 @@ def _orientation(image: Any) -> int:
 
 
 def _upright(image: Any, orientation: int) -> Any:
-    """Return an image turned as its orientation says; the other EXIF data, which may be broken, are not read."""
     turn = _pillow().Transpose
     return image.transpose(
         {

@@ -84,7 +84,6 @@ class ImageProcessor:
         return ProcessedImage(self._patches(normalised, grid), grid, self.num_tokens(grid))
 
     def check(self, ref: ImageRef, found: ProcessedImage) -> None:
-        """Raise ImageRefused unless a row says of an image what was computed."""
         expected = (found.grid_thw, found.num_tokens)
         if (ref.grid_thw, ref.num_tokens) != expected:
             raise ImageRefused(
@@ -107,7 +106,6 @@ class ImageProcessor:
         return rows, columns
 
     def _patches(self, image: npt.NDArray[np.float32], grid_thw: tuple[int, int, int]) -> npt.NDArray[np.float32]:
-        """Return the patches of an image [3, height, width], those of a token one after another."""
         _, rows, columns = grid_thw
         merge, size = self.merge_size, self.patch_size
         parts = image.reshape(3, rows // merge, merge, size, columns // merge, merge, size)
@@ -165,7 +163,6 @@ def read_processor(folder: Path) -> ImageProcessor | None:
 
 
 def _own_config(folder: Path) -> dict[str, Any]:
-    """Return the image processor's part of a model folder: a file of its own, or a part of the processor's."""
     for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         if (folder / name).is_file():
             config = _read(folder / name)

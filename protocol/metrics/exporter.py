@@ -39,7 +39,6 @@ def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, s
 
 
 def ends_of(file: str | Path | None) -> list[float]:
-    """Return when each certificate of a PEM file ends; none for no file, and for one that cannot be read."""
     try:
         certificates = x509.load_pem_x509_certificates(Path(file).read_bytes()) if file else []
     except (OSError, ValueError, x509.InvalidVersion):

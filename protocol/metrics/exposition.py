@@ -13,7 +13,6 @@ from penstock.protocol.metrics.table import METRICS, Samples
 
 
 def page(samples: Samples, accept: str) -> tuple[bytes, str]:
-    """Return the page and its content type, in the format that the ``Accept`` header asks for."""
     encode, content_type = choose_encoder(accept)
     registry = CollectorRegistry()
     registry.register(_Families(samples))

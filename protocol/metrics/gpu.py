@@ -44,7 +44,6 @@ class GpuSampler:
     def __init__(
         self, nvml: Any | None = None, *, visible: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Open nothing yet. ``nvml`` stands in for the package, ``visible`` for ``CUDA_VISIBLE_DEVICES``."""
         self._nvml = nvml if nvml is not None else _package()
         self._visible = os.environ.get(_VISIBLE) if visible is None else visible
         self._clock = clock
@@ -82,7 +81,6 @@ class GpuSampler:
 
 
 def read(nvml: Any, devices: Sequence[Any]) -> dict[str, float]:
-    """Return the figures of some GPUs; a quantity that a GPU does not tell is left out."""
     figures = {"gpu_count": float(len(devices))}
     for name, (_, value_of) in _READ.items():
         values: list[float] = []

@@ -114,7 +114,6 @@ class MetricsServer:
 
 
 def metrics_url(host: str, port: int) -> str:
-    """Return where a service that listens on an address is scraped: by this machine's name if it listens on all."""
     scheme = tls.scheme(host)
     if host in ("0.0.0.0", "::"):  # noqa: S104  what was configured
         host = socket.gethostname()

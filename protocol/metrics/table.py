@@ -190,7 +190,6 @@ class Histogram:
         return sum(self._counts)
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """Return how many observations are at most each bound, the last for infinity."""
         return list(zip((*self.bounds, float("inf")), accumulate(self._counts), strict=True))
 
     def add(self, other: Histogram) -> None:

@@ -161,8 +161,6 @@ def spans(rows: Rows) -> list[list[EpisodeSpan]]:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which rows begin with the tokens of an earlier one, by row; the numbers are checked."""
-
     parents: list[int]  # among all rows that were read; -1: none
     lengths: list[int]
     totals: list[int]  # tokens of each row, with those that it shares

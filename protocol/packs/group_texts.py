@@ -43,8 +43,6 @@ class EpisodeTexts:
 
 @dataclass(frozen=True, slots=True)
 class GroupTexts:
-    """Prompt, completions and reward request of one group, without its tokens."""
-
     group_id: str
     prompt_text: str
     completions: tuple[str, ...]

@@ -24,8 +24,6 @@ _ONE = rb"[\x00-\x7f]"
 
 @dataclass(frozen=True, slots=True)
 class StoredColumn:
-    """One leaf column as the schema of a file describes it, and not as its chunks claim."""
-
     path: str
     width: int  # of a decoded value, in bytes
     is_text: bool
@@ -112,8 +110,6 @@ def _written_form(column: StoredColumn) -> re.Pattern[bytes]:
 
 
 class _Fields:
-    """Reads structs of Thrift's compact encoding: values by number and type of their field."""
-
     def __init__(self, data: bytes, columns: Sequence[StoredColumn]) -> None:
         self._data = data
         self._forms = [_written_form(column) for column in columns]

@@ -42,8 +42,6 @@ _MAX_LOGPROB = 1e-3  # rounding may put a log-probability of 0 a little above it
 
 
 class KeptRow(NamedTuple):
-    """One row: arrays over its sampled tokens, in their order."""
-
     logprobs: npt.NDArray[np.float32]  # [n]
     outcomes: npt.NDArray[np.uint8]  # [n]
 
@@ -74,7 +72,6 @@ class StepLogprobs:
     outcomes: npt.NDArray[np.uint8]  # [N]
 
     def group(self, group_id: str, pack_sha256: str) -> dict[int, KeptRow] | None:
-        """Return the rows of a group by their number in the pack; None if the object does not have this group."""
         for number, one in enumerate(self.header.groups):
             if (one.group_id, one.pack) == (group_id, pack_sha256):
                 ends = np.cumsum(self.rows[:, 2], dtype=np.int64)
@@ -87,7 +84,6 @@ class StepLogprobs:
 
 
 def encode(found: StepLogprobs) -> bytes:
-    """Return the object. Raises PackError for values that `decode` would refuse."""
     try:
         _check(found)
     except _Refused as err:

@@ -15,8 +15,6 @@ from penstock.protocol.trajectory import Group
 
 
 class TaskSettings(NamedTuple):
-    """What the settings of a session of the trainer decide about the groups of its tasks."""
-
     group_size: int  # trajectories, without a baseline
     max_new_tokens: int  # of a completion
     environment: str

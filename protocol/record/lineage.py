@@ -244,7 +244,6 @@ class StepDigest(Wire):
     groups: Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=GROUP_DIGITS * MAX_LISTED)]
 
     def listed(self) -> list[str]:
-        """Return the digits of each group; empty when the step has too many groups."""
         return [self.groups[at : at + GROUP_DIGITS] for at in range(0, len(self.groups), GROUP_DIGITS)]
 
 

@@ -32,7 +32,6 @@ class StoppedBatch(Wire):
 
 
 def stopped_batches(run_folder: Path) -> list[Path]:
-    """Return the folders of a run's saved batches, in the order of their steps."""
     return sorted(path.parent for path in (run_folder / FOLDER).glob(f"step*/{BATCH}") if path.parent.suffix == "")
 
 
@@ -48,7 +47,6 @@ def find_batch(run_folder: Path, given: str) -> Path:
 
 
 def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
-    """Read a saved batch with its trajectories; raises MalformedFact for a damaged one, and OSError, PackError."""
     try:
         batch = StoppedBatch.model_validate_json(read_regular(folder / BATCH))
     except ValidationError as err:

@@ -35,16 +35,12 @@ from penstock.protocol.transport.blobs import Blobs
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a group in training: the step it was part of."""
-
     step: RecordedStep
     group: RecordedGroup
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A whole record; ``chapters`` are sorted, the oldest first."""
-
     run_id: str
     end: BlobRef  # the last chapter
     chapters: tuple[LineageChapter, ...]
@@ -166,16 +162,12 @@ def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]
 
 
 class RescoredPiece(Fact):
-    """Some groups, in order; their ``use`` is 1, and ``pack`` is the number in ``packs``."""
-
     schema_tag = "rescored_piece.v1"
     packs: tuple[BlobRef, ...]
     groups: Annotated[tuple[RecordedGroup, ...], Field(min_length=1)]
 
 
 class RescoredInput(Fact):
-    """The index of a rescored input, written last, once."""
-
     schema_tag = "rescored_input.v1"
     run_id: Identifier  # of the input
     source: Identifier  # the run it was made from

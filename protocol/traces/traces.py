@@ -61,7 +61,6 @@ class Span:
 
 
 def group_context(traceparent: str, group_id: str) -> SpanContext | None:
-    """Return the first span of a group's trace; None for a missing, malformed or unsampled header."""
     trace_id = trace_context.trace_id(traceparent)
     if not trace_id.strip("0") or not int(traceparent[-2:], 16) & 1:
         return None
@@ -85,7 +84,6 @@ class SpanRecorder:
     """A bounded queue before the exporter; `put` never waits."""
 
     def __init__(self, export: Export, shut_down: Callable[[], None], *, most: int = QUEUE_SPANS) -> None:
-        """``shut_down`` ends an export in progress."""
         self._export = export
         self._shut_down = shut_down
         self._queue: queue.Queue[Span] = queue.Queue(most)
@@ -152,8 +150,6 @@ class SpanRecorder:
 
 
 class Traces:
-    """Records spans of groups; thread-safe."""
-
     def __init__(self, recorder: SpanRecorder | None = None) -> None:
         self._recorder = recorder
 
@@ -192,7 +188,6 @@ class Traces:
         ended: float | None = None,
         error: str = "",
     ) -> None:
-        """Record a span below the first one of a group's trace; nothing for None."""
         if group is not None:
             self.record(name, new_context(group.trace_id), group, started, attributes, ended=ended, error=error)
 
@@ -257,7 +252,6 @@ class HeldGroups:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def issued(self, traceparent: str, tasks: Iterable[Task], *, pack_id: str, started: float) -> None:
-        """Record the first span of each group's trace: its task is published."""
         if not self.traces.is_on:
             return
         for task in tasks:

@@ -131,7 +131,6 @@ class Blobs:
         files.replace(partial, path)
 
     def fetch_file(self, stat: BlobStat, path: Path) -> BlobRef:
-        """Fetch an object of a listing into a file and return its reference; raises BlobMissing, or BlobCorrupt for another size."""
         _require_key(stat.key)
         self._requests.get_file(stat.key, path)
         with path.open("rb") as file:

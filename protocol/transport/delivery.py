@@ -178,7 +178,6 @@ def _record(killed: int, *, started: bool) -> bytes:
 
 
 def _killed(value: bytes) -> int:
-    """Return how many readers were killed, by a record that an earlier delivery left; 1 for what is no such record."""
     try:
         record = json.loads(value)
         killed, started = record["killed"], record["started"]

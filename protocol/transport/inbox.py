@@ -95,7 +95,6 @@ class Pull:
 
     @property
     def waiting(self) -> list[Msg]:
-        """Messages that have arrived and were not taken yet."""
         return list(self._arrived)
 
     async def redeliver(self, num_messages: int) -> None:
@@ -134,7 +133,6 @@ class Pull:
         self._changed.set()
 
     async def _request(self, body: dict[str, Any], enough: int, deadline: float) -> None:
-        """Send one request and wait for its messages, its end, a lost connection, or the deadline."""
         if not self._connection.is_up:
             await self._wait_for_change(deadline)
             return
@@ -211,7 +209,6 @@ class Inbox(Generic[F]):
                 return deliveries
 
     async def _not_quarantined(self, deliveries: list[Delivery[F]]) -> list[Delivery[F]]:
-        """Mark the redelivered messages; dead-letter those that were in progress when readers were killed."""
         again = [delivery for delivery in deliveries if delivery.num_delivered > 1] if self._marks.is_used else []
         if not again:
             return deliveries
@@ -291,7 +288,6 @@ def _require_run(fact: Fact, spec: ConsumerSpec) -> None:
 
 
 async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Raise MissingStream when NATS answers and the consumer does not exist; return while NATS is unreachable."""
     if not connection.is_up:
         return
     try:

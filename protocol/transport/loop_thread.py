@@ -63,8 +63,6 @@ class LoopThread:
 
 
 class Pending(Generic[T]):
-    """The result of a call that runs on the bus's thread."""
-
     __slots__ = ("_deadline_s", "_future", "_what")
 
     def __init__(self, future: Future[T], what: str, deadline_s: float) -> None:
@@ -74,7 +72,6 @@ class Pending(Generic[T]):
         self._deadline_s = deadline_s
 
     def wait(self) -> T:
-        """Block this thread until the result is available; raises what the call raised."""
         try:
             return self._future.result(self._deadline_s)
         except TimeoutError:
@@ -104,7 +101,6 @@ class CallThread:
         return self._closing
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float) -> Pending[T]:
-        """Run a coroutine on the loop; raises BusUnreachable when the thread is closed."""
         if self._closing:
             action.close()
             raise BusUnreachable(f"{what}: the bus is closed")

@@ -174,7 +174,6 @@ class Connection:
 
     @contextlib.contextmanager
     def waiting_for(self, name: str) -> Iterator[None]:
-        """Count a publication that waits for ``name`` during the block."""
         self._waited_for[name] += 1
         try:
             yield
@@ -184,15 +183,12 @@ class Connection:
                 del self._waited_for[name]
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float = CALL_S) -> Pending[T]:
-        """Run a coroutine on the connection's loop; raises BusUnreachable when it is closed."""
         return self._thread.call(action, what, deadline_s)
 
     def spawn(self, action: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background until the connection is closed."""
         self._thread.spawn(action)
 
     def watch(self, event: asyncio.Event) -> None:
-        """Set ``event`` whenever the connection is lost or restored."""
         self._watchers.add(event)
 
     def unwatch(self, event: asyncio.Event) -> None:
@@ -214,11 +210,9 @@ class Connection:
             self._waits.discard(lost)
 
     async def wait_until_up(self) -> None:
-        """Return once the client is connected; the caller sets the deadline."""
         await self._up.wait()
 
     def explain(self, text: str) -> str:
-        """Append to an error's text how long NATS has been unreachable, and its last error."""
         state = (
             f"; NATS at {self._settings.url} has been unreachable for {self.down_s:.0f} s" if self._down_since else ""
         )
@@ -265,7 +259,6 @@ class Connection:
                 pause = min(2 * pause, RETRY_MAX_S)
 
     def _is_for_now(self, err: nats.js.errors.Error) -> bool:
-        """Return True if an error says that the request cannot be decided at the moment."""
         if isinstance(err, nats.js.errors.NoStreamResponseError):
             return self.is_clustered
         return isinstance(err, nats.js.errors.APIError) and err.err_code in {*ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY}

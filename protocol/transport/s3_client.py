@@ -97,7 +97,6 @@ class S3Requests:
     """Requests to one bucket. Thread-safe. Every method raises BlobMissing, BlobStoreRefused, BlobStoreUnreachable or BlobError."""
 
     def __init__(self, settings: S3Settings, tls: ssl.SSLContext | None, *, deadline_s: float) -> None:
-        """Prepare a client; nothing is sent before the first call. ``tls`` is for an endpoint with https."""
         url = urlsplit(settings.endpoint)
         self._settings = settings
         self._deadline_s = deadline_s

@@ -67,7 +67,6 @@ class StoreState:
 
 
 async def store_state(connection: Connection) -> StoreState:
-    """Return how full the account of this user is, of all runs and, in a cluster, on all servers together."""
     info = await _ask(connection, connection.js.account_info, "JetStream's account")
     # Limits by tier, as hosted NATS has them, are not summed up: no limit rather than a wrong one.
     limit = info.limits.max_storage or 0
@@ -139,7 +138,6 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
 
 
 async def _remove_other_subjects(connection: Connection, spec: StreamSpec) -> None:
-    """Remove the messages of a work queue that no consumer's filter matches: they would take its places for ever."""
     if spec.retention != "workqueue" or any("*" in subject for subject in spec.subjects):
         return
     what = f"stream {spec.name}"

@@ -56,7 +56,6 @@ class StoredMessage:
 
 
 async def direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
-    """Send one request and return its batch of messages, which a status message ends."""
     reply = connection.client.new_inbox()
     sub = await connection.client.subscribe(reply)
     found: list[Msg] = []
@@ -248,6 +247,5 @@ class Tail(Generic[F]):
 
 
 def _check_kind(fact: Fact, subject: str) -> None:
-    """Raise MalformedFact for an event under the subject of another kind: a login may publish some kinds only."""
     if isinstance(fact, RunEvent) and fact.kind != subjects.kind_of_event(subject):
         raise MalformedFact(f"an event of kind {fact.kind[:40]!r} was published to {subject}")

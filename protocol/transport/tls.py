@@ -104,8 +104,6 @@ def listen(host: str, port: int, *, key: str, backlog: int) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class ServerFiles:
-    """A server's certificate and private key, both PEM files."""
-
     certificate: str
     key: str
 
@@ -114,7 +112,6 @@ class ServerFiles:
         return {"ssl_certfile": self.certificate, "ssl_keyfile": self.key}
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of a server; raises ConfigError for files that do not belong together."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.certificate, self.key)

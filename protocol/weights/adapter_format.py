@@ -39,11 +39,9 @@ class AdapterConfig(BaseModel):
 
     @property
     def scale(self) -> float:
-        """The factor of ``B A`` in the served weights: lora_alpha / r."""
         return self.lora_alpha / self.r
 
     def to_json(self) -> bytes:
-        """Return the file, the same bytes for the same adapter."""
         fields = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -105,7 +103,6 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 
 def published_name(name: str) -> str:
-    """Return the published name of a factor, given ``<layer>.lora_A.weight``."""
     return _PREFIX + name
 
 

@@ -60,8 +60,6 @@ Change: TypeAlias = Parsed | ParsedRaw
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One bucket's change, ready to be stored; ``data`` is empty for `none`."""
-
     codec: PatchCodec
     data: bytes
     num_changed: int  # words
@@ -91,7 +89,6 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
 
 
 def parse(codec: str, data: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Change:
-    """Verify a stored segment against the bucket it is meant for; raises only SegmentRefused."""
     if codec == "gapabs1":
         return patch_segment.parse(data, num_words=num_words, word_bytes=word_bytes, bucket=bucket)
     if codec == "raw_zstd":

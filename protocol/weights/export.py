@@ -41,8 +41,6 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The two factors of one layer: ``down`` [r, in], ``up`` [out, r]."""
-
     down: Floats
     up: Floats
 

@@ -63,7 +63,6 @@ class TensorDigest:
 
 
 def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorDigest:
-    """Digest one tensor; ``data`` is its raw bytes, contiguous, row-major, little-endian."""
     return TensorDigest(name, dtype, tuple(shape), xxhash.xxh3_128_hexdigest(data))
 
 
@@ -158,7 +157,6 @@ class WeightLayout(Wire):
 
     @property
     def num_bytes(self) -> int:
-        """Raw bytes of all tensors."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
@@ -240,14 +238,12 @@ def shard_header(bucket: Bucket) -> bytes:
 
 
 def shard_index(layout: WeightLayout) -> bytes:
-    """Return ``model.safetensors.index.json`` for a folder with one shard for each bucket."""
     count = len(layout.buckets)
     weight_map = {tensor.name: shard_name(number, count) for number, _, tensor in layout.placed()}
     return json.dumps({"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map}, indent=2).encode()
 
 
 def bucket_digests(bucket: Bucket, data: memoryview) -> list[TensorDigest]:
-    """Digest every tensor of one raw bucket; raises ValueError when ``data`` is not of its size."""
     view = memoryview(data).cast("B")
     if len(view) != bucket.num_bytes:
         raise ValueError(f"the bucket of {bucket.tensors[0].name} has {bucket.num_bytes} bytes, got {len(view)}")
@@ -258,7 +254,6 @@ def bucket_digests(bucket: Bucket, data: memoryview) -> list[TensorDigest]:
 
 
 def state_root(layout: WeightLayout, buckets: Iterable[memoryview]) -> str:
-    """Return the `weights_digest` of a whole state, given its raw buckets in order."""
     digests: list[TensorDigest] = []
     for bucket, data in zip(layout.buckets, buckets, strict=True):
         digests.extend(bucket_digests(bucket, data))

@@ -147,7 +147,6 @@ class VersionManifest(Wire):
 
     @property
     def num_words(self) -> int:
-        """Values of all buckets: the number of parameters."""
         return sum(bucket.num_words for bucket in self.buckets)
 
     @property
@@ -249,7 +248,6 @@ class SigningKey:
 
     @classmethod
     def from_file(cls, path: Path, setting: str) -> SigningKey:
-        """Read a private key in PEM form without a password; raises ConfigError, which names the ``setting``."""
         try:
             key = serialization.load_pem_private_key(_read_key_file(path, setting), None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -266,7 +264,6 @@ class SigningKey:
         return TrustedKeys([self._private.public_key()])
 
     def sign(self, line: bytes) -> bytes:
-        """Return a manifest with its signature; ``line`` is its JSON, which has no line break."""
         signature = base64.b64encode(self._private.sign(_PURPOSE + line))
         return b"%b\ned25519 %b %b" % (line, self._key_id, signature)
 
@@ -279,7 +276,6 @@ class TrustedKeys:
 
     @classmethod
     def from_file(cls, path: Path, setting: str) -> TrustedKeys:
-        """Read one or more public keys in PEM form; raises ConfigError, which names the ``setting``."""
         try:
             keys = [
                 serialization.load_pem_public_key(block) for block in _PUBLIC_KEY.findall(_read_key_file(path, setting))
@@ -295,7 +291,6 @@ class TrustedKeys:
         return cls(trusted)
 
     def verify(self, data: bytes, name: str) -> None:
-        """Verify the signature of a stored manifest; raises SignatureRefused, which names the object."""
         line, _, signed = data.partition(b"\n")
         match = SIGNATURE_LINE.fullmatch(signed)
         if match is None:

@@ -54,7 +54,6 @@ class CatchUp:
 
     @property
     def manifests(self) -> tuple[VersionManifest, ...]:
-        """The manifests in the order they are applied; empty when the mirror is at the target."""
         return self.patches if self.anchor is None else (self.anchor, *self.patches)
 
     def changes_of(self, bucket: int) -> tuple[tuple[VersionManifest, BucketState], ...]:
@@ -177,7 +176,6 @@ def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:
 def _may_be_cheaper(
     patches: Sequence[VersionManifest], reached: Ancestor, held: Held | None, anchored: CatchUp
 ) -> bool:
-    """Return True if following more parents may still reach the held version with fewer bytes."""
     if held is None or not is_newer(PolicyVersion(reached.version), held.version):
         return False
     return sum(patch.num_bytes for patch in patches) < anchored.num_bytes

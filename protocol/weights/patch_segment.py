@@ -58,7 +58,6 @@ class Difference:
 
 
 def as_bytes(data: Readable) -> Bytes:
-    """Return a flat view of a contiguous buffer's bytes; raises ValueError when a copy would be needed."""
     if not isinstance(data, np.ndarray):
         return np.frombuffer(data, dtype=np.uint8)
     if not data.flags.c_contiguous:
@@ -67,7 +66,6 @@ def as_bytes(data: Readable) -> Bytes:
 
 
 def num_words_of(data: Readable, word_bytes: int) -> int:
-    """Return how many words a buffer holds; raises ValueError for a partial word."""
     size = as_bytes(data).size
     if word_bytes not in WORD_BYTES or size % word_bytes:
         raise ValueError(f"{size} bytes are not a multiple of {word_bytes}; words have {WORD_BYTES} bytes")
@@ -175,7 +173,6 @@ class Plane:
     has_fillers: bool
 
     def blocks(self) -> Iterator[Changes]:
-        """Yield the plane's changes in order, in blocks that fit into a cache."""
         last, taken = -1, 0
         for start in range(0, self.gaps_low.size, _BLOCK):
             steps = _join(self.gaps_low[start : start + _BLOCK], self.gaps_high[start : start + _BLOCK])
@@ -341,7 +338,6 @@ def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int
 
 
 def _verified(plane: Plane, num_words: int, number: int) -> Plane:
-    """Check fillers and the last index; indices increase strictly because a gap cannot be negative."""
     num_gaps, num_values = plane.gaps_low.size, plane.values.size
     if num_gaps and plane.gaps_low[-1] == 255 and plane.gaps_high[-1] == 255:
         raise SegmentRefused(f"segment: plane {number} ends with a filler")

@@ -135,7 +135,6 @@ class WeightReader:
         return weight_layout
 
     def layout_of(self, plan: CatchUp) -> WeightLayout:
-        """Return the layout of a plan's target, compared with what the plan's full snapshot says is stored."""
         if plan.anchor is not None:
             self.layout(plan.anchor)
         return self.layout(plan.target)
@@ -225,7 +224,6 @@ class WeightReader:
 
 
 def for_buckets(numbers: Sequence[int], action: Callable[[int], None]) -> None:
-    """Process buckets concurrently; raises the first error, after all started ones have finished."""
     if len(numbers) == 1:
         action(numbers[0])
         return

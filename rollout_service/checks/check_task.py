@@ -37,7 +37,6 @@ class ModelLimits:
 
     @classmethod
     def of(cls, folder: Path) -> ModelLimits:
-        """Read the limits of a model folder; raises WeightsUnusable when its config is not a JSON object."""
         path = folder / "config.json"
         try:
             whole = json.loads(path.read_bytes())
@@ -53,7 +52,6 @@ class ModelLimits:
             raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
 
     def within(self, context_tokens: int | None) -> ModelLimits:
-        """Return the limits of an engine that was started with a shorter context."""
         known = [tokens for tokens in (self.context_tokens, context_tokens) if tokens is not None]
         return replace(self, context_tokens=min(known, default=None))
 

@@ -101,7 +101,6 @@ def _read_folder(folder: Path) -> dict[str, Shape]:
 
 
 def read_file(file: Path) -> dict[str, Shape]:
-    """Return the tensors of one file; raises ValueError for a truncated file, an infinity or a NaN."""
     header, start = read_header(file)
     data = np.memmap(file, mode="r", offset=start) if file.stat().st_size > start else np.empty(0, np.uint8)
     found: dict[str, Shape] = {}
@@ -117,7 +116,6 @@ def read_file(file: Path) -> dict[str, Shape]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's header and the offset of its data; raises ValueError for a truncated file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -161,7 +159,6 @@ class Pair:
 
 
 def read_config(raw: Any) -> AdapterConfig:
-    """Read the object of ``adapter_config.json``; raises AdapterUnfit, naming what does not fit."""
     if not isinstance(raw, dict) or str(raw.get("peft_type", "")).lower() != "lora":
         raise AdapterUnfit(f"{ADAPTER_CONFIG} does not describe a LoRA adapter (peft_type)")
     rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")

@@ -55,7 +55,6 @@ class PrefixCache:
     """The keys and values of up to ``max_tokens`` tokens. For one thread."""
 
     def __init__(self, max_tokens: int) -> None:
-        """Start empty; with ``max_tokens`` 0 nothing is ever kept."""
         self.num_tokens = 0
         self.num_evicted = 0  # tokens, since the start; those that new weights make useless are not counted
         self._max_tokens = max_tokens
@@ -123,7 +122,6 @@ class PrefixCache:
             nodes, at = node.children, at + count
 
     def _evict(self) -> None:
-        """Remove leaves, those used longest ago first, until an eighth of the memory is free."""
         nodes = (node for tree in self._trees.values() for node in _all(tree))
         leaves = [(node.used, number, node) for number, node in enumerate(nodes) if not node.children]
         heapq.heapify(leaves)
@@ -180,7 +178,6 @@ class ImageFeatureCache:
         self._found: OrderedDict[int, torch.Tensor] = OrderedDict()  # used longest ago first
 
     def find(self, number: int) -> torch.Tensor | None:
-        """Return the features [tokens, hidden] of an image; None if they have to be computed."""
         features = self._found.get(number)
         if features is not None:
             self._found.move_to_end(number)

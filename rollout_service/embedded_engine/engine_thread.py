@@ -40,8 +40,6 @@ class UpdateOutcome:
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """Checked weights, queued behind the jobs before them."""
-
     weights: Weights
     version: str | None  # None: keep the label, as SGLang does
     model_path: str
@@ -52,8 +50,6 @@ class WeightUpdate:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Counters since the engine started; written by its thread, read by /metrics, /v1/loads and /server_info."""
-
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -83,7 +79,6 @@ class EngineThread:
     def __init__(
         self, runner: Runner, limits: Limits, *, version: str, model_path: str, on_failure: Callable[[], None]
     ) -> None:
-        """Prepare; nothing runs before ``start``. ``on_failure`` is called in the engine thread when it fails."""
         self.version = version
         self.model_path = model_path
         self.limits = limits
@@ -135,7 +130,6 @@ class EngineThread:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of ended sequences and prompts whose keys and values are kept."""
         return self._runner.kept.num_tokens
 
     @property
@@ -143,7 +137,6 @@ class EngineThread:
         return self._runner.kept.num_evicted
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its ``on_done`` is called in the engine thread."""
         with self._changed:
             self._refuse_if_stopped()
             self._inbox.append(job)
@@ -182,7 +175,6 @@ class EngineThread:
         return self._command(command)
 
     def abort(self, *, prefix: str, everything: bool) -> Future[int]:
-        """End sequences whose rid starts with ``prefix`` (or all) with the tokens they have."""
         return self._command(
             lambda: self._abort(lambda item: everything or item.rid.startswith(prefix), "Abort by /abort_request")
         )
@@ -229,7 +221,6 @@ class EngineThread:
             self._fail_all(EngineStopped("the engine is shutting down"))
 
     def _wait_for_work(self) -> bool:
-        """Block until there is work, run the commands; return False when asked to stop."""
         with self._changed:
             while not (self._commands or self._inbox or self._can_compute() or self._stopping):
                 self._changed.wait()

@@ -34,7 +34,6 @@ class Prompt:
 
     @property
     def new_tokens(self) -> tuple[int, ...]:
-        """The tokens to compute, at least one: the hidden state of the last is needed."""
         return self.tokens[self.reused.length :]
 
 

@@ -36,8 +36,6 @@ _KEPT_MIXES = 8  # two or three adapters among new and running sequences make ab
 
 @dataclass(slots=True)
 class Rows:
-    """Per-row numbers of the running sequences; only the first n entries are meaningful."""
-
     last_token: np.ndarray  # int64, sampled, not yet in the cache
     position: np.ndarray  # int64, position of the last token; equals the number of tokens in the cache
     # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
@@ -149,7 +147,6 @@ class Runner:
         return torch.inference_mode()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
-        """Compute the prompts of ``admitted`` sequences and sample one token each; return those that finished."""
         prompts = prompts_of(admitted, self.kept)
         first, copies = len(self.running), [len(one.sequences) for one in prompts]
         # Those that run count too: a rectangle at its limit is reallocated with exactly these rows and columns.
@@ -199,7 +196,6 @@ class Runner:
         return self._advance(logits, 0)
 
     def remove(self, leaving: Collection[Sequence]) -> None:
-        """Remove sequences; the last rows move into their places."""
         if not leaving:
             return
         gone = set(map(id, leaving))

@@ -77,8 +77,6 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Output tokens [start, end) were sampled by weights ``version``."""
-
     version: str
     start: int
     end: int
@@ -141,7 +139,6 @@ class Sequence:
         return (self.extra_key, self.adapter_number), tokens
 
     def close_span(self, version: str) -> None:
-        """Attribute every token since the last span to ``version``."""
         start = self.spans[-1].end if self.spans else 0
         end = len(self.output_ids)
         if end == start and (self.spans or self.finish is None):

@@ -93,7 +93,6 @@ class AttachedEngine:
         await self.client.unload_adapter(version)
 
     async def _inspect(self, folder: Path) -> None:
-        """Refuse a server that was started with flags that the contract does not allow; note its limits."""
         report = await self.client.inspect()
         if report.objections:
             raise EngineMisconfigured(
@@ -112,7 +111,6 @@ class AttachedEngine:
         await self._check()
 
     async def run(self) -> None:
-        """Watch the server; raises EngineUnreachable when it does not answer for too long."""
         while True:
             await asyncio.sleep(_POLL_S)
             problem = await self._check()
@@ -130,7 +128,6 @@ class AttachedEngine:
         return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _check(self) -> EngineError | None:
-        """Load the weights again when the server lost them; returns why it cannot be used, None when it can."""
         async with self._loading:
             try:
                 served = await self.client.served_version()

@@ -44,7 +44,6 @@ class EngineChecksum:
 
 
 def read_version(label: object) -> PolicyVersion | None:
-    """Translate an engine's weight version label into a policy version; None for any other label."""
     if isinstance(label, str) and label.isascii() and label.isdecimal():
         return PolicyVersion(int(label))
     return None
@@ -72,7 +71,6 @@ def check_tokens(
 
 
 def read_version_runs(spans: Any, num_tokens: int, *, engine: str) -> tuple[VersionRun, ...]:
-    """Read ``[{"version", "start", "end"}, …]``; raises ReplyRefused unless the spans cover every token exactly once."""
     runs: list[VersionRun] = []
     position = 0
     for span in spans if isinstance(spans, list) else ():

@@ -138,7 +138,6 @@ class AdapterLoader:
             self.table.confirm(version, base)
 
     async def unload(self, version: PolicyVersion) -> None:
-        """Unload a version's adapter once no request uses it; raises EngineTimeout when requests use it too long."""
         if version not in self.table:
             return
         await self.table.leave(version, self._request_deadline_s)
@@ -148,7 +147,6 @@ class AdapterLoader:
                 self.table.forget(version)
 
     async def drop_all(self) -> None:
-        """Unload every policy version's adapter that the server has, once unused."""
         for version in self.table.versions:
             await self.table.leave(version, self._request_deadline_s)
         async with self.turn:

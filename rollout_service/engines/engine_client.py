@@ -66,8 +66,6 @@ def mode_of(wanted: UpdateMode, serving: PolicyVersion | None, version: PolicyVe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePrompt(Sequence[int]):
-    """Token ids with all tokens of their images, and the images."""
-
     token_ids: Sequence[int]
     images: RowImages
     data: Mapping[str, bytes]  # by sha256
@@ -180,7 +178,6 @@ class GeneratesRedundantly(Protocol):
 
 
 def able_to_abandon(client: Generates) -> GeneratesRedundantly:
-    """Return the client of an engine that can end single completions; raises TaskRefused for any other."""
     if not isinstance(client, GeneratesRedundantly):
         raise TaskRefused(
             "redundancy_unsupported",

@@ -107,7 +107,6 @@ class EnginePool:
         return first
 
     async def check_health(self) -> None:
-        """Check all of them: which one failed the request is not known here."""
         await asyncio.gather(*(engine.check_health() for engine in self._engines))
 
     async def run(self) -> None:
@@ -128,8 +127,6 @@ class EnginePool:
 
 
 class _Router:
-    """Sends each prompt to the engine with the fewest pending tokens."""
-
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self._pending_tokens = [0] * len(engines)  # upper bound for each engine
@@ -206,7 +203,6 @@ class _Router:
         cost: int,
         ask: Callable[[Generates, Sequence[int]], Awaitable[list[T]]],
     ) -> list[T]:
-        """Ask the engines for groups of ``cost`` tokens each; return the replies in the order of the prompts, whose places ``ask`` gets."""
         assigned = self._assign(num_prompts, cost)
         found: dict[int, T] = {}
 

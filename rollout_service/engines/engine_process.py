@@ -54,7 +54,6 @@ class PreparedProcess:
         return self._process.pid
 
     async def become(self, command: Sequence[str]) -> asyncio.subprocess.Process | None:
-        """Let it go on as this command; None when it has exited, or the command is of another program."""
         if list(command[: len(self._program)]) != self._program:
             await self.stop()
             return None
@@ -153,7 +152,6 @@ class EngineProcess:
         return sum(map(process_cpu_seconds, self._members))
 
     async def wait(self) -> str:
-        """Wait until the process has exited and kill its group; returns how it exited, with the tail of its log."""
         code = await self._process.wait()
         if not self._group_ended:  # once only: the number may belong to another process by now
             self._group_ended = True
@@ -214,7 +212,6 @@ def group_members(group: int) -> list[int]:
 
 
 def process_cpu_seconds(pid: int) -> float:
-    """Return user and system seconds of a running process and its ended children; 0.0 when it has exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

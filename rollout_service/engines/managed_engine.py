@@ -217,7 +217,6 @@ class ManagedEngine:
         return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _watch(self, process: EngineProcess) -> str:
-        """Wait until a process exits and return how, checking every few seconds that it serves what it loaded."""
         ending = asyncio.create_task(process.wait())
         try:
             while not ending.done():
@@ -239,7 +238,6 @@ class ManagedEngine:
             self._discard()
 
     def _discard(self) -> None:
-        """Kill an engine whose weights are unknown; `run` starts another from the newest weights."""
         assert self._process is not None
         self.ready.clear()
         self._discarded = True

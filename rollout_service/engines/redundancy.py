@@ -101,7 +101,6 @@ class _Prompts:
     abort: Abort
 
     async def group(self, prompt: Sequence[int]) -> KeptCompletions:
-        """Sample one group; raises EngineError, and then nothing of it runs any more."""
         name = uuid.uuid4().hex
         requests = [SingleRequest(f"{name}-{number:04d}") for number in range(self.redundancy.started)]
         tasks = [

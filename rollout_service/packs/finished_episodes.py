@@ -39,12 +39,9 @@ class ContinuedEpisode(Episode):
 
 
 class FinishedEpisodes:
-    """The stored episodes of one worker's packs. For one event loop."""
-
     def __init__(
         self, blobs: Blobs, engine: Engine, metrics: WorkerMetrics, *, run_id: str, images: RunImages | None = None
     ) -> None:
-        """Prepare; nothing is read before `load`. Without ``images`` no episode that shows some is continued."""
         self._blobs = blobs
         self._engine = engine
         self._metrics = metrics
@@ -154,7 +151,6 @@ class FinishedEpisodes:
         return is_fresh(served, episode.oldest_version, max_staleness) if served is not None else False
 
     async def _has_own_images(self, episode: Episode) -> bool:
-        """Return True unless an episode has images, and they were placed by another processor than this worker's."""
         processors = {row.images.processor for row in rows_of(episode) if row.images is not None}
         if not processors:
             return True

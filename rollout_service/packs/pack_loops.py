@@ -53,8 +53,6 @@ _MOST_WITHOUT = 30  # samples in a row without these figures, after which a warn
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPack:
-    """A pack to generate, held until its delivery is settled."""
-
     split: Split
     delivery: Delivery[TaskIssued]
     received_at: float = field(default_factory=time.time)  # seconds since the epoch
@@ -75,7 +73,6 @@ class TaskSource:
         *,
         period_s: Callable[[], float] = lambda: heartbeats.PERIOD_S,
     ) -> None:
-        """Prepare; once ``stop`` is set, `take` returns None. ``period_s`` returns the period of the heartbeats."""
         self._inboxes: dict[Split, Inbox[TaskIssued]] = {s: inboxes[s] for s in _PRIORITY if s in inboxes}
         self._engine = engine
         self._stop = stop
@@ -89,7 +86,6 @@ class TaskSource:
         return sum(inbox.num_held for inbox in self._inboxes.values())
 
     async def take(self) -> ReceivedPack | None:
-        """Return the next pack, or None when the worker stops. Raises MissingStream when the stream does not exist."""
         async with self._taking:
             self._idle_since = time.monotonic()
             while not self._stop.is_set():
@@ -169,7 +165,6 @@ class _Throughput:
 
 class PackLimit:
     def __init__(self, *, first: int = _FIRST_PACKS, most: int = MOST_PACKS) -> None:
-        """Start with ``first`` packs; never go beyond ``most`` or below 1."""
         self.value = first
         self._most = most
         self._last: EngineLoad | None = None

@@ -49,7 +49,6 @@ class Settlement:
         retry_delay_s: float,
         traces: Traces = NO_TRACES,
     ) -> None:
-        """Allow ``task_attempts`` deliveries, the first included; the delay between them doubles with each."""
         self._bus = bus
         self._metrics = metrics
         self._run_id = run_id

@@ -94,8 +94,6 @@ TEACHERS = Registry("teacher", TeacherKind, package="penstock.rollout_service.te
 
 
 class Teacher:
-    """The servers of one teacher. For one event loop; close it."""
-
     def __init__(
         self, clients: Sequence[TeacherClient], *, deadline_s: float, attempts: int, max_requests: int
     ) -> None:
@@ -107,7 +105,6 @@ class Teacher:
 
     @classmethod
     def of(cls, settings: TeacherSettings) -> Teacher | None:
-        """Return the teacher of a run file, None where it names none; raises ConfigError for a kind that there is not."""
         if not settings.urls:
             return None
         connect, key = TEACHERS.find(settings.kind).value.connect, settings.api_key()

@@ -96,7 +96,6 @@ class CacheFolder:
             self.unlock()
 
     def unlock(self) -> None:
-        """Unlock the folder and leave its contents, as the kernel does when the process ends."""
         self._lock.close()
 
 
@@ -126,10 +125,7 @@ def _clear(folder: Path) -> None:
 
 
 class AdapterMirror:
-    """The adapter folders of one worker. Blocking; one thread at a time."""
-
     def __init__(self, reader: WeightReader, blobs: Blobs, *, folder: Path) -> None:
-        """Write below ``folder``, which must not hold adapters of another process."""
         self._reader = reader
         self._blobs = blobs
         self._folder = folder
@@ -177,7 +173,6 @@ class ModelMirror:
     """The model folders of one worker. Blocking; one thread at a time."""
 
     def __init__(self, reader: WeightReader, blobs: Blobs, *, slots: Sequence[Path], files: Path) -> None:
-        """``files`` is the folder for config and tokenizer files, which the slots share."""
         self.num_file_bytes = 0  # of config and tokenizer files, fetched so far
         self._reader = reader
         self._blobs = blobs
@@ -334,7 +329,6 @@ class Mirror:
 
     @property
     def oldest_needed(self) -> PolicyVersion | None:
-        """The oldest version whose objects a fetch of this worker may still read; None before the first."""
         needed = (self._models.oldest_needed, self._adapters.oldest_needed)
         return min((version for version in needed if version is not None), default=None)
 

@@ -235,7 +235,6 @@ def _read(journal: Path) -> SlotState:
 
 
 def _make_shard(path: Path, bucket: Bucket) -> None:
-    """Create a file with the bucket's header and space for its bytes, unless it exists already."""
     header = shard_header(bucket)
     size = len(header) + bucket.num_bytes
     if path.exists() and path.stat().st_size == size:

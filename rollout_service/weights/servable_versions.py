@@ -145,7 +145,6 @@ class ServableVersions:
     """The versions of one worker, changed by `WeightSwap` alone. For one event loop."""
 
     def __init__(self, engine: Engine) -> None:
-        """Start without versions; ``on_unused`` is called when the last request with an adapter has ended."""
         self.model: PolicyVersion | None = None
         self.on_unused: Callable[[], None] = lambda: None
         self._adapters: set[PolicyVersion] = set()
@@ -225,7 +224,6 @@ class VersionSampler:
 
     @contextlib.contextmanager
     def in_episode(self) -> Iterator[VersionSampler]:
-        """Return the sampler of one episode, whose requests go to one engine of several."""
         client = self.engine.client
         if not isinstance(client, PlacesEpisodes):
             yield self

@@ -48,7 +48,6 @@ class PublishedVersions:
         self._refusal = asyncio.Event()  # replaced at every refusal
 
     def __contains__(self, version: object) -> bool:
-        """Return True if a version was published, and is not among the forgotten older ones."""
         return version in self._manifests
 
     def __len__(self) -> int:
@@ -174,7 +173,6 @@ class WeightAnnouncements:
         self.on_disagreement: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        """Subscribe to the checksums that all workers announce, from the start of the stream."""
         loop = asyncio.get_running_loop()
 
         def on_applied(fact: WeightsApplied) -> None:  # on the bus's thread

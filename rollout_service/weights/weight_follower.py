@@ -103,7 +103,6 @@ class WeightFollower:
             await self._wait_for_change()
 
     async def run(self) -> None:
-        """Follow until cancelled; raises EngineDisagrees when the engine serves other weights than the verified files."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read_announced_heads())
             tasks.create_task(self._follow())
@@ -223,7 +222,6 @@ class WeightFollower:
             await self._read_head(self._state)
 
     async def _wait_for_change(self) -> bool:
-        """Wait for a change, but no longer than `HEAD_POLL_S`; returns False when there was none."""
         try:
             # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
             async with asyncio.timeout(HEAD_POLL_S):
@@ -298,7 +296,6 @@ class WeightFollower:
             await self._swap.announce(swapped)
 
     async def _wait_until_published(self, version: PolicyVersion) -> None:
-        """Wait for a version's announcement; raises TaskRefused when the version is too old to be known."""
         deadline = time.monotonic() + PIN_DEADLINE_S
         while version not in self._published:
             newest = self._published.newest()

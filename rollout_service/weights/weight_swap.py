@@ -189,7 +189,6 @@ class WeightSwap:
             return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
 
     async def is_as_loaded(self, mirrored: MirroredVersion) -> bool:
-        """Have the engine load the model that it serves again; return True unless its checksum was another one before."""
         async with self._loading:
             before = await self._engine.weights_checksum()
             await self._engine.load(mirrored.folder, mirrored.version)

@@ -333,7 +333,6 @@ def _unseen_tasks() -> int:
 
 
 def _visible_tasks() -> int:
-    """Count the threads of this user that /proc shows; 0 if there is no /proc."""
     own, count = os.getuid(), 0
     try:
         pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 no pathlib in here

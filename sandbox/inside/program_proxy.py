@@ -66,7 +66,6 @@ class Program:
         self._exceptions: dict[str, type[Exception]] = {}
 
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function of the program; its changes of the arguments are copied into the tests' objects."""
         sent = values.encode(list(arguments), _handle_of)
         answer = self._exchange({**where, "arguments": sent, "named": values.encode(named, _handle_of)})
         value = self._value(answer)
@@ -212,8 +211,6 @@ def module_of(program: Answers, name: str, exported: list[str]) -> types.ModuleT
 
 
 def _awaited(function: Remote) -> Callable[..., Any]:
-    """Return a coroutine function: the program's own runs to its end within the call."""
-
     async def call(*arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 

@@ -56,7 +56,6 @@ def param(*arguments: Any, marks: Any = (), id: str | None = None) -> Parameters
 
 
 def fixture(function: Callable[..., Any] | None = None, **named: Any) -> Any:
-    """Make a function a fixture; its scope is always one test."""
     if named.get("params"):
         raise BadTests("the tests use a fixture with params, which is not supported; use pytest.mark.parametrize")
 

@@ -26,7 +26,6 @@ JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
 
 
 def run() -> int:
-    """Run the tests of the job read from descriptor 3; return the exit code."""
     with os.fdopen(JOB, "rb") as pipe:
         job = json.load(pipe)
     sys.modules["pytest"] = pytest_api
@@ -61,7 +60,6 @@ class _Session:
         self._has_failed = False
 
     def run(self) -> None:
-        """Run the tests and report each; raises BadTests when there are none, or when they cannot be run."""
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         names = module.__dict__
@@ -155,7 +153,6 @@ def _starred(trees: list[ast.Module], missing: list[str]) -> set[str]:
 
 
 def _free_names(trees: list[ast.Module]) -> list[str]:
-    """Return the names that test code reads and does not define, in order of appearance."""
     read: dict[str, None] = {}
     defined: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):

@@ -133,7 +133,6 @@ async def weights_checker(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine thread runs, paused or not: ``/health``."""
     return Response(status_code=200 if server_of(request).engine.is_alive else 503)
 
 
@@ -150,7 +149,6 @@ async def health_generate(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 while requests are computed, 503 while paused: ``/ready``."""
     engine = server_of(request).engine
     return Response(status_code=200 if engine.is_alive and not engine.paused else 503)
 
@@ -188,7 +186,6 @@ async def continue_generation(request: Request) -> Response:
 
 
 async def abort_request(request: Request) -> Response:
-    """End sequences early; their own replies hold the tokens they have: ``/abort_request``."""
     body = await read_body(request, AbortBody)
     if not body.rid and not body.abort_all:
         raise RequestRefused("rid is empty, which would match every request; send abort_all=true to mean that")
@@ -197,7 +194,6 @@ async def abort_request(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    """Drop what is kept of ended sequences: ``/flush_cache``; refused while sequences run or wait."""
     if await asyncio.wrap_future(server_of(request).engine.flush()):
         return PlainTextResponse("Cache flushed.\n")
     return PlainTextResponse("Flush cache failed: requests are running or waiting.\n", status_code=400)
@@ -232,7 +228,6 @@ async def load_lora_adapter(request: Request) -> Response:
 
 
 async def unload_lora_adapter(request: Request) -> Response:
-    """Remove an adapter once no request uses it any more: ``/unload_lora_adapter``."""
     body = await read_body(request, UnloadAdapterBody)
     return await _change_adapters(server_of(request).adapters, lambda registry: registry.unload(body.lora_name))
 

@@ -139,8 +139,6 @@ class PauseBody(Body):
 
 
 class ContinueBody(Body):
-    """Body of ``/continue_generation``; there is no device cache to empty, so only SGLang's default is accepted."""
-
     torch_empty_cache: Literal[True] = True
 
 
@@ -162,10 +160,7 @@ class ReadImage:
 
 
 class ImageReader:
-    """Reads the images of requests. For one event loop."""
-
     def __init__(self, processor: ImageProcessor | None, *, max_bytes: int = _MAX_BYTES) -> None:
-        """``processor`` is the served model's; None: it reads no images."""
         self.processor = processor
         self._max_bytes = max_bytes
         self._num_bytes = 0

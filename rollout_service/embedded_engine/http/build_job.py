@@ -53,13 +53,11 @@ class Text:
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, batch: Items[Items[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Return the text of each row of token ids; empty strings without a tokenizer."""
         if self._tokenizer is None:
             return [""] * len(batch)
         return self._tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the tokenizer's own end token, at which SGLang stops too."""
         token = self._settings.get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         token_id = self._tokenizer.token_to_id(text) if self._tokenizer is not None and text else None
@@ -87,8 +85,6 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The limits and adapters of the served model, against which a request is checked."""
-
     vocab_size: int
     max_tokens: int  # prompt and completion: the model's context, or the whole KV cache if that is less
     end_token_ids: tuple[int, ...]
@@ -101,8 +97,6 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class RequestedJob:
-    """The sequences of one request, prompt-major, and the options of its reply."""
-
     sequences: list[Sequence]
     params: list[SamplingParams]  # of each sequence
     is_list: bool  # the reply is a list: a batch was sent, or n > 1

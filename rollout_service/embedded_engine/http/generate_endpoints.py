@@ -41,7 +41,6 @@ def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list
 
 
 def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: str, text: Text) -> dict[str, Any]:
-    """Return the cumulative reply of an unfinished sequence, for streaming; spans come with the last chunk."""
     sequence, params = requested.sequences[index], requested.params[index]
     tokens = sequence.output_ids[:num_tokens]
     completion = text.decode([tokens], skip_special_tokens=params.skip_special_tokens)[0]
@@ -59,7 +58,6 @@ def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: s
 
 
 def completion_texts(sequences: Items[Sequence], params: Items[SamplingParams], text: Text) -> list[str]:
-    """Return the text of finished completions without the stop token or string (unless no_stop_trim)."""
     if not text.has_tokenizer:
         return [""] * len(sequences)
     rows = [_visible_tokens(sequence, requested) for sequence, requested in zip(sequences, params, strict=True)]
@@ -141,8 +139,6 @@ class Message(Body):
 
 
 class ChatBody(Body):
-    """Body of ``/v1/chat/completions``; the defaults are OpenAI's."""
-
     messages: Annotated[list[Message], Field(min_length=1)]
     model: str = ""  # one model is served; the reply repeats this name
     max_tokens: Annotated[int, Field(ge=1)] | None = None

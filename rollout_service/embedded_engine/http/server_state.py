@@ -64,7 +64,6 @@ class AdapterRegistry:
         return MappingProxyType(self._listed)
 
     async def load(self, name: str, path: str) -> None:
-        """Read an adapter and list it under a name; raises CheckpointRefused, having changed nothing."""
         if name in self._unloading:
             raise CheckpointRefused(
                 f"adapter {name} is being unloaded: requests with it are still running; retry once they have ended"
@@ -94,7 +93,6 @@ class AdapterRegistry:
             self._unloading.discard(name)
 
     def hold(self, adapters: Iterable[Adapter | None]) -> Callable[[], Awaitable[None]]:
-        """Count a request with these adapters; return what must be awaited when it has ended."""
         numbers = {adapter.number for adapter in adapters if adapter is not None}
         self._in_use.update(numbers)
 
@@ -150,7 +148,6 @@ class JobRunner:
         raise_if_engine_failed(requested)
 
     async def within(self, requested: RequestedJob, deadline_s: float) -> bool:
-        """Run the sequences to their end; return False, having ended them, when that takes longer than the deadline."""
         job, done = self._submit(requested)
         try:
             await asyncio.wait_for(done, deadline_s)

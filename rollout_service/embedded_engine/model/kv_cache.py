@@ -73,7 +73,6 @@ class KVCache:
         self.experts[:kept_rows, :kept_columns] = old_experts[:kept_rows, :kept_columns]
 
     def fill_rows(self, row: int, num_rows: int, parts: Sequence[Computed]) -> None:
-        """Copy what was computed before, one part after the other, to the beginnings of rows."""
         column = 0
         for part in parts:
             end = column + part.num_tokens

@@ -135,8 +135,6 @@ class AdapterMix:
 
 
 class RowAdapters:
-    """The updates that the adapters of one batch's rows add to each product."""
-
     def __init__(self, layers: Sequence[Mapping[Site, LowRank]], others: Mapping[Site, torch.Tensor]) -> None:
         """``others`` [n, columns] bool is True for columns of another adapter than the row's; no entry: there is none."""
         self._layers = layers

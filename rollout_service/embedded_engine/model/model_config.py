@@ -82,7 +82,6 @@ class ModelConfig:
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Numbers in the KV cache for one token, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 

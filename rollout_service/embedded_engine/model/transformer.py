@@ -155,7 +155,6 @@ class Transformer:
         return self._rotations[positions[:, self._axes], self._frequencies]
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [*, vocab] of final hidden states."""
         return weights.head(hidden).float()
 
     def _project(

@@ -61,7 +61,6 @@ def tower_shapes(vision: Vision) -> dict[str, tuple[int, ...]]:
 def tower_tensors(
     tensors: Mapping[str, torch.Tensor], *, device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tower's tensors of a checked checkpoint, cast, by their names in the module."""
     return {
         name.removeprefix(PREFIX): tensor.to(device=device, dtype=dtype)
         for name, tensor in tensors.items()

@@ -159,7 +159,6 @@ def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], tensor: torch
 
 
 def check_values(folder: Path, name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointRefused for a tensor that is no floating-point tensor of finite numbers."""
     if tensor.dtype not in _FLOAT_TYPES:
         raise CheckpointRefused(f"{folder}: {name} is {tensor.dtype}, expected float32, bfloat16 or float16")
     # If a term is not finite, neither is the sum. The sum of finite terms may overflow, so then check each.

@@ -68,7 +68,6 @@ def report_of(info: Mapping[str, Any]) -> ServerReport:
 
 
 def objections(info: Mapping[str, Any]) -> list[str]:
-    """Return why a server cannot be used; empty when it can, or when it does not report the flag."""
     reasons: list[str] = []
     if info.get("skip_tokenizer_init"):
         reasons.append("--skip-tokenizer-init: completions would have no text to be rewarded")

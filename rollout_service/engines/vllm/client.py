@@ -136,11 +136,9 @@ class VllmClient(HttpEngineClient):
             return read_completions(answer, [sequence.num_left for sequence in sequences], interrupted=interrupted)
 
     async def health(self) -> None:
-        """Return when the engine process runs; raises EngineError when it does not."""
         await self._http.call("GET", "/health", None, PROBE_S, parse=False)
 
     async def inspect(self) -> ServerReport:
-        """Return what ``/version`` and ``/server_info`` report, and which of the needed routes are missing."""
         version = await self._http.call("GET", "/version", None, PROBE_S)
         version = str(version.get("version")) if isinstance(version, dict) else ""
         if not await self._has("GET", "/weight_info", None, missing=_NOT_FOUND):
@@ -236,7 +234,6 @@ def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[st
 
 
 def _stop_params(sampling: Sampling) -> dict[str, Any]:
-    """Return what makes vLLM search for stop strings, in the text with special tokens; it returns no text either way."""
     if not sampling.stop:
         return {"detokenize": False}
     return {
