@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    ValidationError,
     model_serializer,
     model_validator,
 )
@@ -55,6 +56,12 @@ class Wire(BaseModel):
 def without_empty(document: dict[str, Any], *names: str) -> dict[str, Any]:
     """Return the fields of a model without those of ``names`` that are empty: readers of earlier releases do not know them."""
     return {name: value for name, value in document.items() if value or name not in names}
+
+
+def first_problem(err: ValidationError) -> str:
+    """Return the first field that a model refused, and why."""
+    first = err.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
 
 
 class BlobRef(Wire):

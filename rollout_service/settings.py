@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section, secret_of
 from penstock.protocol.config.environment_settings import EnvironmentSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
@@ -214,15 +214,7 @@ class WorkerSettings(Section):
         return TrustedKeys.from_file(self.trusted_keys_file, "worker.trusted_keys_file")
 
     def engine_api_key(self) -> str:
-        """Return the server's key, empty when none is needed; raises ConfigError when unreadable."""
-        if self.engine_api_key_file is None:
-            return ""
-        try:
-            return self.engine_api_key_file.read_text().strip()
-        except OSError as err:
-            raise ConfigError(
-                f"worker.engine_api_key_file = {self.engine_api_key_file}: not readable ({err.strerror})"
-            ) from None
+        return secret_of("", self.engine_api_key_file, "worker.engine_api_key_file")
 
 
 def _default(section: Section, key: str) -> Any:

@@ -26,8 +26,7 @@ from typing import Protocol
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.protocol.config.connection import Section
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.config.connection import Section, secret_of
 from penstock.protocol.facts import MAX_TEACHER_TOP_K
 from penstock.protocol.streams import StreamLimits
 
@@ -178,9 +177,4 @@ class TeacherSettings(Section):
         return self
 
     def api_key(self) -> str:
-        if self.api_key_file is None:
-            return ""
-        try:
-            return self.api_key_file.read_text().strip()
-        except OSError as err:
-            raise ConfigError(f"teacher.api_key_file = {self.api_key_file}: not readable ({err.strerror})") from None
+        return secret_of("", self.api_key_file, "teacher.api_key_file")

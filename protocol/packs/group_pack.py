@@ -82,7 +82,6 @@ SCHEMAS = {  # by whether there are episodes, a teacher, experts and images, whi
     for present in itertools.product((False, True), repeat=len(_FURTHER))
     if not (present[2] and present[3])
 }
-WITH_EPISODES = SCHEMAS[True, False, False, False]
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
 _MAY_BE_NULL = frozenset(("ground_truth", *episode_columns.MAY_BE_NULL))
 _SMALL = {"compression": "lz4", "use_dictionary": False}

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import first_problem
 from penstock.protocol.record.lineage import AccountState
 
 STATE_FILE = "state.json"
@@ -59,10 +60,7 @@ def read_state(folder: Path) -> CheckpointState:
     try:
         return CheckpointState.model_validate_json(data)
     except ValidationError as err:
-        first = err.errors()[0]
-        raise MalformedFact(
-            f"{folder / STATE_FILE}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-        ) from None
+        raise MalformedFact(f"{folder / STATE_FILE}: {first_problem(err)}") from None
 
 
 def committed(root: Path) -> list[tuple[Path, CheckpointState]]:

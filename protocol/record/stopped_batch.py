@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from penstock.protocol.errors import ConfigError, MalformedFact
 from penstock.protocol.facts import Count, Identifier, ScoredGroup, Wire
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import first_problem
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 
@@ -50,10 +51,7 @@ def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
     try:
         batch = StoppedBatch.model_validate_json(read_regular(folder / BATCH))
     except ValidationError as err:
-        first = err.errors()[0]
-        raise MalformedFact(
-            f"{folder / BATCH}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}; restore the file"
-        ) from None
+        raise MalformedFact(f"{folder / BATCH}: {first_problem(err)}; restore the file") from None
     described = [scored.generated for scored in batch.groups]
     groups = group_pack.decode(read_regular(folder / GROUPS), [one.row_group for one in described], described=described)
     return batch, groups

@@ -50,6 +50,7 @@ _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _FULL, _FULL_STATUS = {"XMinioStorageFull", "InsufficientStorage"}, 507  # no space left, as MinIO and others say it
 _READS = ("get ", "stat ")  # how requests for one object begin
 _NO_XML_400 = "Response code: 400,"  # how minio reports an answer that is not S3's
+_ADMIN_DEADLINE_S = 30.0
 _ADMIN_RETRY_S = 0.2
 _ADMIN_STATUS = re.compile(r"Status: (\d{3})")  # how minio reports an answer of the admin interface
 _ADMIN_CODE = re.compile(r"Code\W{1,4}(\w{3,80})")  # of its body in XML or JSON
@@ -256,9 +257,9 @@ class S3Admin:
     the users there by hand.
     """
 
-    def __init__(self, settings: S3Settings, *, deadline_s: float = 30.0) -> None:
+    def __init__(self, settings: S3Settings) -> None:
         url = urlsplit(settings.endpoint)
-        self._settings, self._deadline_s = settings, deadline_s
+        self._settings = settings
         is_encrypted = url.scheme == "https"
         self._client = MinioAdmin(
             endpoint=url.netloc,
@@ -266,7 +267,7 @@ class S3Admin:
             region=settings.region,
             secure=is_encrypted,
             http_client=urllib3.PoolManager(
-                timeout=urllib3.Timeout(connect=_CONNECT_S, read=deadline_s),
+                timeout=urllib3.Timeout(connect=_CONNECT_S, read=_ADMIN_DEADLINE_S),
                 retries=False,
                 ssl_context=client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None,
             ),
@@ -281,7 +282,7 @@ class S3Admin:
         self._call(f"policy of user {access_key}", lambda: self._client.policy_set(policy, user=access_key))
 
     def _call(self, what: str, request: Callable[[], object]) -> None:
-        endpoint, deadline = self._settings.endpoint, time.monotonic() + self._deadline_s
+        endpoint, deadline = self._settings.endpoint, time.monotonic() + _ADMIN_DEADLINE_S
         while True:
             try:
                 request()
@@ -302,6 +303,6 @@ class S3Admin:
                 return
             if time.monotonic() + _ADMIN_RETRY_S > deadline:
                 raise BlobStoreUnreachable(
-                    f"{what}: {endpoint} gave no valid answer within {self._deadline_s:.0f} s ({problem})"
+                    f"{what}: {endpoint} gave no valid answer within {_ADMIN_DEADLINE_S:.0f} s ({problem})"
                 )
             time.sleep(_ADMIN_RETRY_S)

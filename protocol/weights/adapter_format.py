@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.errors import MalformedWeights
+from penstock.protocol.groups import first_problem
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import TensorDigest, weights_digest
 
@@ -68,10 +69,7 @@ class AdapterConfig(BaseModel):
             config = cls.model_validate_json(data)
             fields = json.loads(data, object_pairs_hook=_each_once)
         except ValidationError as err:
-            first = err.errors()[0]
-            raise MalformedWeights(
-                f"{ADAPTER_CONFIG}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-            ) from None
+            raise MalformedWeights(f"{ADAPTER_CONFIG}: {first_problem(err)}") from None
         written = json.loads(config.to_json()) | {"target_modules": list(config.target_modules)}
         other = [name for name in fields if name not in written or fields[name] != written[name]]
         if other:

@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.facts import Count, Wire
+from penstock.protocol.groups import first_problem
 
 # The code of a safetensors header: its name as a layout spells it, and bytes per value.
 SAFETENSORS_DTYPES = {
@@ -179,10 +180,7 @@ class WeightLayout(Wire):
         try:
             return cls.model_validate_json(data)
         except ValidationError as err:
-            first = err.errors()[0]
-            raise MalformedFact(
-                f"weight layout: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-            ) from None
+            raise MalformedFact(f"weight layout: {first_problem(err)}") from None
 
 
 def build_layout(

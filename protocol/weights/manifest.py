@@ -30,6 +30,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.protocol.errors import ConfigError, MalformedFact, SignatureRefused
 from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
+from penstock.protocol.groups import first_problem
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, adapter_digest
 from penstock.protocol.weights.bucket_codec import Codec
@@ -185,7 +186,7 @@ class VersionManifest(Wire):
         try:
             return cls.model_validate_json(line)
         except ValidationError as err:
-            raise MalformedFact(f"weights manifest: {_first_problem(err)}") from None
+            raise MalformedFact(f"weights manifest: {first_problem(err)}") from None
 
     @model_validator(mode="after")
     def _consistent(self) -> VersionManifest:
@@ -195,11 +196,6 @@ class VersionManifest(Wire):
             if bucket.stored is not None:
                 _check_range(self, number, bucket.stored)
         return self
-
-
-def _first_problem(err: ValidationError) -> str:
-    first = err.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
 
 
 def _check_kind(manifest: VersionManifest) -> None:

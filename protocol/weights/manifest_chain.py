@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from penstock.protocol.errors import ChainBroken
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer
-from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, VersionManifest
 
 MAX_HOPS = 256  # manifests walked back; regular full snapshots keep chains far shorter
@@ -155,16 +154,6 @@ def verify_base(adapter: VersionManifest, base: VersionManifest) -> None:
         raise ChainBroken(f"version {adapter.version} is not an adapter and has no base")
     named = ("anchor", adapter.run_id, adapter.base.version, adapter.base.state_root)
     _same(adapter, "base", named, (base.kind, base.run_id, base.version, base.state_root))
-
-
-def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
-    """Verify that a manifest has exactly the buckets of a layout; raises ChainBroken.
-
-    After this, segments can be verified against the layout's sizes.
-    """
-    _same(manifest, "layout", layout.layout_id, manifest.layout_id)
-    expected = [bucket.num_words for bucket in layout.buckets]
-    _same(manifest, "words by bucket", expected, [bucket.num_words for bucket in manifest.buckets])
 
 
 def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:

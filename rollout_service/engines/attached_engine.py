@@ -30,19 +30,12 @@ class AttachedEngine:
     One worker for each server: a second one would replace the weights while requests of the first one run.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        start_deadline_s: float,
-        unreachable_limit_s: float = UNREACHABLE_LIMIT_S,
-    ) -> None:
+    def __init__(self, client: EngineClient, *, start_deadline_s: float) -> None:
         self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self.client = client
         self._start_deadline_s = start_deadline_s
-        self._unreachable_limit_s = unreachable_limit_s
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._loading = asyncio.Lock()
         self._answered_at = time.monotonic()
@@ -114,8 +107,8 @@ class AttachedEngine:
         while True:
             await asyncio.sleep(_POLL_S)
             problem = await self._check()
-            if problem is not None and time.monotonic() - self._answered_at > self._unreachable_limit_s:
-                raise EngineUnreachable(f"{problem}; no answer for {self._unreachable_limit_s:.0f} s")
+            if problem is not None and time.monotonic() - self._answered_at > UNREACHABLE_LIMIT_S:
+                raise EngineUnreachable(f"{problem}; no answer for {UNREACHABLE_LIMIT_S:.0f} s")
 
     async def stop(self) -> None:
         await self.client.close()

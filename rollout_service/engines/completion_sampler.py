@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -97,13 +98,16 @@ class AdapterTable:
             ) from None
 
 
-class AdapterCalls(Protocol):
+class AdapterCalls(ABC):
+    @abstractmethod
     async def load(self, name: str, folder: Path) -> None:
         """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
-        ...
 
-    async def unload(self, name: str) -> None: ...
+    @abstractmethod
+    async def unload(self, name: str) -> None:
+        """Unload an adapter; raises EngineRefused when the server refuses."""
 
+    @abstractmethod
     async def list_names(self) -> list[object]: ...
 
 

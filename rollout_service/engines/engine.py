@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.protocol.versions import PolicyVersion, is_newer, newest_of
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine_client import EngineClient, Generates, UpdateMode
 from penstock.rollout_service.errors import EngineError, EngineUnreachable
@@ -139,11 +139,7 @@ class ServedVersion:
 
     @property
     def value(self) -> PolicyVersion | None:
-        newest = self.base
-        for version in self._adapters:
-            if is_newer(version, newest):
-                newest = version
-        return newest
+        return newest_of([self.base, *self._adapters])
 
     @property
     def adapters(self) -> Mapping[PolicyVersion, Path]:

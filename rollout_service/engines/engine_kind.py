@@ -23,7 +23,7 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
 from penstock.protocol.facts import Sampling
 from penstock.protocol.heartbeats import cpu_seconds
-from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.protocol.versions import PolicyVersion, newest_of, oldest_of
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
@@ -53,13 +53,7 @@ class EnginePool:
     @property
     def version(self) -> PolicyVersion | None:
         """The oldest version that one of them serves; None before each has one."""
-        oldest: PolicyVersion | None = None
-        for engine in self._engines:
-            if engine.version is None:
-                return None
-            if oldest is None or is_newer(oldest, engine.version):
-                oldest = engine.version
-        return oldest
+        return oldest_of([engine.version for engine in self._engines])
 
     @property
     def applied(self) -> set[PolicyVersion]:
@@ -69,24 +63,13 @@ class EnginePool:
         await asyncio.gather(*(engine.prepare() for engine in self._engines))
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
-        """Have all of them serve ``version``; raises the error of the first that does not."""
-        outcomes = await asyncio.gather(
-            *(engine.load(folder, version, mode) for engine in self._engines), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
+        await _all_of(engine.load(folder, version, mode) for engine in self._engines)
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
         await _first([engine.wait_for_version(version) for engine in self._engines])
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        outcomes = await asyncio.gather(
-            *(engine.load_adapter(folder, version) for engine in self._engines), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
+        await _all_of(engine.load_adapter(folder, version) for engine in self._engines)
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
         await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
@@ -162,24 +145,18 @@ class _Router:
         if to is not None:
             self._num_episodes[to] += 1
 
-    async def generate_at(
-        self,
-        place: _Place,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        n: int,
-        adapter: PolicyVersion | None,
-        seeds: Sequence[int] | None,
-    ) -> list[list[Completion]]:
+    @contextlib.contextmanager
+    def client_at(self, place: _Place, cost: int) -> Iterator[Generates]:
+        """Yield the client of an episode's engine, or of another one where that cannot be asked; count ``cost`` tokens there."""
         usable = self._usable()
         if place.number not in usable:
             self.move(place, None)
             self.move(place, min(usable, key=lambda one: (self._num_episodes[one], self._pending_tokens[one], one)))
-        number, cost = place.number, len(prompts) * n * sampling.max_new_tokens
+        number = place.number
         assert number is not None
         self._pending_tokens[number] += cost
         try:
-            return await self._engines[number].client.generate(prompts, sampling, n, adapter, seeds)
+            yield self._engines[number].client
         finally:
             self._pending_tokens[number] -= cost
 
@@ -235,7 +212,7 @@ class _Router:
         ready = [number for number, engine in enumerate(self._engines) if engine.ready.is_set()]
         if not ready:
             raise EngineUnreachable(f"none of the {len(self._engines)} engines is ready")
-        newest = _newest_of(self._engines[number].version for number in ready)
+        newest = newest_of(self._engines[number].version for number in ready)
         return [number for number in ready if self._engines[number].version == newest]
 
 
@@ -252,7 +229,8 @@ class _Place:
         adapter: PolicyVersion | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        return await self._router.generate_at(self, prompts, sampling, n, adapter, seeds)
+        with self._router.client_at(self, len(prompts) * n * sampling.max_new_tokens) as client:
+            return await client.generate(prompts, sampling, n, adapter, seeds)
 
 
 class _AnyReady:
@@ -276,12 +254,11 @@ async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
             one.cancel()
 
 
-def _newest_of(versions: Iterable[PolicyVersion | None]) -> PolicyVersion | None:
-    newest: PolicyVersion | None = None
-    for version in versions:
-        if version is not None and is_newer(version, newest):
-            newest = version
-    return newest
+async def _all_of(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait for all; raises the error of the first that failed."""
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        if outcome is not None:
+            raise outcome
 
 
 class Connect(Protocol):
