@@ -12,6 +12,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -66,29 +67,21 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class HeartbeatWriter:
-    def __init__(
-        self,
-        *,
-        bus: Bus,
-        engine: Engine,
-        activity: Activity,
-        figures: Callable[[], dict[str, float]],
-        needs_version: Callable[[], PolicyVersion | None],
-        run_id: str,
-        worker_id: str,
-    ) -> None:
+    bus: Bus
+    engine: Engine
+    activity: Activity
+    figures: Callable[[], dict[str, float]]
+    needs_version: Callable[[], PolicyVersion | None]
+    run_id: str
+    worker_id: str
+
+    def __post_init__(self) -> None:
         self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
         self.newest: Heartbeat | None = None
         self.metrics_url: str | None = None
-        self._bus = bus
-        self._engine = engine
-        self._activity = activity
-        self._figures = figures
         self._engine_metrics: dict[str, float] = {}
-        self._needs_version = needs_version
-        self._run_id = run_id
-        self._worker_id = worker_id
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -97,12 +90,12 @@ class HeartbeatWriter:
 
     async def _read_engine(self) -> None:
         while True:
-            self._engine_metrics = await self._engine.figures()
+            self._engine_metrics = await self.engine.figures()
             await asyncio.sleep(_ENGINE_PERIOD_S)
 
     async def _write(self) -> None:
-        live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
-        key = streams.heartbeat_key("rollout", self._worker_id)
+        live = await self.bus.key_value(streams.live_bucket(self.run_id).bucket)
+        key = streams.heartbeat_key("rollout", self.worker_id)
         for beat in itertools.count():
             try:
                 if beat % _COUNT_EVERY == 0:
@@ -117,39 +110,39 @@ class HeartbeatWriter:
     async def say_exited(self) -> None:
         """Write the last heartbeat of a worker that was asked to stop, with its totals; without NATS, nothing."""
         beat = self._heartbeat().model_copy(update={"state": heartbeats.EXITED})
-        key = streams.heartbeat_key("rollout", self._worker_id)
+        key = streams.heartbeat_key("rollout", self.worker_id)
         with contextlib.suppress(BusUnreachable, MissingStream, TimeoutError):
             async with asyncio.timeout(_EXIT_DEADLINE_S):
-                live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
+                live = await self.bus.key_value(streams.live_bucket(self.run_id).bucket)
                 await live.put(key, encode(beat), ttl_s=heartbeats.EXITED_TTL_S)
 
     def _heartbeat(self) -> Heartbeat:
-        busy_s, idle_s = self._activity.totals()
-        cpu_s = self._engine.cpu_seconds()
+        busy_s, idle_s = self.activity.totals()
+        cpu_s = self.engine.cpu_seconds()
         of_engine = max(0.0, cpu_s - cpu_seconds())
         self.newest = Heartbeat(
             role="rollout",
-            service_id=self._worker_id,
+            service_id=self.worker_id,
             at=time.time(),
             state=self._state(),
-            version=self._engine.version,
-            needs_version=self._needs_version(),
+            version=self.engine.version,
+            needs_version=self.needs_version(),
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=cpu_s,
             # `figures` is the stored name of what is called metrics here.
-            figures={**self._figures(), **self._engine_metrics, ENGINE_CPU: of_engine, **thread_cpu_seconds()},
+            figures={**self.figures(), **self._engine_metrics, ENGINE_CPU: of_engine, **thread_cpu_seconds()},
             period_s=self.period_s,
             metrics_url=self.metrics_url,
         )
         return self.newest
 
     def _state(self) -> str:
-        if not self._engine.ready.is_set():
+        if not self.engine.ready.is_set():
             return "waiting for the engine"
-        if reader := self._bus.waits_for:
+        if reader := self.bus.waits_for:
             return f"waiting for {reader}"
-        return self._activity.state
+        return self.activity.state
 
 
 def collect(beat: Heartbeat | None, samples: Samples) -> None:

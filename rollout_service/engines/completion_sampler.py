@@ -16,7 +16,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -111,51 +111,47 @@ class AdapterCalls(ABC):
     async def list_names(self) -> list[object]: ...
 
 
+@dataclass(eq=False)
 class AdapterLoader:
     """The adapters of one server. Loads and unloads run one at a time; requests continue meanwhile."""
 
-    def __init__(
-        self,
-        url: str,
-        calls: AdapterCalls,
-        served_version: Callable[[], Awaitable[PolicyVersion | None]],
-        *,
-        request_deadline_s: float,
-    ) -> None:
+    url: str
+    calls: AdapterCalls
+    served_version: Callable[[], Awaitable[PolicyVersion | None]]
+    _: KW_ONLY
+    request_deadline_s: float
+
+    def __post_init__(self) -> None:
         self.table = AdapterTable()
         self.turn = asyncio.Lock()  # also held while base weights are loaded
-        self._url = url
-        self._calls = calls
-        self._served_version = served_version
-        self._request_deadline_s = request_deadline_s
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
         async with self.turn:
             if version in self.table:
                 return
-            base = await self._served_version()
+            base = await self.served_version()
             if base is None:
                 raise WeightsNotApplied(
-                    f"{self._url} serves weights without a policy version; load weights before adapter {version}"
+                    f"{self.url} serves weights without a policy version; load weights before adapter {version}"
                 )
-            await self._calls.load(adapter_name(version), folder)
+            await self.calls.load(adapter_name(version), folder)
             self.table.confirm(version, base)
 
     async def unload(self, version: PolicyVersion) -> None:
         if version not in self.table:
             return
-        await self.table.leave(version, self._request_deadline_s)
+        await self.table.leave(version, self.request_deadline_s)
         async with self.turn:
             if version in self.table:
-                await self._calls.unload(adapter_name(version))
+                await self.calls.unload(adapter_name(version))
                 self.table.forget(version)
 
     async def drop_all(self) -> None:
         for version in self.table.versions:
-            await self.table.leave(version, self._request_deadline_s)
+            await self.table.leave(version, self.request_deadline_s)
         async with self.turn:
             for version in await self.listed():
-                await self._calls.unload(adapter_name(version))
+                await self.calls.unload(adapter_name(version))
             for version in self.table.versions:
                 self.table.forget(version)
 
@@ -167,7 +163,7 @@ class AdapterLoader:
                     self.table.forget(version)
 
     async def listed(self) -> set[PolicyVersion]:
-        return {version for name in await self._calls.list_names() if (version := version_of(name)) is not None}
+        return {version for name in await self.calls.list_names() if (version := version_of(name)) is not None}
 
 
 def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> int | None:
@@ -240,23 +236,17 @@ class SampleParts(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class CompletionSampler:
-    def __init__(
-        self,
-        url: str,
-        sample: SampleParts,
-        adapters: AdapterTable,
-        *,
-        request_deadline_s: float,
-        returns_text: bool = True,
-    ) -> None:
-        """``returns_text`` is False for an engine that returns token ids only: they are decoded here."""
+    url: str
+    sample: SampleParts
+    adapters: AdapterTable
+    _: KW_ONLY
+    request_deadline_s: float
+    returns_text: bool = True  # False: the engine returns token ids only, which are decoded here
+
+    def __post_init__(self) -> None:
         self.folder: Path | None = None  # of the last weights, whose tokenizer decodes
-        self._url = url
-        self._sample = sample
-        self._adapters = adapters
-        self._request_deadline_s = request_deadline_s
-        self._returns_text = returns_text
         self._num_unverified = 0
         self._unverified_reason: str | None = None
         self._detokenizer: Detokenizer | None = None
@@ -299,9 +289,9 @@ class CompletionSampler:
 
     async def _complete(self, sequences: Sequence[Resumption], request: SampleRequest) -> None:
         """Sample the parts of sequences until none is cut by an update."""
-        num_unverified, deadline_s, adapter = self._num_unverified, self._request_deadline_s, request.adapter
+        num_unverified, deadline_s, adapter = self._num_unverified, self.request_deadline_s, request.adapter
         try:
-            with self._adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
+            with self.adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
                 async with asyncio.timeout(deadline_s):
                     unfinished = sequences
                     while unfinished:
@@ -310,13 +300,13 @@ class CompletionSampler:
                         is_over = request.single is not None and request.single.is_abandoned
                         unfinished = [] if is_over else [sequence for sequence in unfinished if sequence.is_cut]
         except TimeoutError:
-            raise EngineTimeout(f"{self._url} gave no answer within {deadline_s:g} s") from None
+            raise EngineTimeout(f"{self.url} gave no answer within {deadline_s:g} s") from None
 
     async def _add_parts(
         self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_unverified: int
     ) -> None:
         self._refuse_if_unverified(num_unverified)
-        parts = await self._sample(sequences, request)
+        parts = await self.sample(sequences, request)
         self._refuse_if_unverified(num_unverified)
         for sequence, part in zip(sequences, parts, strict=True):
             if request.adapter is not None:
@@ -326,7 +316,7 @@ class CompletionSampler:
     def _refuse_if_unverified(self, num_unverified: int) -> None:
         if self._unverified_reason is not None or num_unverified != self._num_unverified:
             raise WeightsUnverified(
-                f"{self._url}: {self._unverified_reason or 'an update of its weights failed during the request'}"
+                f"{self.url}: {self._unverified_reason or 'an update of its weights failed during the request'}"
             )
 
     async def whole(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
@@ -336,7 +326,7 @@ class CompletionSampler:
         """
         if stop:
             return await asyncio.to_thread(self._stopped, sequence, stop)
-        if self._returns_text and len(sequence.parts) == 1 and sequence.parts[0].finish_reason != "abort":
+        if self.returns_text and len(sequence.parts) == 1 and sequence.parts[0].finish_reason != "abort":
             return sequence.parts[0]
         return sequence.joined(await asyncio.to_thread(self._decode, sequence))
 
@@ -357,10 +347,10 @@ class CompletionSampler:
 
     def _decode(self, sequence: Resumption) -> str:
         tokenizer = self._tokenizer()
-        if not tokenizer.has_tokenizer and (not self._returns_text or any(p.text for p in sequence.parts)):
+        if not tokenizer.has_tokenizer and (not self.returns_text or any(p.text for p in sequence.parts)):
             reason = (
                 "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or publish it"
-                if self._returns_text
+                if self.returns_text
                 else "this engine returns token ids only; publish it with the weights"
             )
             raise EngineMisconfigured(f"no tokenizer.json among the published weights ({self.folder}): {reason}")

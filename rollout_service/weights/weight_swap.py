@@ -140,32 +140,20 @@ class Swapped:
     pause_s: float
 
 
+@dataclass(eq=False, kw_only=True)
 class WeightSwap:
     """Loads and unloads the weights of this worker's engine; nothing else does."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        servable: ServableVersions,
-        semaphore: SwapSemaphore,
-        announcements: WeightAnnouncements,
-        metrics: WorkerMetrics,
-        check_every: int,
-        update_mode: UpdateMode,
-    ) -> None:
-        """Ask the engine for its checksum at every ``check_every``-th version; 0: never.
+    engine: Engine
+    servable: ServableVersions
+    semaphore: SwapSemaphore
+    announcements: WeightAnnouncements
+    metrics: WorkerMetrics
+    check_every: int  # versions, after which the engine is asked for its checksum; 0: never
+    update_mode: UpdateMode  # of running generations, when a newer version is loaded
 
-        ``update_mode`` defines what happens to running generations when a newer version is loaded.
-        """
-        self._engine = engine
-        self._servable = servable
+    def __post_init__(self) -> None:
         self._loading = asyncio.Lock()
-        self._semaphore = semaphore
-        self._announcements = announcements
-        self._metrics = metrics
-        self._check_every = check_every
-        self._update_mode: UpdateMode = update_mode
         self._pause_s = math.inf  # of the last swap; unknown before the first
 
     async def load(self, mirrored: MirroredVersion) -> Swapped | None:
@@ -175,61 +163,61 @@ class WeightSwap:
         that the engine refuses.
         """
         async with self._loading:
-            previous = self._engine.version
+            previous = self.engine.version
             if mirrored.base is None:
-                if previous == mirrored.version or (self._servable.adapters and self._servable.shares_model(mirrored)):
+                if previous == mirrored.version or (self.servable.adapters and self.servable.shares_model(mirrored)):
                     return None
                 return Swapped(mirrored, previous, await self._load_model(mirrored, previous))
             pause_s = 0.0
-            if not self._servable.shares_model(mirrored):
+            if not self.servable.shares_model(mirrored):
                 pause_s = await self._load_model(mirrored.base, previous)
-            is_here = mirrored.version in self._servable.adapters
+            is_here = mirrored.version in self.servable.adapters
             if not is_here:
                 await self._load_adapter(mirrored)
             return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
 
     async def is_as_loaded(self, mirrored: MirroredVersion) -> bool:
         async with self._loading:
-            before = await self._engine.weights_checksum()
-            await self._engine.load(mirrored.folder, mirrored.version)
-            after = await self._engine.weights_checksum()
+            before = await self.engine.weights_checksum()
+            await self.engine.load(mirrored.folder, mirrored.version)
+            after = await self.engine.weights_checksum()
         return before is None or after is None or before.layout != after.layout or before.value == after.value
 
     async def unload_unused(self, needed: Callable[[], Collection[PolicyVersion]]) -> None:
         """Unload the adapters that no request uses and that are not ``needed``; the next call retries a failure."""
         async with self._loading:
-            for version in self._servable.unused_adapters(needed()):
-                self._servable.remove_adapter(version)
+            for version in self.servable.unused_adapters(needed()):
+                self.servable.remove_adapter(version)
                 try:
-                    await self._engine.unload_adapter(version)
+                    await self.engine.unload_adapter(version)
                 except EngineError as err:
-                    self._servable.add_adapter(version)
+                    self.servable.add_adapter(version)
                     log.warning("adapter not unloaded", policy_version=version, error=str(err))
 
     async def _load_adapter(self, mirrored: MirroredVersion) -> None:
         try:
-            await self._engine.load_adapter(mirrored.folder, mirrored.version)
+            await self.engine.load_adapter(mirrored.folder, mirrored.version)
         except WeightsNotApplied as err:
             raise WeightsUnusable(str(err)) from None
-        self._servable.add_adapter(mirrored.version)
+        self.servable.add_adapter(mirrored.version)
 
     async def _load_model(self, mirrored: MirroredVersion, previous: PolicyVersion | None) -> float:
         if previous is None:  # nothing runs before the first version
-            await self._engine.load(mirrored.folder, mirrored.version)
-            self._servable.set_model(mirrored.version)
+            await self.engine.load(mirrored.folder, mirrored.version)
+            self.servable.set_model(mirrored.version)
             return 0.0
-        async with self._semaphore.permit() if self._pause_s > NEEDS_PERMIT_S else contextlib.nullcontext():
+        async with self.semaphore.permit() if self._pause_s > NEEDS_PERMIT_S else contextlib.nullcontext():
             started = time.monotonic()
-            mode = mode_of(self._update_mode, previous, mirrored.version)
-            await self._engine.load(mirrored.folder, mirrored.version, mode)
+            mode = mode_of(self.update_mode, previous, mirrored.version)
+            await self.engine.load(mirrored.folder, mirrored.version, mode)
             self._pause_s = time.monotonic() - started
-        self._servable.set_model(mirrored.version)
+        self.servable.set_model(mirrored.version)
         return self._pause_s
 
     async def announce(self, swapped: Swapped) -> None:
         """Publish which version is served now, with the engine's own checksum; requests need not wait for this."""
         mirrored = swapped.mirrored
-        self._metrics.weights_applied += 1
+        self.metrics.weights_applied += 1
         log.info(
             "weights applied",
             policy_version=mirrored.version,
@@ -239,10 +227,10 @@ class WeightSwap:
             num_bytes=mirrored.num_bytes,
         )
         checksum = await self._checksum(mirrored)
-        await self._announcements.announce_applied(
+        await self.announcements.announce_applied(
             WeightsApplied(
-                run_id=self._announcements.run_id,
-                worker_id=self._announcements.worker_id,
+                run_id=self.announcements.run_id,
+                worker_id=self.announcements.worker_id,
                 version=mirrored.version,
                 previous_version=swapped.previous,
                 pause_s=swapped.pause_s,
@@ -260,13 +248,13 @@ class WeightSwap:
         Raises EngineDisagrees when it can be compared with the manifest and is another one.
         """
         reported = None
-        if mirrored.base is None and self._check_every and self._metrics.weights_applied % self._check_every == 0:
+        if mirrored.base is None and self.check_every and self.metrics.weights_applied % self.check_every == 0:
             try:
-                reported = await self._engine.weights_checksum()
+                reported = await self.engine.weights_checksum()
             except EngineError as err:  # an engine that exited or hangs is noticed by `Engine.run`
                 log.warning("the engine did not report its checksum", error=str(err))
         if reported is not None and reported.is_of_files and reported.value != mirrored.checksum:
-            text = f"the engine of worker {self._announcements.worker_id} serves other weights than those of version {mirrored.version}"
-            await self._announcements.raise_alarm(text)
+            text = f"the engine of worker {self.announcements.worker_id} serves other weights than those of version {mirrored.version}"
+            await self.announcements.raise_alarm(text)
             raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
         return reported or EngineChecksum(mirrored.checksum, _MIRROR, is_of_files=True)
