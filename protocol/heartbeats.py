@@ -1,4 +1,4 @@
-"""How often a service writes its heartbeat, and when one that stopped counts as lost. Pure.
+"""Heartbeats of services: how often they are written, when one counts as lost, and what they report of busy time and CPU.
 
 A heartbeat announces its own period, and readers decide by it. All workers of a run together write about
 `TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each.
@@ -9,11 +9,8 @@ A heartbeat announces its own period, and readers decide by it. All workers of a
 | state `EXITED`                               | it exited regularly: it is not lost                      |
 | `expires_after_s`: 6 periods, 10 s or more   | its key expires: the service no longer counts as running  |
 
-Measure how busy a role is, the same way in every service, so that the shares can be compared.
-
-A role is *busy* while at least one piece of its own work is under way (a request in the engine, a
-group being scored, an optimizer step) and *idle* while it waits for another role. The idle shares
-of a run show which role is the bottleneck.
+A role is *busy* while at least one piece of its own work is under way (a request in the engine, a group being scored, an optimizer step) and
+*idle* while it waits for another role. The idle shares of a run show which role is the bottleneck.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock.protocol.errors import WireError
@@ -44,12 +41,11 @@ _LEAST_EXPIRY_S = 10.0  # a service that is suspended for seconds still counts
 
 
 class Activity:
-    """Accumulates busy and idle seconds; thread-safe. ``clock`` returns monotonic seconds."""
+    """Accumulates busy and idle seconds; thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._since = clock()
+        self._since = time.monotonic()
         self._num_working = 0
         self._busy_s = 0.0
         self._idle_s = 0.0
@@ -66,7 +62,7 @@ class Activity:
 
     def restart(self) -> None:
         with self._lock:
-            self._since = self._clock()
+            self._since = time.monotonic()
             self._busy_s = self._idle_s = 0.0
 
     def totals(self) -> tuple[float, float]:
@@ -82,7 +78,7 @@ class Activity:
                 self.state = state
 
     def _account(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if self._num_working:
             self._busy_s += now - self._since
         else:

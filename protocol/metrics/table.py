@@ -205,8 +205,7 @@ class Histogram:
 class LabelValues:
     """The values that open labels have had in this process: the first ones of each keep their series."""
 
-    def __init__(self, most: int = MAX_VALUES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._seen: dict[tuple[str, str], set[str]] = {}
 
     def bounded(self, metric: Metric, label: str, value: str) -> str:
@@ -216,7 +215,7 @@ class LabelValues:
             return text
         seen = self._seen.setdefault((metric.name, label), set())
         if text not in seen:
-            if len(seen) >= self._most:
+            if len(seen) >= MAX_VALUES:
                 return OTHER
             seen.add(text)
         return text

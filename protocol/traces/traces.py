@@ -1,8 +1,4 @@
-"""What a service calls to record the traces of groups; does nothing unless a collector is configured.
-
-`HeldGroups` has the traces of the groups that a trainer has received, by group id, until they are trained or dropped.
-
-Spans, the trace that a group has in every service, and the thread that sends finished spans.
+"""Traces of groups: spans, the trace that a group has in every service, and the thread that sends finished spans; off unless a collector is configured.
 
 A message carries one W3C ``traceparent`` for all of its groups. The trace of one group follows from it and from the group's
 id, the same in every service, so that each group of a pack has a trace of its own and no message gets longer.
@@ -83,10 +79,10 @@ Export = Callable[[Sequence[Span]], bool]  # False: they were not taken
 class SpanRecorder:
     """A bounded queue before the exporter; `put` never waits."""
 
-    def __init__(self, export: Export, shut_down: Callable[[], None], *, most: int = QUEUE_SPANS) -> None:
+    def __init__(self, export: Export, shut_down: Callable[[], None]) -> None:
         self._export = export
         self._shut_down = shut_down
-        self._queue: queue.Queue[Span] = queue.Queue(most)
+        self._queue: queue.Queue[Span] = queue.Queue(QUEUE_SPANS)
         self._lock = threading.Lock()
         self._counts = {"exported": 0, "failed": 0, "dropped": 0}
         self._is_failing = False

@@ -1,9 +1,7 @@
-"""Watch a stream: every fact, in order, across restarts of the server.
+"""Watch a stream: every fact, in order, across restarts of the server; or read its messages without a consumer (ADR-31).
 
-A tail has no consumer on the server, so a role that watches needs no right to create one. The server
-announces each stored message to `subjects.stored`; the tail then reads what follows its own position.
-
-Read the messages of a stream without a consumer (ADR-31), so that none is delivered or acknowledged.
+A tail has no consumer on the server, so a role that watches needs no right to create one. The server announces each stored message to
+`subjects.stored`; the tail then reads what follows its own position. No message is delivered or acknowledged by either.
 
 Any server that stores the stream answers a direct get. In a cluster that may be one that lags: what it has is everything up to
 some sequence number. `read_stream` therefore asks the leader for what follows the last message.
@@ -32,14 +30,12 @@ from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Co
 from penstock.protocol.transport.stream_admin import stream_state
 
 _BATCH = 512  # messages of one answer
-_BATCH_BYTES = 8 * 1024 * 1024
+_MAX_BYTES = 8 * 1024 * 1024
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")
-_POLL_S = (
-    30.0  # a stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection
-)
-_MAX_MESSAGES = 256  # in one answer
-_MAX_BYTES = 8 * 1024 * 1024
+# A stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection.
+_POLL_S = 30.0
+_MAX_MESSAGES = 256  # in one answer to a tail
 _READ_S = 3600.0  # how long a read is retried while the server is unreachable
 _POLL_CLUSTER_S = 5.0  # of a cluster: one between two servers may be, while the connection to one of them lives
 _PAUSE_S = 0.5
@@ -89,7 +85,7 @@ async def read_stream(
             "seq": (found[-1].sequence if found else after) + 1,
             "next_by_subj": subject,
             "batch": _BATCH if most is None else min(_BATCH, most - len(found)),
-            "max_bytes": _BATCH_BYTES,
+            "max_bytes": _MAX_BYTES,
         }
         try:
             batch = await connection.retry(
@@ -208,12 +204,8 @@ class Tail(Generic[F]):
                 await asyncio.sleep(_LAG_PAUSE_S)
 
     async def _next_messages(self) -> list[Msg]:
-        request = {
-            "seq": self._next_sequence,
-            "next_by_subj": self.subject,
-            "batch": _MAX_MESSAGES,
-            "max_bytes": _MAX_BYTES,
-        }
+        limits = {"batch": _MAX_MESSAGES, "max_bytes": _MAX_BYTES}
+        request = {"seq": self._next_sequence, "next_by_subj": self.subject, **limits}
         return await direct_get(self.connection, self.stream, request)
 
     async def _is_deleted(self) -> bool:

@@ -17,7 +17,9 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, get_args
+
+from pydantic import field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
@@ -275,6 +277,43 @@ class ServerLaunch:
     context_length: int | None = None  # the limit it is started with, where less than the model's
     # its program and a flag with which it reads the words after these from stdin (`PreparedProcess`)
     prepare: Sequence[str] = ()
+
+
+class StartedServerSettings(Section):
+    """Checks of a section whose ``python`` or ``command`` starts servers with ``extra_args``; a subclass has the fields."""
+
+    section: ClassVar[str]
+    reserved: ClassVar[frozenset[str]]  # flags that the worker sets, and flags that the contract forbids
+    of_adapters: ClassVar[tuple[str, ...]]  # settings without effect unless ``max_lora_rank`` is set
+    if TYPE_CHECKING:
+        python: Path | None
+        command: tuple[str, ...]
+        max_lora_rank: int | None
+
+    @field_validator("extra_args", check_fields=False)
+    @classmethod
+    def _not_reserved(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        taken = sorted({word.split("=", 1)[0] for word in value} & cls.reserved)
+        if taken:
+            raise ValueError(f"{', '.join(taken)} cannot be passed on: the worker sets it, or the contract forbids it")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        chosen, name = self.model_fields_set, self.section
+        if self.command and self.python is not None:
+            raise ValueError(
+                f"{name}.command and {name}.python are both set; the command names its own Python, drop one"
+            )
+        unused = [setting for setting in self.of_adapters if setting in chosen]
+        if unused and self.max_lora_rank is None:
+            raise ValueError(f"{name}.{unused[0]} has no effect without {name}.max_lora_rank; set that too")
+        return self
+
+
+def flags_of(valued: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line for flags with values; a flag without one (None) is left out."""
+    return [word for flag, value in valued.items() if value is not None for word in (flag, str(value))]
 
 
 class NoOptions(Section):

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from penstock.protocol.config.connection import Section
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
+from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings, flags_of
 from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
 from penstock.rollout_service.engines.sglang.client import SglangClient
 
@@ -42,8 +41,12 @@ _RESERVED = frozenset(
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class SglangSettings(Section):
+class SglangSettings(StartedServerSettings):
     """SGLang servers that the worker starts, watches and stops; a flag that is not set here has SGLang's default."""
+
+    section = "sglang"
+    reserved = _RESERVED
+    of_adapters = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
 
     python: Path | None = Field(
         None, description="Python of SGLang's own environment, such as /opt/sglang/bin/python; none: the worker's own."
@@ -101,29 +104,9 @@ class SglangSettings(Section):
     metrics: bool = Field(True, description="--enable-metrics; the worker reports them in its heartbeat.")
     extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enable-fp32-lm-head', …].")
 
-    @field_validator("extra_args")
-    @classmethod
-    def _not_reserved(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        taken = sorted({word.split("=", 1)[0] for word in value} & _RESERVED)
-        if taken:
-            raise ValueError(f"{', '.join(taken)} cannot be passed on: the worker sets it, or the contract forbids it")
-        return value
-
     @model_validator(mode="after")
-    def _one_way_to_start(self) -> SglangSettings:
-        if self.command and self.python is not None:
-            raise ValueError(
-                "sglang.command and sglang.python are both set; the command names its own Python, drop one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_enabled(self) -> SglangSettings:
-        if self.max_lora_rank is None:
-            unused = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
-            if given := [name for name in unused if name in self.model_fields_set]:
-                raise ValueError(f"sglang.{given[0]} has no effect without sglang.max_lora_rank; set that too")
-        elif self.dp_size > 1:
+    def _replicas_have_no_adapters(self) -> SglangSettings:
+        if self.max_lora_rank is not None and self.dp_size > 1:
             raise ValueError(
                 "sglang.dp_size above 1 and sglang.max_lora_rank: SGLang loads no adapters into replicas; use sglang.engines"
             )
@@ -170,9 +153,7 @@ def _flags(settings: SglangSettings, number: int) -> list[str]:
         "--max-loaded-loras": settings.max_loaded_loras,
         "--lora-backend": settings.lora_backend,
     }
-    for flag, value in valued.items():
-        if value is not None:
-            flags += [flag, str(value)]
+    flags += flags_of(valued)
     if settings.metrics:
         flags.append("--enable-metrics")
     if settings.max_lora_rank is not None:

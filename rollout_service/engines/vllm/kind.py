@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
-from penstock.protocol.config.connection import Section
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
+from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings, flags_of
 from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
 from penstock.rollout_service.engines.vllm.client import VllmClient
 
@@ -44,8 +43,12 @@ _SWITCHES = {
 }
 
 
-class VllmSettings(Section):
+class VllmSettings(StartedServerSettings):
     """vLLM servers that the worker starts, watches and stops; a flag that is not set here has vLLM's default."""
+
+    section = "vllm"
+    reserved = _RESERVED
+    of_adapters = ("max_loras", "max_cpu_loras")
 
     python: Path | None = Field(
         None, description="Python of vLLM's own environment, such as /opt/vllm/bin/python; none: the worker's own."
@@ -81,28 +84,6 @@ class VllmSettings(Section):
         None, ge=1, description="--max-cpu-loras: adapters held in host memory; at least max_loras."
     )
     extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enforce-eager', …].")
-
-    @field_validator("extra_args")
-    @classmethod
-    def _not_reserved(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        taken = sorted({word.split("=", 1)[0] for word in value} & _RESERVED)
-        if taken:
-            raise ValueError(f"{', '.join(taken)} cannot be passed on: the worker sets it, or the contract forbids it")
-        return value
-
-    @model_validator(mode="after")
-    def _one_way_to_start(self) -> VllmSettings:
-        if self.command and self.python is not None:
-            raise ValueError("vllm.command and vllm.python are both set; the command names its own Python, drop one")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_enabled(self) -> VllmSettings:
-        if self.max_lora_rank is None:
-            unused = ("max_loras", "max_cpu_loras")
-            if given := [name for name in unused if name in self.model_fields_set]:
-                raise ValueError(f"vllm.{given[0]} has no effect without vllm.max_lora_rank; set that too")
-        return self
 
 
 def vllm_command(settings: VllmSettings) -> LaunchCommand:
@@ -151,9 +132,7 @@ def _flags(settings: VllmSettings) -> list[str]:
         "--max-loras": settings.max_loras,
         "--max-cpu-loras": settings.max_cpu_loras,
     }
-    for flag, value in valued.items():
-        if value is not None:
-            flags += [flag, str(value)]
+    flags += flags_of(valued)
     if settings.max_lora_rank is not None:
         flags.append("--enable-lora")
     return [*flags, *settings.extra_args]
