@@ -16,21 +16,9 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from penstock.protocol.errors import PenstockError
 
 __all__ = [
-    "FLAT",
-    "App",
-    "Group",
-    "Help",
-    "Json",
-    "Least",
-    "Parameter",
-    "RunArguments",
-    "RunName",
-    "UsageError",
-    "application",
-    "program",
-    "run",
-    "typed",
-]
+    "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError",
+    "application", "program", "run", "typed",
+]  # fmt: skip
 
 USAGE_ERROR = 2  # exit code
 FLAT = Parameter(name="*")  # the fields of a dataclass are options of the command

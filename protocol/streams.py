@@ -10,8 +10,8 @@ deliveries and write dead letters themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from penstock.protocol import subjects
 from penstock.protocol.facts import Split
@@ -104,83 +104,42 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
         of_splits = subjects.of_every_split(subject, run_id)
         return StreamSpec(stream_name(run_id, stage), of_splits, "workqueue", max_msgs, limits.max_bytes)
 
+    def watched(stage: StreamStage, subject: Callable[[str], str], max_msgs: int, **more: Any) -> StreamSpec:
+        of_stage = StreamSpec(
+            stream_name(run_id, stage), (subject(run_id),), "limits", max_msgs, limits.max_bytes, **more
+        )
+        return replace(of_stage, consumer_idle_s=CONSUMER_IDLE_S, announces=True)
+
     return (
         queue("tasks", subjects.tasks, limits.max_tasks),
         queue("generated", subjects.generated, limits.max_generated),
         queue("scored", subjects.scored, limits.max_scored),
-        StreamSpec(
-            stream_name(run_id, "weights"),
-            (subjects.weights(run_id),),
-            "limits",
-            100_000,
-            limits.max_bytes,
-            consumer_idle_s=CONSUMER_IDLE_S,
-            announces=True,
-        ),
-        StreamSpec(
-            stream_name(run_id, "events"),
-            (subjects.events(run_id),),
-            "limits",
-            1_000_000,
-            limits.max_bytes,
-            max_age_s=limits.events_age_s,
-            consumer_idle_s=CONSUMER_IDLE_S,
-            announces=True,
-        ),
-        StreamSpec(
-            stream_name(run_id, "dead"),
-            (subjects.dead(run_id),),
-            "limits",
-            1_000_000,
-            limits.max_bytes,
-            max_age_s=limits.dead_age_s,
-            consumer_idle_s=CONSUMER_IDLE_S,
-            announces=True,
-            max_msg_bytes=256 * 1024,
-        ),
+        watched("weights", subjects.weights, 100_000),
+        watched("events", subjects.events, 1_000_000, max_age_s=limits.events_age_s),
+        watched("dead", subjects.dead, 1_000_000, max_age_s=limits.dead_age_s, max_msg_bytes=256 * 1024),
     )
 
 
 def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) -> ConsumerSpec:
-    limits = limits or StreamLimits()
-    return ConsumerSpec(
-        stream_name(run_id, "tasks"),
-        f"rollout-{split}",
-        subjects.tasks(run_id, split),
-        limits.ack_wait_s,
-        100_000,
-        run_id,
-        "tasks",
-        scoring_bucket(run_id).bucket,
-    )
+    subject, marks = subjects.tasks(run_id, split), scoring_bucket(run_id).bucket
+    return _consumer(run_id, "tasks", f"rollout-{split}", subject, (limits or StreamLimits()).ack_wait_s, marks)
 
 
 def generated_consumer(run_id: str, limits: StreamLimits | None = None) -> ConsumerSpec:
-    limits = limits or StreamLimits()
-    return ConsumerSpec(
-        stream_name(run_id, "generated"),
-        "reward",
-        subjects.generated(run_id),
-        limits.ack_wait_s,
-        100_000,
-        run_id,
-        "generated",
-        scoring_bucket(run_id).bucket,
-    )
+    subject, marks = subjects.generated(run_id), scoring_bucket(run_id).bucket
+    return _consumer(run_id, "generated", "reward", subject, (limits or StreamLimits()).ack_wait_s, marks)
 
 
 def scored_consumer(run_id: str, split: str, limits: StreamLimits | None = None) -> ConsumerSpec:
     """Return the trainer's consumer for one split; it holds messages until a checkpoint."""
-    limits = limits or StreamLimits()
-    return ConsumerSpec(
-        stream_name(run_id, "scored"),
-        f"trainer-{split}",
-        subjects.scored(run_id, split),
-        limits.scored_ack_wait_s,
-        100_000,
-        run_id,
-        "scored",
-    )
+    subject, ack_wait_s = subjects.scored(run_id, split), (limits or StreamLimits()).scored_ack_wait_s
+    return _consumer(run_id, "scored", f"trainer-{split}", subject, ack_wait_s)
+
+
+def _consumer(
+    run_id: str, stage: StreamStage, durable: str, subject: str, ack_wait_s: float, marks_bucket: str = ""
+) -> ConsumerSpec:
+    return ConsumerSpec(stream_name(run_id, stage), durable, subject, ack_wait_s, 100_000, run_id, stage, marks_bucket)
 
 
 def consumers(run_id: str, limits: StreamLimits | None = None) -> tuple[ConsumerSpec, ...]:

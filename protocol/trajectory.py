@@ -270,26 +270,8 @@ class Group:
             )
 
     def check_described_by(self, described: GeneratedGroup) -> None:
-        runs = [run.version for row in self.trajectories for run in row.version_runs]
-        check_equal(
-            described.group_id,
-            ("group_id", self.group_id, described.group_id),
-            ("split", self.split, described.split),
-            ("attempt", self.attempt, described.attempt),
-            ("reward_name", self.reward.name, described.reward_name),
-            ("issued_version", self.issued_version, described.issued_version),
-            ("oldest_version", min(runs), described.oldest_version),
-            ("newest_version", max(runs), described.newest_version),
-            ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
-            ("completion_tokens", self.completion_tokens, described.completion_tokens),
-            ("finish_reasons", self.finish_reasons, described.finish_reasons),
-            ("has_baseline", self.has_baseline, described.has_baseline),
-            ("rows", tuple([len(e.rows) for e in self.episodes]), described.rows),
-            ("row_tokens", sum(e.num_tokens for e in self.episodes) if self.episodes else None, described.row_tokens),
-            ("teacher_top_k", self.teacher_top_k, described.teacher_top_k),
-            ("routers", self.routers, described.routers),
-            ("image_processor", self.image_processor, described.image_processor),
-        )
+        fields = self._described_fields()
+        check_equal(described.group_id, *((name, value, getattr(described, name)) for name, value in fields.items()))
 
     @property
     def teacher_top_k(self) -> int | None:
@@ -307,26 +289,29 @@ class Group:
         return tuple([one.finish_reason for one in (self.episodes or self.trajectories)])
 
     def summary(self, row_group: int) -> GeneratedGroup:
-        return GeneratedGroup(
-            group_id=self.group_id,
-            row_group=row_group,
-            split=self.split,
-            attempt=self.attempt,
-            reward_name=self.reward.name,
-            issued_version=self.issued_version,
-            oldest_version=min(t.oldest_version for t in self.trajectories),
-            newest_version=max(t.newest_version for t in self.trajectories),
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            finish_reasons=self.finish_reasons,
-            has_baseline=self.has_baseline,
-            rows=tuple(len(e.rows) for e in self.episodes),
-            row_tokens=sum(e.num_tokens for e in self.episodes) if self.episodes else None,
-            teacher_top_k=self.teacher_top_k,
-            abandoned=self.abandoned,
-            routers=self.routers,
-            image_processor=self.image_processor,
-        )
+        return GeneratedGroup(row_group=row_group, abandoned=self.abandoned, **self._described_fields())
+
+    def _described_fields(self) -> dict[str, Any]:
+        """Return what a message says of the group, by the fields of `GeneratedGroup`."""
+        versions = [run.version for row in self.trajectories for run in row.version_runs]
+        return {
+            "group_id": self.group_id,
+            "split": self.split,
+            "attempt": self.attempt,
+            "reward_name": self.reward.name,
+            "issued_version": self.issued_version,
+            "oldest_version": min(versions),
+            "newest_version": max(versions),
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "finish_reasons": self.finish_reasons,
+            "has_baseline": self.has_baseline,
+            "rows": tuple([len(e.rows) for e in self.episodes]),
+            "row_tokens": sum(e.num_tokens for e in self.episodes) if self.episodes else None,
+            "teacher_top_k": self.teacher_top_k,
+            "routers": self.routers,
+            "image_processor": self.image_processor,
+        }
 
 
 def check_token_values(token_ids: Int32s, logprobs: Float32s, vocab_size: int | None) -> None:

@@ -43,16 +43,9 @@ from penstock.protocol.config.sources import (
 from penstock.protocol.errors import ConfigError
 
 __all__ = [
-    "SECTIONS",
-    "Loaded",
-    "config_document",
-    "format_config",
-    "is_secret",
-    "load",
-    "split_arguments",
-    "toml_text",
+    "SECTIONS", "Loaded", "config_document", "format_config", "is_secret", "load", "split_arguments", "toml_text",
     "values_of",
-]
+]  # fmt: skip
 
 _LISTS = ("tracker",)  # sections that are lists: [[tracker]]
 

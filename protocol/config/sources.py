@@ -33,31 +33,10 @@ _KEY_PART = re.compile(r'"([^"]*)"|\'([^\']*)\'|([^."\']+)')
 _DELETION = re.compile(r"~[A-Za-z0-9_.-]+")  # hydra's; a path below the home directory has a slash
 _TOML_PLACE = re.compile(r" \(at line (\d+), column (\d+)\)")
 SECTIONS = (
-    "run",
-    "nats",
-    "s3",
-    "model",
-    "data",
-    "rollout",
-    "reward",
-    "algorithm",
-    "critic",
-    "trainer",
-    "eval",
-    "metrics",
-    "sft",
-    "dpo",
-    "rm",
-    "worker",
-    "teacher",
-    "environment",
-    "sglang",
-    "vllm",
-    "reward_service",
-    "retention",
-    "tracker",
+    "run", "nats", "s3", "model", "data", "rollout", "reward", "algorithm", "critic", "trainer", "eval", "metrics",
+    "sft", "dpo", "rm", "worker", "teacher", "environment", "sglang", "vllm", "reward_service", "retention", "tracker",
     "tracking",
-)
+)  # fmt: skip
 _NEAR = 0.75  # of two dotted keys, whose sections alone make many of them alike
 
 

@@ -58,18 +58,9 @@ TEXT_COLUMNS = (
     "messages",
 )  # that a reward needs
 _OF_EPISODE = (
-    "episode_id",
-    "episode_index",
-    "episode_attempt",
-    "environment",
-    "environment_version",
-    "seed",
-    "end_status",
-    "time_spent_by",
-    "episode_reward",
-    "reward_parts",
-    "counts",
-)
+    "episode_id", "episode_index", "episode_attempt", "environment", "environment_version", "seed", "end_status",
+    "time_spent_by", "episode_reward", "reward_parts", "counts",
+)  # fmt: skip
 
 
 def shared_tokens(group: Group) -> list[int]:

@@ -17,22 +17,9 @@ from penstock.sandbox.inside import values
 STUBS = ("opaque", "none", "missing")  # a new object equal to nothing; None; NameError, as an empty program
 # Modules that tests import the program from.
 PROGRAM_MODULES = [
-    "solution",
-    "solutions",
-    "main",
-    "program",
-    "submission",
-    "answer",
-    "candidate",
-    "implementation",
-    "module",
-    "your_module",
-    "my_module",
-    "mymodule",
-    "your_solution",
-    "my_solution",
-    "user_solution",
-]
+    "solution", "solutions", "main", "program", "submission", "answer", "candidate", "implementation", "module",
+    "your_module", "my_module", "mymodule", "your_solution", "my_solution", "user_solution",
+]  # fmt: skip
 _MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer
 # If a called function raises one of these, it would end a loop or the tests instead of failing them.
 _SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)

@@ -16,26 +16,11 @@ from penstock.rollout_service.engines.engine_process import LaunchCommand, child
 from penstock.rollout_service.engines.sglang.client import SglangClient
 
 # Flags that the worker sets, and flags that the contract forbids.
-_RESERVED = frozenset(
-    {
-        "--model-path",
-        "--model",
-        "--host",
-        "--port",
-        "--weight-version",
-        "--load-format",
-        "--tokenizer-worker-num",
-        "--skip-tokenizer-init",
-        "--sampling-defaults",
-        "--preferred-sampling-params",
-        "--enable-lora",
-        "--lora-paths",
-        "--incremental-streaming-output",
-        "--nnodes",
-        "--node-rank",
-        "--dist-init-addr",
-    }
-)
+_RESERVED = frozenset({
+    "--model-path", "--model", "--host", "--port", "--weight-version", "--load-format", "--tokenizer-worker-num",
+    "--skip-tokenizer-init", "--sampling-defaults", "--preferred-sampling-params", "--enable-lora", "--lora-paths",
+    "--incremental-streaming-output", "--nnodes", "--node-rank", "--dist-init-addr",
+})  # fmt: skip
 
 
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

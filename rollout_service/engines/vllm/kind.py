@@ -16,26 +16,11 @@ from penstock.rollout_service.engines.engine_process import LaunchCommand, child
 from penstock.rollout_service.engines.vllm.client import VllmClient
 
 # Flags that the worker sets, and flags that the contract forbids.
-_RESERVED = frozenset(
-    {
-        "--model",
-        "--host",
-        "--port",
-        "--load-format",
-        "--logprobs-mode",
-        "--generation-config",
-        "--override-generation-config",
-        "--enable-scale-out",
-        "--tokens-only",
-        "--skip-tokenizer-init",
-        "--served-model-name",
-        "--enable-lora",
-        "--lora-modules",
-        "--api-server-count",
-        "--headless",
-        "--api-key",
-    }
-)
+_RESERVED = frozenset({
+    "--model", "--host", "--port", "--load-format", "--logprobs-mode", "--generation-config",
+    "--override-generation-config", "--enable-scale-out", "--tokens-only", "--skip-tokenizer-init",
+    "--served-model-name", "--enable-lora", "--lora-modules", "--api-server-count", "--headless", "--api-key",
+})  # fmt: skip
 _SWITCHES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for pauses, weights and the prefix cache
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
