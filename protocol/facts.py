@@ -29,11 +29,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
-from pydantic import (
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
 from penstock.protocol.groups import (  # noqa: F401  what facts carry, for their readers

@@ -40,7 +40,7 @@ REFUSED: dict[str, str] = {
 # Values of accepted keys that have no counterpart here.
 _ABSENT_VALUES: dict[tuple[str, object], str] = {
     ("trainer.save_freq", -1): "a run is resumed from its checkpoints, so they are always made; set "
-    "trainer.checkpoint_every to trainer.steps for one at the end",
+    "trainer.checkpoint_every to trainer.steps for one at the end"
 }
 
 

@@ -239,8 +239,7 @@ def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:
         return _sets_several(earlier)
     dotted = ".".join(path)
     raise UnknownKeyError(
-        path,
-        f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
+        path, f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out"
     )
 
 

@@ -28,11 +28,7 @@ def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, s
     Of a server's file the certificate that ends first counts, of authorities the one that ends last: with the others gone the
     servers that it signed are still trusted. A file without certificates is left out; whatever uses it names the problem.
     """
-    authorities = {
-        "nats.ca_file": nats.ca_file,
-        "s3.ca_file": s3.ca_file,
-        tls.AUTHORITY: environ.get(tls.AUTHORITY),
-    }
+    authorities = {"nats.ca_file": nats.ca_file, "s3.ca_file": s3.ca_file, tls.AUTHORITY: environ.get(tls.AUTHORITY)}
     own = ends_of(environ.get(tls.CERTIFICATE))
     end_times = {tls.CERTIFICATE: min(own)} if own else {}
     return end_times | {name: max(ends) for name, file in authorities.items() if (ends := ends_of(file))}

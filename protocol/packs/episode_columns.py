@@ -50,13 +50,7 @@ FIELDS = tuple(
     }.items()
 )
 MAY_BE_NULL = ("episode_reward",)
-TEXT_COLUMNS = (
-    "episode_number",
-    "end_status",
-    "episode_reward",
-    "reward_parts",
-    "messages",
-)  # that a reward needs
+TEXT_COLUMNS = ("episode_number", "end_status", "episode_reward", "reward_parts", "messages")  # that a reward needs
 _OF_EPISODE = (
     "episode_id", "episode_index", "episode_attempt", "environment", "environment_version", "seed", "end_status",
     "time_spent_by", "episode_reward", "reward_parts", "counts",

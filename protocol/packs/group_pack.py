@@ -245,11 +245,7 @@ def _accepted() -> tuple[pa.Schema, ...]:
     schemas = [
         pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     ]
-    return (
-        *SCHEMAS.values(),
-        *schemas,
-        *(s.remove(s.get_field_index("is_baseline")) for s in schemas),
-    )
+    return (*SCHEMAS.values(), *schemas, *(s.remove(s.get_field_index("is_baseline")) for s in schemas))
 
 
 def _with_nullable_elements(field: pa.Field) -> pa.Field:

@@ -89,9 +89,7 @@ def encode(found: StepLogprobs) -> bytes:
     except _Refused as err:
         raise PackError(f"log-probabilities of step {found.header.step} are not written: {err}") from None
     tensors = {name: getattr(found, name).astype(dtype, copy=False) for name, (_, dtype) in _DTYPES.items()}
-    header: dict[str, Any] = {
-        "__metadata__": {"schema": SCHEMA_TAG, "step": found.header.model_dump_json()},
-    }
+    header: dict[str, Any] = {"__metadata__": {"schema": SCHEMA_TAG, "step": found.header.model_dump_json()}}
     at = 0
     for name, tensor in tensors.items():
         entry = {"dtype": _DTYPES[name][0], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}

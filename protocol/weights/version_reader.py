@@ -29,14 +29,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.layout import MAX_LAYOUT_BYTES, WeightLayout, shard_header
 from penstock.protocol.weights.manifest import MAX_MANIFEST_BYTES, BucketState, VersionManifest
-from penstock.protocol.weights.manifest_chain import (
-    MAX_HOPS,
-    CatchUp,
-    FetchManifest,
-    Held,
-    plan_catch_up,
-    verify_base,
-)
+from penstock.protocol.weights.manifest_chain import MAX_HOPS, CatchUp, FetchManifest, Held, plan_catch_up, verify_base
 from penstock.protocol.weights.patch_segment import Bytes, as_bytes
 
 if TYPE_CHECKING:

@@ -44,12 +44,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # tensor name → sizes
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 _NOT_LAYERS = {"lm_head", "embed_tokens"}  # what "all-linear" leaves out, as PEFT does
 # Target → those that must be targets too.
-_TOGETHER = {
-    "q_proj": {"v_proj"},
-    "k_proj": {"q_proj", "v_proj"},
-    "v_proj": {"q_proj"},
-    "up_proj": {"gate_proj"},
-}
+_TOGETHER = {"q_proj": {"v_proj"}, "k_proj": {"q_proj", "v_proj"}, "v_proj": {"q_proj"}, "up_proj": {"gate_proj"}}
 # Other options of PEFT → the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),

@@ -177,10 +177,7 @@ class _Router:
         return await self._spread(len(prompts), redundancy.started * sampling.max_new_tokens, ask)
 
     async def _spread(
-        self,
-        num_prompts: int,
-        cost: int,
-        ask: Callable[[Generates, Sequence[int]], Awaitable[list[T]]],
+        self, num_prompts: int, cost: int, ask: Callable[[Generates, Sequence[int]], Awaitable[list[T]]]
     ) -> list[T]:
         assigned = self._assign(num_prompts, cost)
         found: dict[int, T] = {}

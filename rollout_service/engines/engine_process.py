@@ -40,12 +40,7 @@ class PreparedProcess:
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=environ,
-                start_new_session=True,
+                *words, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, env=environ, start_new_session=True
             )
         return cls(process, words, log_start)
 

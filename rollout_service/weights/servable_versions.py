@@ -32,12 +32,7 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import (
-    Generates,
-    KeptCompletions,
-    PlacesEpisodes,
-    able_to_abandon,
-)
+from penstock.rollout_service.engines.engine_client import Generates, KeptCompletions, PlacesEpisodes, able_to_abandon
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.errors import EngineRefused
 from penstock.rollout_service.weights.mirror import MirroredVersion

@@ -123,10 +123,7 @@ def _routed_experts(sequence: Sequence, requested: RequestedJob) -> str:
 
 
 def _output_logprobs(tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
-    return {
-        "output_token_logprobs": _triples(logprobs, tokens),
-        "output_token_logprobs_length": len(tokens),
-    }
+    return {"output_token_logprobs": _triples(logprobs, tokens), "output_token_logprobs_length": len(tokens)}
 
 
 def _triples(logprobs: Iterable[float | None], tokens: Iterable[int]) -> list[tuple[float | None, int, None]]:

@@ -43,11 +43,7 @@ class AdapterRegistry:
     """The adapters of one server; loads and unloads run one at a time, while the engine generates."""
 
     def __init__(
-        self,
-        read: Callable[[str, str], Adapter],
-        drop: Callable[[Adapter], Awaitable[None]],
-        *,
-        max_loaded: int,
+        self, read: Callable[[str, str], Adapter], drop: Callable[[Adapter], Awaitable[None]], *, max_loaded: int
     ) -> None:
         """``read`` reads the adapter of a name and path, in a thread; ``drop`` frees the engine's tensors of one."""
         self._read = read
