@@ -25,11 +25,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int, death_signal: int = signal.SIGKILL) -> bool:
     """Have the kernel signal this process when its parent exits; return False if the parent has exited already.
 
-    Only Linux does this; elsewhere nothing is asked. Raises OSError for an invalid signal.
-
-    Args:
-        parent: The process id of the parent, as it was when this process started.
-        death_signal: The signal.
+    ``parent`` is its process id as it was when this process started. Only Linux does this; elsewhere nothing is asked. Raises OSError
+    for an invalid signal.
     """
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -54,8 +54,7 @@ class RunImages:
     async def of_task(self, task: Task) -> dict[str, bytes]:
         """Return the images of a task by their sha256.
 
-        Raises:
-            TaskRefused: they were placed by another processor, are missing or damaged, or are others than the task says.
+        Raises TaskRefused if they were placed by another processor, are missing or damaged, or are others than the task says.
         """
         if task.images is None:
             return {}

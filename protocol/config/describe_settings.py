@@ -58,13 +58,10 @@ def describe(
     presets: Mapping[str, Mapping[str, Any]],
     preset_key: str,
 ) -> list[SettingDescription]:
-    """Return every setting of the services, in the order of their sections.
+    """Return every setting of the services (by name), in the order of their sections.
 
-    Args:
-        services: The settings class of each service, by the service's name.
-        names: Keys whose value is one of registered names, with the built-in names.
-        presets: What each preset sets in its section.
-        preset_key: The key that names a preset.
+    ``names`` has the built-in names of keys whose value is one of registered names, ``presets`` what each preset sets in its
+    section, and ``preset_key`` names a preset.
     """
     section = preset_key.rpartition(".")[0]
     found: dict[str, tuple[FieldInfo, list[str]]] = {}

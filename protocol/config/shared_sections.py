@@ -105,14 +105,10 @@ def expired(
     settings: RetentionSettings,
     now: datetime,
 ) -> list[str]:
-    """Return the keys of the packs, task lists and log-probabilities that may be deleted.
+    """Return the keys of the packs, task lists and log-probabilities that may be deleted, of all ``stored`` ones of a run.
 
-    Args:
-        stored: All of these of the run.
-        named: Keys that a message of a work queue or a dead letter references; kept at any age.
-        trained: Keys that a step of the committed record references, and those of its log-probabilities.
-        settings: The retention times.
-        now: The current time; compared with times of the object store's clock.
+    ``named`` are keys that a message of a work queue or a dead letter references, kept at any age; ``trained`` those that a step of the
+    committed record references, and those of its log-probabilities. ``now`` is compared with times of the object store's clock.
     """
     old_keys = []
     for stat in stored:

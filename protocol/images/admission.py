@@ -76,13 +76,9 @@ def admit(data: bytes) -> AdmittedImage:
 
 
 def pixels(data: bytes, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
-    """Return the pixels of an admitted image, [height, width, 3].
+    """Return the pixels of an admitted image, [height, width, 3]; raises ImageRefused as `admit` does.
 
-    Args:
-        data: The bytes that `admit` returned.
-        size: Width and height to resize to, with Pillow's bicubic filter; None: as stored.
-
-    Raises ImageRefused as `admit` does.
+    ``size`` is width and height to resize to, with Pillow's bicubic filter; None: as stored.
     """
     with _open(data) as image:
         _load(image)
@@ -216,15 +212,10 @@ def _source(part: Mapping[str, Any]) -> Source:
 
 
 def image_bytes(source: Source, folder: Path | None = None) -> bytes:
-    """Return the bytes of an image.
+    """Return the bytes of an image; raises ImageRefused for a file that is missing or too large, and for other sources, such as a URL.
 
-    Args:
-        source: Bytes; a data URL with base64; the path of a file below ``folder``, relative to it; or a mapping with one of these as
-            ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data`` (without the head of a data URL), ``url``, ``path``.
-        folder: Where files may be read; None: nowhere.
-
-    Raises:
-        ImageRefused: For any other source, above all a URL of a network, and for a file that is not there or too large.
+    A source is bytes; a data URL with base64; the path of a file below ``folder``, relative to it (None: no files are read); or a mapping
+    with one of these as ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data`` (without the head of a data URL), ``url``, ``path``.
     """
     if isinstance(source, Mapping):
         return _of_mapping(source, folder)

@@ -235,15 +235,9 @@ def expanded(
 ) -> tuple[list[int], RowImages | None]:
     """Return token ids with each placeholder replaced by its image's tokens, and where they are.
 
-    Args:
-        token_ids: With one placeholder for each image, in order: a rendered prompt, or what follows ``at`` tokens of a row.
-        images: As admitted.
-        processor: Of the model.
-        at: Tokens of the row before these; positions count from the row's beginning.
-
-    Raises:
-        ImageRefused: For more images than a row may have, and for another number of placeholders than images, such as where a text
-            holds the placeholder's.
+    ``token_ids`` have one placeholder for each image, in order: a rendered prompt, or what follows ``at`` tokens of a row, from whose
+    beginning positions count. Raises ImageRefused for more images than a row may have, and for another number of placeholders than
+    images, such as where a text holds the placeholder's.
     """
     num_placeholders = sum(token == processor.image_token_id for token in token_ids)
     if num_placeholders != len(images):

@@ -174,14 +174,8 @@ def decode(
 ) -> list[Group]:
     """Decode the groups of the given row groups (all, when None), arrays without a copy per token.
 
-    Args:
-        data: The object.
-        row_groups: Which groups.
-        described: The message's description of each of them; a pack that differs from it is refused.
-        vocab_size: Token ids are below it; None: not known.
-
-    Raises:
-        PackError: For anything that is not a pack of this schema, and whatever it is that decoding it raises.
+    ``described`` is the message's description of each of them: a pack that differs from it is refused. Token ids are below
+    ``vocab_size``; None: not known. Raises PackError for anything that is not a pack of this schema, whatever decoding it raises.
     """
     with _refusing():
         rows = _read(data, row_groups, None, described)

@@ -114,10 +114,7 @@ def check_schema(
 ) -> tuple[StoredColumn, ...]:
     """Return the columns of a file; raises PackError unless they are exactly those of one of the ``accepted`` schemas.
 
-    Args:
-        file: The opened file.
-        accepted: The schemas that packs have, or had.
-        keys: Of the file's metadata; an Arrow schema among them changes the types that are read, so it must be the same.
+    ``keys`` are of the file's metadata; an Arrow schema among them changes the types that are read, so it must be the same.
     """
     schema = file.schema
     for known in accepted:

@@ -220,15 +220,9 @@ class CheckpointCommitted(Fact):
 
 
 def chapters(last: BlobRef | None, fetch: Callable[[BlobRef], bytes]) -> Iterator[LineageChapter]:
-    """Read a record from its last chapter back to its first.
+    """Read a record from its last chapter (None: nothing is recorded) back to its first.
 
-    Args:
-        last: The chapter that the checkpoint references; None: nothing is recorded.
-        fetch: Returns a verified object (`Blobs.get`).
-
-    Raises:
-        BlobMissing, BlobCorrupt: A chapter is missing or altered.
-        WireError: An object is no chapter.
+    ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for what is none.
     """
     while last is not None:
         chapter = decode(fetch(last), LineageChapter)

@@ -47,17 +47,10 @@ class StoredRecord:
 
     @classmethod
     def read(cls, run_id: str, last: BlobRef, fetch: Callable[[BlobRef], bytes]) -> StoredRecord:
-        """Read a record back from its last chapter.
+        """Read the record of a run back from its last chapter, the one that the newest checkpoint references (`end_of_record`).
 
-        Args:
-            run_id: The run it must belong to.
-            last: The chapter that the newest checkpoint references, see `end_of_record`.
-            fetch: Returns a verified object (`Blobs.get`).
-
-        Raises:
-            BlobMissing, BlobCorrupt: A chapter is missing or altered.
-            WireError: An object is no chapter.
-            RecordBroken: Chapters, steps or versions are not consecutive, or a group has no pack.
+        ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for an object that
+        is none, RecordBroken if chapters, steps or versions are not consecutive, or a group has no pack.
         """
         record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()
@@ -137,13 +130,8 @@ class StoredRecord:
 def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]) -> BlobRef:
     """Return the last committed chapter: of the newest checkpoint on this machine, else the one that NATS references.
 
-    Args:
-        run_id: The run.
-        folder: Its folder on this machine; it may be missing.
-        pointer: Reads the key ``checkpoint`` of the run's state bucket; called only when there is no checkpoint here.
-
-    Raises:
-        RecordBroken: No checkpoint was committed, or one cannot be read.
+    ``folder`` may be missing. ``pointer`` reads the key ``checkpoint`` of the run's state bucket; it is called only when there is no
+    checkpoint here. Raises RecordBroken if no checkpoint was committed, or one cannot be read.
     """
     try:
         checkpoints = committed(folder / "checkpoints")

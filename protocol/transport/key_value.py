@@ -226,15 +226,8 @@ async def change_value(
 ) -> tuple[V, int | None]:
     """Return the changed value and its revision; ``change`` is called again with what another process wrote meanwhile.
 
-    Nothing is written if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and
-    what ``read`` and ``change`` raise.
-
-    Args:
-        store: The bucket.
-        key: The key of the value.
-        read: Returns the present value and its revision; None: it does not exist.
-        change: Returns the value to write.
-        write: Returns a value as bytes.
+    ``read`` returns the present value and its revision, None: it does not exist; ``write`` returns a value as bytes. Nothing is written
+    if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and what ``read`` and ``change`` raise.
     """
     tries_left = _SWAPS
     while True:

@@ -92,13 +92,7 @@ _MAX_IN_FLIGHT = 64  # requests at a time; more of them make the server slower
 
 
 def refusal(err: APIError, what: str, url: str) -> BusError:
-    """Return the Penstock error for an error of JetStream.
-
-    Args:
-        err: The error of the client library.
-        what: The request, with the name of its stream, consumer or bucket.
-        url: URL of the server, for the text.
-    """
+    """Return the Penstock error for an error of JetStream; ``what`` is the request, with the name of its stream, consumer or bucket."""
     kind, remedy = _REMEDIES.get(err.err_code or 0, (BusError, ""))
     if not remedy and err.code == 404:
         kind, remedy = MissingStream, BOOTSTRAP

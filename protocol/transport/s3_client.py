@@ -60,9 +60,7 @@ _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked fo
 def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
     """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
 
-    Args:
-        headers: Of the server's answer; ``Date`` is the server's time.
-        now: This machine's time, with a time zone.
+    ``Date`` of the answer's ``headers`` is the server's time, ``now`` this machine's, with a time zone.
     """
     try:
         theirs = parsedate_to_datetime(headers["Date"])

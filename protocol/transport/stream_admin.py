@@ -258,12 +258,10 @@ class Snapshot:
 
 
 async def save(connection: Connection, stream: str, write: Callable[[bytes], object]) -> Snapshot:
-    """Write a snapshot of a stream, chunk by chunk.
+    """Write a snapshot of a stream, chunk by chunk; raises MissingStream.
 
-    Raises:
-        MissingStream: There is no such stream.
-        BusRefused: This login may not make snapshots, or the server says why it cannot.
-        BusUnreachable: The connection was lost; what was written is not whole.
+    Raises BusRefused if this login may not make snapshots, or the server says why it cannot; BusUnreachable if the connection was lost:
+    what was written is not whole.
     """
     what, client = f"snapshot of {stream}", connection.client
     inbox = client.new_inbox()
@@ -289,10 +287,8 @@ async def save(connection: Connection, stream: str, write: Callable[[bytes], obj
 async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunks: Iterable[bytes]) -> None:
     """Make a stream from a snapshot.
 
-    Raises:
-        BusRefused: The stream exists, this login may not restore, or the server says why it cannot.
-        BusError: What was restored has other messages than the snapshot.
-        BusUnreachable: The connection was lost; the server removes what is not whole.
+    Raises BusRefused if it exists, this login may not restore, or the server says why it cannot; BusError if what was restored has other
+    messages than the snapshot; BusUnreachable if the connection was lost: the server removes what is not whole.
     """
     what = f"restore {stream}"
     request = {"config": _config_here(snapshot.config, connection.replicas), "state": snapshot.state}

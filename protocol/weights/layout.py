@@ -188,16 +188,10 @@ def build_layout(
 ) -> WeightLayout:
     """Pack tensors into buckets of at most ``bucket_bytes``; independent of their order.
 
-    Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a
-    safetensors file of a bucket has its tensors in the usual order of that format. A tensor larger than
-    ``bucket_bytes`` has a bucket of its own.
-
-    Args:
-        tensors: Every tensor once; of tied tensors the one that is stored.
-        bucket_bytes: Raw size that a bucket is filled up to.
-        tied: Name -> name of the stored tensor with the same bytes.
-
-    Raises ValueError for an unknown dtype, a duplicate name, or a tie to a missing tensor.
+    Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a safetensors file of a bucket has its
+    tensors in the usual order of that format. A tensor larger than ``bucket_bytes`` has a bucket of its own. ``tied`` is the name of a
+    tensor that is not stored -> that of the stored one with the same bytes. Raises ValueError for an unknown dtype, a duplicate name,
+    or a tie to a missing tensor.
     """
     buckets: list[Bucket] = []
     placed: list[PlacedTensor] = []

@@ -76,13 +76,9 @@ def plan_catch_up(
 ) -> FetchManifest | CatchUp:
     """Return the next manifest to fetch, or the plan with the fewest bytes from ``held`` to ``head``.
 
-    Args:
-        head: The target.
-        fetched: Manifests by the sha256 of their bytes, verified against it by the caller.
-        held: The mirror's version; None for an empty one, or one that must be rebuilt.
-        max_hops: Limit of parents to follow, after which only the full snapshot is considered.
-
-    Raises ChainBroken when a manifest differs from what its child states.
+    ``fetched`` are manifests by the sha256 of their bytes, verified against it by the caller; ``held`` is the mirror's version, None for an
+    empty one, or one that must be rebuilt. Beyond ``max_hops`` parents only the full snapshot is considered. Raises ChainBroken when a
+    manifest differs from what its child states.
     """
     if held == Held(PolicyVersion(head.version), head.state_root):
         return CatchUp(head, None, ())

@@ -56,13 +56,9 @@ class WeightReader:
     def __init__(
         self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0, trusted_keys: TrustedKeys | None = None
     ) -> None:
-        """Nothing is fetched yet.
+        """Fetch nothing yet. One of ``trusted_keys`` must have signed each manifest; None: signatures are not verified.
 
-        Args:
-            blobs: The object store.
-            run_id: Whose versions are read.
-            cache_bytes: Segments kept in memory, for a caller that applies each to a second copy.
-            trusted_keys: One of them must have signed each manifest; None: signatures are not verified.
+        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy.
         """
         self.num_bytes = 0  # of weights, fetched so far
         self._blobs = blobs

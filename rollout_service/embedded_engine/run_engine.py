@@ -44,9 +44,7 @@ log = structlog.get_logger("embedded_engine.run_engine")
 def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callable[[], None]) -> int:
     """Serve on ``listener`` until a signal ends the process, or the engine thread fails (then return 1).
 
-    Raises:
-        UnsupportedModel: the model folder's architecture or features are not served here.
-        CheckpointRefused: the first weights are not complete and finite.
+    Raises UnsupportedModel, and CheckpointRefused if the first weights are not complete and finite.
     """
     torch.set_num_threads(settings.threads)
     config = read_model_config(settings.model_path)

@@ -174,9 +174,7 @@ class PackLimit:
     def observe(self, load: EngineLoad, sequences_per_pack: float) -> int:
         """Return the limit after one more sample, `SAMPLE_S` or a little more after the one before.
 
-        Args:
-            load: The sample.
-            sequences_per_pack: Sequences of a pack that has just been taken.
+        ``sequences_per_pack`` is of a pack that has just been taken.
         """
         before, self._last = self._last, load
         if before is None or load.generated_tokens < before.generated_tokens:  # the engine was started again

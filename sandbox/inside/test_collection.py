@@ -75,13 +75,9 @@ def has_statements(tree: ast.Module) -> bool:
 def collect(
     names: dict[str, Any], before: dict[str, Any], tree: ast.Module, candidate: Callable[[], Any]
 ) -> list[Found]:
-    """Return the tests among the names that a piece of code has defined.
+    """Return the tests among the names that a piece of code has defined, given the namespace after and before it ran, and its syntax.
 
-    Args:
-        names: The namespace after it ran.
-        before: The same before it ran.
-        tree: Its syntax.
-        candidate: Returns the function that ``check(candidate)`` gets; raises BadTests when the row does not name it.
+    ``candidate`` returns the function that ``check(candidate)`` gets; it raises BadTests when the row does not name it.
     """
     new = {name: thing for name, thing in names.items() if before.get(name) is not thing}
     used = _used_at_top_level(tree)

@@ -221,16 +221,10 @@ def _listed(body: GenerateBody) -> list[list[str]]:
 def with_images(
     prompt: tuple[int, ...], images: Items[ReadImage], positions: Items[int] | None, processor: ImageProcessor
 ) -> tuple[tuple[int, ...], Images | None]:
-    """Return a prompt with all tokens of its images, and these.
+    """Return a prompt, which has one placeholder for each image, with all tokens of its images, and these.
 
-    Args:
-        prompt: ids with one placeholder for each image.
-        images: in the order of their placeholders.
-        positions: where the placeholders are; None: at every token with the image token's id.
-        processor: of the model.
-
-    Raises:
-        RequestRefused: there are not as many placeholders as images, or ``positions`` name other tokens.
+    ``positions`` are those of the placeholders; None: at every token with the image token's id. Raises RequestRefused if there are not as
+    many placeholders as images, or ``positions`` name other tokens.
     """
     token = processor.image_token_id
     if positions is not None:

@@ -107,10 +107,9 @@ class RequestedJob:
 
 
 def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequences[ReadImage]] = ()) -> RequestedJob:
-    """Return the sequences that ``body`` requests; ``images`` are those of each prompt, or none for any.
+    """Return the sequences that ``body`` requests; raises RequestRefused, which names the value that cannot be served.
 
-    Raises:
-        RequestRefused: names the value that cannot be served and the possible ones.
+    ``images`` are those of each prompt, or none for any.
     """
     prompts, is_batch = _prompts(body, model.text)
     if body.return_routed_experts and not model.expert_layers:

@@ -151,11 +151,7 @@ class ChatBody(Body):
 
 
 def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
-    """Render the conversation and return the sequences that answer it.
-
-    Raises:
-        RequestRefused: no chat template, or the rendered conversation cannot be served.
-    """
+    """Render the conversation and return the sequences that answer it; raises RequestRefused, as without a chat template."""
     rendered = model.text.render_chat([message.model_dump() for message in body.messages])
     params = SamplingParams(
         n=body.n,

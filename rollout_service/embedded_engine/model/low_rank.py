@@ -153,12 +153,9 @@ class RowAdapters:
 
 
 def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str, LowRank]:
-    """Return the factors of every adapted layer by its name in the model, multiplied by the scale.
+    """Return the factors of every adapted layer by its name in the model, multiplied by the scale; raises CheckpointRefused.
 
     Each ``down`` is [rank, in] in the file's own dtype, each ``up`` [out, rank] in float32.
-
-    Raises:
-        CheckpointRefused: names the folder and what in it does not fit.
     """
     try:
         raw = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))

@@ -86,11 +86,7 @@ class ModelConfig:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read ``folder/config.json``.
-
-    Raises:
-        UnsupportedModel: no such file, another architecture, or a feature that would make results inexact.
-    """
+    """Read ``folder/config.json``; raises UnsupportedModel, also for a feature that would make results inexact."""
     whole = _read_json(folder / "config.json")
     architecture = (whole.get("architectures") or ["(none named)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:

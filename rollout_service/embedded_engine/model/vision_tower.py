@@ -42,10 +42,8 @@ class VisionTower:
     ) -> torch.Tensor:
         """Return what stands in place of the embeddings of an image's tokens, [tokens, hidden].
 
-        Args:
-            tensors: the tower's weights, by their names in `_build`'s module.
-            pixel_values: [patches, values of a patch] float32, from the image processor.
-            grid: patches in time, height and width.
+        ``tensors`` are the tower's weights, by their names in `_build`'s module; ``pixel_values`` [patches, values of a patch] float32 are from
+        the image processor; ``grid`` is patches in time, height and width.
         """
         dtype = next(iter(tensors.values())).dtype
         given = pixel_values.to(device=self._device, dtype=dtype)

@@ -84,12 +84,9 @@ def _experts(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Read every tensor of the model from ``folder``: one model.safetensors, or shards named by the index.
 
-    Returns:
-        Tensors on the CPU in the file's own dtype, each with the expected shape and all numbers finite, by the names in the file:
-        those of `expected_shapes`, or all of a model with images by their names in transformers' module (`hub_name`).
-
-    Raises:
-        CheckpointRefused: names the file, the tensor, what was expected and what was found.
+    The tensors are on the CPU in the file's own dtype, each with the expected shape and all numbers finite, by the names in the file: those of
+    `expected_shapes`, or all of a model with images by their names in transformers' module (`hub_name`). Raises CheckpointRefused, which
+    names the file, the tensor, what was expected and what was found.
     """
     expected = expected_shapes(config)
     tensors: dict[str, torch.Tensor] = {}

@@ -178,14 +178,10 @@ def image_fields(
 ) -> dict[str, Any]:
     """Return the fields of a request's body that its images need, ``input_ids`` among them; none without images.
 
-    Args:
-        prompts: All token ids of each prompt, with what was sampled behind it.
-        shown: The prompts themselves, of which some may have images.
-        tokens: The model's; None: it reads no images.
-        takes_positions: The server is told which tokens are placeholders, so that others may have the same id.
-
-    Raises:
-        TaskRefused: The model reads no images; or the policy sampled the image token's id, and the server would take it for a placeholder.
+    ``prompts`` are all token ids of each prompt, with what was sampled behind it; ``shown`` the prompts themselves, of which some may have
+    images; ``tokens`` the model's, None: it reads no images. With ``takes_positions`` the server is told which tokens are placeholders, so that
+    others may have the same id. Raises TaskRefused if the model reads no images, or the policy sampled the image token's id, and the server
+    would take it for a placeholder.
     """
     images = [one.images if isinstance(one, ImagePrompt) else None for one in shown]
     if tokens is None:
