@@ -57,7 +57,6 @@ class ChatTemplate:
             raise TemplateRefused(f"it is not valid Jinja ({_one_line(err)})") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-        """Return a chat as text; raises TemplateRefused if the template fails, or refuses the chat."""
         environment: Any = self._template.environment
         try:
             with environment.limits:

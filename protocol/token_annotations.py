@@ -122,7 +122,6 @@ class TeacherScores:
                 )
 
     def check(self, num_sampled: Sequence[int], vocab_size: int | None) -> None:
-        """Raise PackError unless every row is about ``num_sampled`` tokens, and every number can be a model's."""
         counts = [len(row.logprobs) for row in self.rows]
         if counts != list(num_sampled):
             raise PackError(f"a teacher's log-probabilities of {counts[:8]} tokens, expected {list(num_sampled)[:8]}")

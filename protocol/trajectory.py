@@ -103,7 +103,6 @@ class Trajectory:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of sampled tokens; the version runs cover exactly those."""
         return sum(run.end - run.start for run in self.version_runs)
 
     @property
@@ -176,7 +175,6 @@ class Group:
 
     @property
     def image_processor(self) -> str | None:
-        """What made the pixel values of its images, `RowImages.processor`; None: no row has an image."""
         return next((row.images.processor for row in self.trajectories if row.images is not None), None)
 
     @property
@@ -186,7 +184,6 @@ class Group:
 
     @property
     def has_baseline(self) -> bool:
-        """Whether the last trajectory is the greedy one that is not trained on."""
         return self.trajectories[-1].is_baseline
 
     @property
@@ -261,7 +258,6 @@ class Group:
                 )
 
     def check_logprobs(self) -> None:
-        """Raise PackError for a log-probability below that of any token which an engine can have drawn."""
         least = min(float(row.behaviour_logprobs.min()) for row in self.trajectories)
         if not least >= LOWEST_SAMPLED_LOGPROB:
             raise PackError(
@@ -292,7 +288,6 @@ class Group:
         return GeneratedGroup(row_group=row_group, abandoned=self.abandoned, **self._described_fields())
 
     def _described_fields(self) -> dict[str, Any]:
-        """Return what a message says of the group, by the fields of `GeneratedGroup`."""
         versions = [run.version for row in self.trajectories for run in row.version_runs]
         return {
             "group_id": self.group_id,

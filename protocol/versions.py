@@ -71,7 +71,6 @@ def is_newer(candidate: PolicyVersion, current: PolicyVersion | None) -> bool:
 
 
 def newest_of(versions: Iterable[PolicyVersion | None]) -> PolicyVersion | None:
-    """Return the newest of the versions that are known; None if none is."""
     return max((version for version in versions if version is not None), default=None)
 
 

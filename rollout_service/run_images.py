@@ -41,7 +41,6 @@ class RunImages:
         self._folder, self._processor = folder, None
 
     async def processor(self) -> ImageProcessor:
-        """Return the model's image processor; raises ImageRefused for a model that reads none, or none that is known."""
         if self._processor is None:
             try:
                 self._processor = await asyncio.to_thread(read_processor, self._folder)

@@ -61,8 +61,6 @@ _EXCESSES = {
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The kind of sandbox that works on this machine, and why each other kind does not."""
-
     kind: Kind | None
     refused: dict[Kind, str]
 

@@ -60,7 +60,6 @@ class Run:
 
     @property
     def signal(self) -> int:
-        """The signal that killed it, 0 for none."""
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
 
     @property
@@ -163,8 +162,6 @@ class Zygote:
 
 
 class Watch:
-    """The programs of one run, supervised together until all have exited."""
-
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._selector = selectors.DefaultSelector()
@@ -323,7 +320,6 @@ OUT_OF_TIME = (Reason.CPU_TIME, Reason.WALL_TIME)
 
 
 def failure(run: Run, limits: Limits) -> Reason | None:
-    """Return how a program failed, None if it succeeded; raises SandboxError if the sandbox failed."""
     if run.killed is Killed.OUTPUT:
         return Reason.OUTPUT
     # the kernel's kill comes a second of CPU time later, on a busy machine after the wall limit

@@ -44,7 +44,6 @@ class MetricsServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop; a scrape in progress is cut off."""
         assert self._thread is not None
         self._thread.loop.call_soon_threadsafe(self._stop.set)
         ended = concurrent.futures.wait([self._serving], _REQUEST_S).done

@@ -26,8 +26,6 @@ def lists(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of several groups: one list a column, and where each group begins."""
-
     table: pa.Table
     starts: list[int]  # of each group, and the number of rows
     may_be_null: frozenset[str]  # columns; a null in any other is refused

@@ -55,7 +55,6 @@ def folder_name(step: int) -> str:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Read one checkpoint's state; raises MalformedFact or OSError."""
     data = read_regular(folder / STATE_FILE)
     try:
         return CheckpointState.model_validate_json(data)

@@ -70,7 +70,6 @@ def _opened(path: Path) -> int | None:
 
 
 def request_pause(folder: Path) -> None:
-    """Ask the trainer of a run to pause; raises ConfigError when the folder cannot be written."""
     try:
         (folder / PAUSE).touch()
     except OSError as err:
@@ -82,7 +81,6 @@ def is_pause_requested(folder: Path) -> bool:
 
 
 def withdraw_pause(folder: Path) -> None:
-    """Withdraw the request; raises ConfigError when the folder cannot be written."""
     try:
         (folder / PAUSE).unlink(missing_ok=True)
     except OSError as err:

@@ -37,7 +37,6 @@ def stopped_batches(run_folder: Path) -> list[Path]:
 
 
 def find_batch(run_folder: Path, given: str) -> Path:
-    """Return the folder of a saved batch, named by its step or its path; raises ConfigError if there is none."""
     saved = {int(path.name.removeprefix("step")): path for path in stopped_batches(run_folder)}
     if given.isdecimal() and int(given) in saved:
         return saved[int(given)]

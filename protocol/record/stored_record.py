@@ -187,7 +187,6 @@ def find_input(name: str, blobs: Blobs) -> tuple[RescoredInput, str]:
 
 
 def pieces_of_input(of: RescoredInput, blobs: Blobs) -> Iterator[RescoredPiece]:
-    """Read an input piece by piece; raises BlobMissing, BlobCorrupt or WireError."""
     for reference in of.pieces:
         yield decode(blobs.get(reference), RescoredPiece)
 

@@ -36,8 +36,6 @@ _MAX_GROUPS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Identity of a span: 32 and 16 hexadecimal digits."""
-
     trace_id: str
     span_id: str
 

@@ -52,7 +52,6 @@ class Bus:
         return cls(connection)
 
     def close(self) -> None:
-        """Flush and close the connection and end the thread; idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Bus:

@@ -57,7 +57,6 @@ class Acks:
         self._is_sending = False
 
     async def acknowledge(self, latest: LatestHandle) -> None:
-        """Acknowledge a message and wait for the server's confirmation; raises BusUnreachable or BusRefused."""
         confirmed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((latest, confirmed))
         if not self._is_sending:

@@ -93,7 +93,6 @@ class _Backlog:
         self._pause_s = RETRY_S
 
     async def wait(self, reason: str, waits_for: str) -> None:
-        """Pause before the next try; raises StreamFull after the deadline."""
         now = time.monotonic()
         if now - self._started > self._deadline_s:
             raise StreamFull(

@@ -67,7 +67,6 @@ class Pull:
         self._connection.watch(self._changed)
 
     async def close(self) -> None:
-        """Unsubscribe; messages that arrived and were not taken are dropped here and redelivered."""
         self._connection.unwatch(self._changed)
         if self._sub is not None:
             with contextlib.suppress(nats.errors.Error):
@@ -158,8 +157,6 @@ class Pull:
 
 
 class Inbox(Generic[F]):
-    """The messages of one durable consumer, which several processes may share."""
-
     def __init__(self, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> None:
         self._connection = connection
         self._fact = fact
@@ -268,7 +265,6 @@ class Inbox(Generic[F]):
             log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
 
     async def _keep_alive(self) -> None:
-        """Renew every message that is held or not yet fetched by a caller, until the bus is closed."""
         period = self.spec.ack_wait_s / KEEPALIVES_PER_ACK_WAIT
         while True:
             await asyncio.sleep(period)

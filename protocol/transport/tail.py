@@ -144,7 +144,6 @@ class Tail(Generic[F]):
         self._announced = 0  # highest sequence number that was announced
 
     async def start(self, *, after: int | None) -> None:
-        """Watch in the background what follows a sequence number, or (None) from now on; raises MissingStream."""
         last = (await stream_state(self.connection, self.stream)).last_sequence
         if after is not None and after > last:  # the stream was created again: all its messages are unread
             after = 0

@@ -84,7 +84,7 @@ def weights_digest(tensors: Iterable[TensorDigest]) -> str:
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a model; ``dtype`` as in `digest.SAFETENSORS_DTYPES` ("bfloat16")."""
+    """A tensor of a model; ``dtype`` as in `SAFETENSORS_DTYPES` ("bfloat16")."""
 
     name: str
     dtype: str

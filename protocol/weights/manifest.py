@@ -152,7 +152,6 @@ class VersionManifest(Wire):
 
     @property
     def num_changed(self) -> int:
-        """Values that differ from the parent; of what is stored whole all."""
         return sum(bucket.num_changed for bucket in self.buckets)
 
     @property

@@ -25,16 +25,12 @@ MAX_HOPS = 256  # manifests walked back; regular full snapshots keep chains far 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A complete version that a mirror has, with its state root."""
-
     version: PolicyVersion
     state_root: str
 
 
 @dataclass(frozen=True, slots=True)
 class FetchManifest:
-    """This manifest is needed before a plan can be made."""
-
     ref: BlobRef
     version: PolicyVersion
 
@@ -172,7 +168,6 @@ def _same(child: VersionManifest, what: str, expected: object, got: object) -> N
 
 
 def _same_ground(child: VersionManifest, base: VersionManifest) -> None:
-    """Check that both are of one run and layout, and that each bucket of the patch has the base's hash."""
     _same(child, "run and layout", (child.run_id, child.layout_id), (base.run_id, base.layout_id))
     _same(child, "number of buckets", len(child.buckets), len(base.buckets))
     for number, (now, before) in enumerate(zip(child.buckets, base.buckets, strict=True)):

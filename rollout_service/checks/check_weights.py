@@ -69,7 +69,6 @@ class WeightsCheck:
         self._passed: PolicyVersion | None = None
 
     def check(self, folder: Path, version: PolicyVersion) -> None:
-        """Raise WeightsUnusable when a folder is incomplete, of another model, or holds values that are not finite."""
         if version == self._passed:
             return
         try:
@@ -140,8 +139,6 @@ def _difference(found: dict[str, Shape], standard: dict[str, Shape]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The part of ``adapter_config.json`` that engines compute with."""
-
     rank: int
     scale: float  # lora_alpha / rank
     targets: frozenset[str] | None  # last words of the adapted layers' names; None: every linear layer
@@ -222,7 +219,6 @@ def _is_word(target: object) -> bool:
 
 
 def check_adapter(folder: Path, version: PolicyVersion, base: Path) -> None:
-    """Raise WeightsNotApplied for an adapter that is incomplete, not finite, or does not fit the model in ``base``."""
     try:
         config = read_config(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
         shapes = {name: sizes for name, (_, sizes) in read_file(folder / ADAPTER_WEIGHTS).items()}

@@ -170,8 +170,6 @@ def _num_equal(first: np.ndarray, second: np.ndarray) -> int:
 
 
 class ImageFeatureCache:
-    """Features of images. For one thread."""
-
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes

@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """The result of a weight update; without ``success`` the old weights are still served."""
-
     success: bool
     message: str
     num_paused: int = 0

@@ -294,7 +294,6 @@ class Runner:
             sequence.input_top_logprobs = tops if sequence.num_top_logprobs else None
 
     def _advance(self, logits: torch.Tensor, first: int) -> list[Sequence]:
-        """Sample one token for each running sequence from row ``first`` on; return those that finished."""
         rows, here = self._rows, slice(first, len(self.running))
         self._forbid_early_stops(logits, here)
         chosen, their_logprobs = sample(logits, self._choice(here))

@@ -288,7 +288,6 @@ class CompletionSampler:
         return sequence
 
     async def _complete(self, sequences: Sequence[Resumption], request: SampleRequest) -> None:
-        """Sample the parts of sequences until none is cut by an update."""
         num_unverified, deadline_s, adapter = self._num_unverified, self.request_deadline_s, request.adapter
         try:
             with self.adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
@@ -331,7 +330,6 @@ class CompletionSampler:
         return sequence.joined(await asyncio.to_thread(self._decode, sequence))
 
     def _stopped(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
-        """Return a completion that ends with the first of the stop strings, whichever engine sampled it."""
         tokenizer = self._tokenizer()
         if not tokenizer.has_tokenizer:
             raise EngineMisconfigured(

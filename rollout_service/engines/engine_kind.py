@@ -207,7 +207,6 @@ class _Router:
         return assigned
 
     def _usable(self) -> list[int]:
-        """Return the numbers of the engines that are ready and serve the newest version; raises EngineUnreachable if none is ready."""
         ready = [number for number, engine in enumerate(self._engines) if engine.ready.is_set()]
         if not ready:
             raise EngineUnreachable(f"none of the {len(self._engines)} engines is ready")

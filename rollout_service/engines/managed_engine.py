@@ -323,7 +323,6 @@ class ManagedEngine:
 
 
 async def _while_running(process: EngineProcess, answering: Coroutine[Any, Any, None]) -> None:
-    """Wait for an engine's first answer; raises EngineUnreachable as soon as its process has exited."""
     first = asyncio.create_task(answering)
     ending = asyncio.create_task(process.wait())
     try:

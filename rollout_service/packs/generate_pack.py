@@ -67,7 +67,6 @@ class PackGenerator:
             environment.use_model(folder, self.limits.context_tokens)
 
     async def check_teacher(self, folder: Path, *, start_deadline_s: float) -> None:
-        """Wait for the teacher, if there is one, and compare its vocabulary with that of a model folder (`Teacher.check`)."""
         if self.teacher is not None:
             with self.activity.working("waiting for the teacher"):
                 await self.teacher.check(folder, start_deadline_s=start_deadline_s)
@@ -232,7 +231,6 @@ class PackGenerator:
         return groups
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
-        """Raise ReplyRefused for tokens that this model, or this version of it, cannot have sampled."""
         highest = max((int(row.token_ids.max()) for row in trajectories), default=0)
         if self.limits.vocab_size is not None and highest >= self.limits.vocab_size:
             raise ReplyRefused(

@@ -147,8 +147,6 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's own figures, and what its worker holds, at one moment."""
-
     at: float  # seconds of a monotonic clock
     generated_tokens: float  # since the engine started
     running: float  # sequences that decode

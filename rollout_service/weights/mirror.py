@@ -170,8 +170,6 @@ class _Plan:
 
 
 class ModelMirror:
-    """The model folders of one worker. Blocking; one thread at a time."""
-
     def __init__(self, reader: WeightReader, blobs: Blobs, *, slots: Sequence[Path], files: Path) -> None:
         self.num_file_bytes = 0  # of config and tokenizer files, fetched so far
         self._reader = reader

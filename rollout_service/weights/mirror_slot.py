@@ -68,7 +68,6 @@ def slot_to_write(slots: Sequence[SlotContents], in_use: Collection[PolicyVersio
 
 
 def nearest_source(slots: Sequence[SlotContents], target: PolicyVersion) -> int | None:
-    """Return the slot with the newest servable version that is not newer than ``target``; None when there is none."""
     servable = {n: slot.servable for n, slot in enumerate(slots) if slot.servable is not None}
     candidates = {number: version for number, version in servable.items() if not is_newer(version, target)}
     return max(candidates, key=lambda number: candidates[number], default=None)
@@ -188,7 +187,6 @@ class Slot:
         self.folder.mkdir()
 
     def _lay_out(self, layout: WeightLayout, files: Sequence[ModelFile], link: Link) -> None:
-        """Create every file of the folder, shards at their full size; remove files of other versions."""
         self.folder.mkdir(exist_ok=True)
         count = len(layout.buckets)
         wanted = {_INDEX, *(file.name for file in files), *(shard_name(n, count) for n in range(count))}

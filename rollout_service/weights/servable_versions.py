@@ -137,8 +137,6 @@ class VersionGate:
 
 
 class ServableVersions:
-    """The versions of one worker, changed by `WeightSwap` alone. For one event loop."""
-
     def __init__(self, engine: Engine) -> None:
         self.model: PolicyVersion | None = None
         self.on_unused: Callable[[], None] = lambda: None

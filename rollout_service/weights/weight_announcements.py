@@ -116,8 +116,6 @@ class PublishedVersions:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Engines with one weight layout that report different checksums for one version."""
-
     version: PolicyVersion
     layout: str  # of their checksums
     minority: tuple[str, ...]  # ids of the workers whose engine differs

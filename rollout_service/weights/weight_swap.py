@@ -133,8 +133,6 @@ def num_permits(num_workers: int, max_share: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """A version that an engine serves now, and how long it paused for it."""
-
     mirrored: MirroredVersion
     previous: PolicyVersion | None
     pause_s: float
@@ -142,8 +140,6 @@ class Swapped:
 
 @dataclass(eq=False, kw_only=True)
 class WeightSwap:
-    """Loads and unloads the weights of this worker's engine; nothing else does."""
-
     engine: Engine
     servable: ServableVersions
     semaphore: SwapSemaphore

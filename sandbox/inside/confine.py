@@ -157,7 +157,6 @@ def _conditions(pid: int) -> dict[str, list[tuple[int, int, tuple[int, ...], boo
 
 
 def _block(checks: list[tuple[int, int, tuple[int, ...], bool]]) -> list[_Line]:
-    """Return the lines that allow a call if all checks hold and fail it with EPERM otherwise."""
     refuse: _Line = (_RETURN, 0, 0, _ERRNO | _EPERM)
     lines: list[_Line] = []
     for argument, mask, values, wanted in checks:

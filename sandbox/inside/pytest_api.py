@@ -107,8 +107,6 @@ def raises(expected: Any, *call: Any, match: str | None = None, **named: Any) ->
 
 
 class approx:  # noqa: N801 pytest's name
-    """Numbers, or sequences and mappings of numbers, that are equal to others within a tolerance."""
-
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:

@@ -141,8 +141,6 @@ def _suite(kind: type[unittest.TestCase]) -> Found:
 
 
 class _Results(unittest.TestResult):
-    """Reports every test as it ends; a failure in ``setUpClass`` is reported for its class."""
-
     def __init__(self, report: Report) -> None:
         super().__init__()
         self.bad: BadTests | None = None

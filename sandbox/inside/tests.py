@@ -49,8 +49,6 @@ def run() -> int:
 
 
 class _Session:
-    """One run of all pieces of test code, in one namespace after ``setup``."""
-
     def __init__(self, job: dict[str, Any], program: Answers, label: dict[str, Any]) -> None:
         self._texts: list[str] = job["tests"]
         self._setup: str = job["setup"]

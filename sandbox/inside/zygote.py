@@ -90,7 +90,6 @@ def _fork_program(line: socket.socket, confinement: confine.Confinement, message
 
 
 def _child(confinement: confine.Confinement, request: dict[str, object], pipes: list[int]) -> None:
-    """Confine this process, report that, and run the program; does not return."""
     mode = str(request.pop("mode"))
     confirm = len(pipes) - 1
     code = 1
@@ -115,7 +114,6 @@ def _read_all(fd: int) -> bytes:
 
 
 def run_program(mode: str) -> int:
-    """Run the job read from descriptor 3; return the exit code."""
     code = 0
     try:
         with os.fdopen(JOB, "rb") as pipe:

@@ -151,7 +151,6 @@ class ChatBody(Body):
 
 
 def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
-    """Render the conversation and return the sequences that answer it; raises RequestRefused, as without a chat template."""
     rendered = model.text.render_chat([message.model_dump() for message in body.messages])
     params = SamplingParams(
         n=body.n,

@@ -45,7 +45,6 @@ class AdapterRegistry:
     def __init__(
         self, read: Callable[[str, str], Adapter], drop: Callable[[Adapter], Awaitable[None]], *, max_loaded: int
     ) -> None:
-        """``read`` reads the adapter of a name and path, in a thread; ``drop`` frees the engine's tensors of one."""
         self._read = read
         self._drop = drop
         self._max_loaded = max_loaded

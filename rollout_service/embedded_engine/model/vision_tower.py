@@ -29,8 +29,6 @@ def hub_name(name: str) -> str:
 
 
 class VisionTower:
-    """The tower without its weights, which each call is given."""
-
     def __init__(self, vision: Vision, *, device: torch.device) -> None:
         self._module = _build(vision.tower).to(device)
         for parent, name, parameter in _parameters(self._module):

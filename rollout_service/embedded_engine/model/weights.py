@@ -72,7 +72,6 @@ def _mlp(hidden: int, inner: int, prefix: str = "mlp") -> dict[str, tuple[int, .
 
 
 def _experts(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer with experts, as transformers and the model hub store them: each expert's apart."""
     mixture = config.mixture
     assert mixture is not None
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (mixture.num_experts, config.hidden_size)}
