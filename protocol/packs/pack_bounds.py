@@ -30,14 +30,8 @@ _BYTES_PER_TOKEN = 64  # of ids, mask, log-probabilities and text; leaves room f
 _BYTES_PER_NUMBER = 16  # of a teacher: the value, its levels, and its part of a page
 _MAX_SCHEMA_ELEMENTS = 80  # a pack of episodes with a teacher and images has 73
 
-_WIDTHS = {
-    "BOOLEAN": 1,
-    "INT32": 4,
-    "INT64": 8,
-    "FLOAT": 4,
-    "DOUBLE": 8,
-    "BYTE_ARRAY": 4,
-}  # of a decoded value, in bytes
+# Of a decoded value, in bytes.
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 _LEVEL_BYTES = 4  # a definition and a repetition level
 _PLAIN, _BYTE_STREAM_SPLIT, _DICTIONARY = 0, 18, (4, 16)  # encodings as zigzag varints; plain and RLE dictionaries
 

@@ -135,16 +135,10 @@ class EngineThread:
         return self._runner.kept.num_evicted
 
     def submit(self, job: Job) -> None:
-        with self._changed:
-            self._refuse_if_stopped()
-            self._inbox.append(job)
-            self._changed.notify()
+        self._append(self._inbox, job)
 
     def update(self, update: WeightUpdate) -> Future[UpdateOutcome]:
-        with self._changed:
-            self._refuse_if_stopped()
-            self._inbox.append(update)
-            self._changed.notify()
+        self._append(self._inbox, update)
         return update.outcome
 
     def pause(self, mode: str) -> Future[int]:
@@ -196,15 +190,15 @@ class EngineThread:
 
     def _command(self, action: Callable[[], T]) -> Future[T]:
         command = _Command(action)
-        with self._changed:
-            self._refuse_if_stopped()
-            self._commands.append(command)
-            self._changed.notify()
+        self._append(self._commands, command)
         return command.outcome
 
-    def _refuse_if_stopped(self) -> None:
-        if self._stopping or self.failure is not None:
-            raise EngineStopped(f"the engine thread has ended ({self.failure or 'shutdown'}); restart the process")
+    def _append(self, queue: deque[Any], item: object) -> None:
+        with self._changed:
+            if self._stopping or self.failure is not None:
+                raise EngineStopped(f"the engine thread has ended ({self.failure or 'shutdown'}); restart the process")
+            queue.append(item)
+            self._changed.notify()
 
     def _run(self) -> None:
         try:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.protocol import subjects
-from penstock.protocol.facts import BlobRef, RunEvent, WeightsApplied, WeightsRefused
+from penstock.protocol.facts import BlobRef, Fact, RunEvent, WeightsApplied, WeightsRefused
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.errors import WeightsUnusable
@@ -186,12 +186,11 @@ class WeightAnnouncements:
 
     async def raise_alarm(self, text: str) -> None:
         event = RunEvent(run_id=self.run_id, source=self.worker_id, kind="alarm", at=time.time(), data={"text": text})
-        await retry(
-            lambda: self._bus.publish(
-                subjects.events(self.run_id, "alarm"), event, msg_id=secrets.token_hex(16), deadline_s=_PUBLISH_S
-            ),
-            "publish the alarm",
-        )
+        await self._publish(subjects.events(self.run_id, "alarm"), event, "publish the alarm")
+
+    async def _publish(self, subject: str, fact: Fact, what: str) -> None:
+        msg_id = secrets.token_hex(16)
+        await retry(lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S), what)
 
     async def announce_applied(self, fact: WeightsApplied, *, is_verified: bool = False) -> None:
         if not is_verified:
@@ -205,19 +204,9 @@ class WeightAnnouncements:
     async def announce_refused(
         self, version: PolicyVersion, manifest: BlobRef, err: WeightsUnusable, *, serving: PolicyVersion | None
     ) -> None:
-        fact = WeightsRefused(
-            run_id=self.run_id,
-            worker_id=self.worker_id,
-            version=version,
-            manifest=manifest,
-            serving=serving,
-            reason=str(err),
-        )
-        subject, msg_id = subjects.weights_refused(self.run_id), secrets.token_hex(16)
-        await retry(
-            lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S),
-            f"announce that version {version} is refused",
-        )
+        ids = {"run_id": self.run_id, "worker_id": self.worker_id}
+        fact = WeightsRefused(**ids, version=version, manifest=manifest, serving=serving, reason=str(err))
+        await self._publish(subjects.weights_refused(self.run_id), fact, f"announce that version {version} is refused")
 
     def _compare(self, fact: WeightsApplied) -> None:
         disagreement = self._votes.add(fact)
