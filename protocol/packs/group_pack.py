@@ -235,15 +235,11 @@ def _read(
 @functools.cache
 def _accepted() -> tuple[pa.Schema, ...]:
     """Return the schema of packs, and those that packs had before: without baselines, and with fields that may hold nulls."""
-    elements = [_with_nullable_elements(field) for field in SCHEMA]
+    elements = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in SCHEMA]
     schemas = [
         pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     ]
     return (*SCHEMAS.values(), *schemas, *(s.remove(s.get_field_index("is_baseline")) for s in schemas))
-
-
-def _with_nullable_elements(field: pa.Field) -> pa.Field:
-    return field.with_type(pa.list_(field.type.value_type)) if pa.types.is_list(field.type) else field
 
 
 def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:

@@ -93,17 +93,14 @@ def merge_into(raw: Bytes, bucket: Bucket, factors: Mapping[str, Factors], scale
             span = raw[placed.byte_offset :][: placed.num_bytes]
             weight = _decode(bucket.dtype, span).reshape(placed.shape)
             change = np.float32(scale) * (pair.up @ pair.down)
-            span[:] = _encode(bucket.dtype, (weight + change).astype(np.float32, copy=False))
+            merged = np.ascontiguousarray((weight + change).astype(np.float32, copy=False))
+            span[:] = _CODECS[bucket.dtype][1](merged).reshape(-1).view(np.uint8)
 
 
 def _decode(dtype: str, raw: Bytes) -> Floats:
     if dtype not in _CODECS:
         raise MalformedWeights(f"adapters of dtype {dtype} cannot be merged; supported are {', '.join(_CODECS)}")
     return _CODECS[dtype][0](np.ascontiguousarray(raw))
-
-
-def _encode(dtype: str, values: Floats) -> Bytes:
-    return _CODECS[dtype][1](np.ascontiguousarray(values)).reshape(-1).view(np.uint8)
 
 
 def _to_bfloat16(values: Floats) -> NDArray[np.uint16]:

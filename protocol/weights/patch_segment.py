@@ -212,7 +212,8 @@ def pack(changed: Difference, num_words: int, *, bucket: int = 0) -> bytes:
     heads, frames = [], []
     for plane in changed.planes:
         gaps = _gaps(plane.indices)
-        parts = [compressor.compress(part.data) if part.size else b"" for part in (*_split(gaps), plane.values)]
+        halves = gaps.astype(np.uint8), (gaps >> 8).astype(np.uint8)
+        parts = [compressor.compress(part.data) if part.size else b"" for part in (*halves, plane.values)]
         heads.append(_PLANE.pack(plane.indices.size, gaps.size, *map(len, parts)))
         frames.extend(parts)
     header = _HEADER.pack(MAGIC, len(changed.planes), bucket, 0, num_words, changed.num_changed)
@@ -301,10 +302,6 @@ def _gaps(indices: NDArray[np.int64]) -> NDArray[np.uint16]:
     filled = np.full(int(ends[-1]) + 1, FILLER, dtype=np.uint16)
     filled[ends] = rest
     return filled
-
-
-def _split(gaps: NDArray[np.uint16]) -> tuple[Bytes, Bytes]:
-    return gaps.astype(np.uint8), (gaps >> 8).astype(np.uint8)
 
 
 def _join(low: Bytes, high: Bytes) -> NDArray[np.uint16]:

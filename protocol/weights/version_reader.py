@@ -201,15 +201,13 @@ class WeightReader:
             self._cache.popitem(last=False)
 
     def _header_bytes(self, plan: CatchUp, number: int, data: bytes) -> int:
-        header = shard_header(self.layout(plan.target).buckets[number])
-        if data[: len(header)] != header or len(data) != len(header) + self._raw_bytes(plan, number):
+        bucket = self.layout(plan.target).buckets[number]
+        header = shard_header(bucket)
+        if data[: len(header)] != header or len(data) != len(header) + bucket.num_bytes:
             raise StateMismatch(
                 f"version {plan.target.version}: the full snapshot of bucket {number} does not fit its layout"
             )
         return len(header)
-
-    def _raw_bytes(self, plan: CatchUp, number: int) -> int:
-        return self.layout(plan.target).buckets[number].num_bytes
 
 
 def for_buckets(numbers: Sequence[int], action: Callable[[int], None]) -> None:

@@ -163,7 +163,11 @@ def read_config(raw: Any) -> AdapterConfig:
             raise AdapterUnfit(f"{ADAPTER_CONFIG}: {name} = {raw[name]!r} is not computed by every engine")
     if targets == "all-linear":
         return AdapterConfig(rank, alpha / rank, None)
-    if not isinstance(targets, list) or not targets or not all(map(_is_word, targets)):
+    if (
+        not isinstance(targets, list)
+        or not targets
+        or not all(isinstance(target, str) and target.isidentifier() for target in targets)
+    ):
         raise AdapterUnfit(
             f"{ADAPTER_CONFIG}: target_modules is {targets!r}, expected 'all-linear' or last words of layers' names, such as "
             "['q_proj', 'v_proj']: every layer of that name is adapted"
@@ -212,10 +216,6 @@ def _adapted_layers(config: AdapterConfig, weights: Shapes) -> dict[str, tuple[i
     if idle := sorted(targets - set(words.values())):
         raise AdapterUnfit(f"target_modules names {idle[0]}, which the model does not have")
     return {layer: shape for layer, shape in layers.items() if words[layer] in targets}
-
-
-def _is_word(target: object) -> bool:
-    return isinstance(target, str) and target.isidentifier()
 
 
 def check_adapter(folder: Path, version: PolicyVersion, base: Path) -> None:

@@ -64,17 +64,14 @@ def slot_to_write(slots: Sequence[SlotContents], in_use: Collection[PolicyVersio
     if not usable:
         held = [slot.servable for slot in slots]
         raise ConfigError(f"all {len(slots)} model folders are in use at once, by versions {held}; please report this")
-    return max(usable, key=lambda number: _base_version(slots[number]))
+    bases = [-1 if slot.base is None else slot.base.version for slot in slots]
+    return max(usable, key=lambda number: bases[number])
 
 
 def nearest_source(slots: Sequence[SlotContents], target: PolicyVersion) -> int | None:
     servable = {n: slot.servable for n, slot in enumerate(slots) if slot.servable is not None}
     candidates = {number: version for number, version in servable.items() if not is_newer(version, target)}
     return max(candidates, key=lambda number: candidates[number], default=None)
-
-
-def _base_version(slot: SlotContents) -> int:
-    return -1 if slot.base is None else slot.base.version
 
 
 class HeldVersion(Wire):

@@ -237,9 +237,9 @@ class Confinement:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._machine = machine_name()
         self._uid = uid
-        paths = [path for path in readable if not _is_device(path)]
+        paths = [path for path in readable if not path.startswith("/dev/")]
         devices = [path for path in readable if path == "/dev/null"]
-        others = [path for path in readable if _is_device(path) and path not in devices]
+        others = [path for path in readable if path not in paths and path not in devices]
         self._rules = landlock_rules(self._libc, [*paths, *others], devices) if landlocked else -1
         self._unseen = 0 if uid is not None else _unseen_tasks()
         # A folder above the interpreter may be unreadable to other users (/root). Landlock still confines reads.
@@ -268,7 +268,7 @@ class Confinement:
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OPEN_FILES) for fd in wanted]
         for place, fd in enumerate(moved):
             os.dup2(fd, place)
-        os.closerange(len(wanted), _highest_descriptor())
+        os.closerange(len(wanted), min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20))
         self._rules = len(wanted) - 1 if rules >= 0 else -1
 
     def _become(self, uid: int) -> None:
@@ -346,18 +346,9 @@ def _visible_tasks() -> int:
     return count
 
 
-def _is_device(path: str) -> bool:
-    return path.startswith("/dev/")
-
-
 def _open_to_others(path: str) -> bool:
     while path != "/":
         path = os.path.dirname(path)  # noqa: PTH120
         if not os.stat(path).st_mode & 0o001:  # noqa: PTH116
             return False
     return True
-
-
-def _highest_descriptor() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(soft, 1 << 20)

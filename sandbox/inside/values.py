@@ -77,21 +77,13 @@ def _float(value: float, _: Callable[[Any], int]) -> Any:
     return plain if math.isfinite(plain) else {"~": "float", "v": repr(plain)}
 
 
-def _dict(value: dict[Any, Any], keep: Callable[[Any], int]) -> Any:
-    return {"~": "dict", "v": [[encode(key, keep), encode(item, keep)] for key, item in dict.items(value)]}
-
-
-def _iterator(value: Iterator[Any], keep: Callable[[Any], int]) -> Any:
-    return {"~": "iterator", "v": [encode(item, keep) for item in itertools.islice(value, _MAX_DRAWN)]}
-
-
 _FORMS: list[tuple[Any, Callable[[Any, Callable[[Any], int]], Any]]] = [
     (int, _int),
     (float, _float),
     (str, lambda value, _: str.__str__(value)),
     (list, _items("list")),
     (tuple, _items("tuple")),
-    (dict, _dict),
+    (dict, lambda value, keep: {"~": "dict", "v": [[encode(k, keep), encode(v, keep)] for k, v in dict.items(value)]}),
     (frozenset, _items("frozenset")),
     ((set, type({}.keys())), _items("set")),
     ((bytes, bytearray), lambda value, _: {"~": "bytes", "v": bytes(value).hex()}),
@@ -100,5 +92,8 @@ _FORMS: list[tuple[Any, Callable[[Any, Callable[[Any], int]], Any]]] = [
     (Decimal, lambda value, _: {"~": "decimal", "v": str(value)}),
     (range, lambda value, _: {"~": "range", "v": [hex(value.start), hex(value.stop), hex(value.step)]}),
     (type({}.values()), _items("list")),
-    (Iterator, _iterator),
+    (
+        Iterator,
+        lambda value, keep: {"~": "iterator", "v": [encode(v, keep) for v in itertools.islice(value, _MAX_DRAWN)]},
+    ),
 ]

@@ -72,7 +72,8 @@ def _fork_program(line: socket.socket, confinement: confine.Confinement, message
     os.close(confirm)
     for fd in pipes:
         os.close(fd)
-    problem = _read_all(confirmed)
+    with os.fdopen(confirmed, "rb") as pipe:
+        problem = pipe.read()
     watch = os.pidfd_open(pid)
     line.send(json.dumps({"pid": pid}).encode())
     poll = select.poll()
@@ -108,17 +109,12 @@ def _child(confinement: confine.Confinement, request: dict[str, object], pipes: 
         os._exit(code)
 
 
-def _read_all(fd: int) -> bytes:
-    with os.fdopen(fd, "rb") as pipe:
-        return pipe.read()
-
-
 def run_program(mode: str) -> int:
     code = 0
     try:
         with os.fdopen(JOB, "rb") as pipe:
             job = json.load(pipe)
-        {"stdin": _stdin, "function": _function, "serve": _serve}[mode](job)
+        {"stdin": lambda job: _define(job, "__main__"), "function": _function, "serve": _serve}[mode](job)
     except SystemExit as end:
         code = _exit_code(end.code)
     except BaseException:  # reported with its traceback
@@ -132,10 +128,6 @@ def _define(job: dict[str, Any], name: str) -> dict[str, Any]:
     sys.modules[name] = module
     exec(compile(job["program"], FILE, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 its purpose
     return module.__dict__
-
-
-def _stdin(job: dict[str, Any]) -> None:
-    _define(job, "__main__")
 
 
 def _function(job: dict[str, Any]) -> None:

@@ -31,8 +31,10 @@ def hub_name(name: str) -> str:
 class VisionTower:
     def __init__(self, vision: Vision, *, device: torch.device) -> None:
         self._module = _build(vision.tower).to(device)
-        for parent, name, parameter in _parameters(self._module):
-            setattr(parent, name, torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+        for parent in self._module.modules():
+            for name, parameter in list(parent.named_parameters(recurse=False)):
+                empty = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                setattr(parent, name, empty)
         self._device = device
 
     def features(
@@ -85,11 +87,3 @@ def _build(tower: str) -> torch.nn.Module:
             f"no vision tower can be built from this vision_config: {error!r}: {settings}"
         ) from error
     return module.eval()
-
-
-def _parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    return [
-        (parent, name, parameter)
-        for parent in module.modules()
-        for name, parameter in parent.named_parameters(recurse=False)
-    ]
