@@ -38,7 +38,7 @@ from penstock.agents.proxy.session import AgentModel, AgentProxy, path
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds

@@ -26,7 +26,7 @@ from benchmarks.trainer_memory import CONFIGURATIONS, Trained, fields_of, inputs
 
 from penstock.deploy.plan.memory.estimate import checkpoint_copy
 from penstock.deploy.plan.memory.model_shape import shape_of
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter

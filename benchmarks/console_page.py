@@ -40,7 +40,8 @@ from penstock.console.web.access import Role
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
 from penstock.protocol import streams, subjects
-from penstock.protocol.facts import BlobRef, encode
+from penstock.protocol.facts import encode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import RecordedGroup, RecordedStep
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

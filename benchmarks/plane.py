@@ -37,7 +37,8 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import GroupGenerated, GroupScored, RewardRequest, ScoredGroup
+from penstock.protocol.facts import GroupGenerated, GroupScored
+from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings, content_hash

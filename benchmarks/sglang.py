@@ -23,7 +23,7 @@ from tests.contracts.tiny_model import Dense
 
 from penstock.deploy import sglang_cpu
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.managed_engine import ManagedEngine

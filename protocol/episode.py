@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import FinishReason, ImageRef
+from penstock.protocol.groups import FinishReason, ImageRef
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.versions import PolicyVersion
 

@@ -18,7 +18,8 @@ from typing import Protocol
 from pydantic import Field
 
 from penstock.protocol.errors import WireError
-from penstock.protocol.facts import Fact, Finite, Identifier, decode
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.groups import Finite, Identifier
 
 PERIOD_S = 2.0  # a replica renews its record this often
 CURRENT_S = 15.0  # an older record belongs to a replica that has exited

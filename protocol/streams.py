@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from penstock.protocol import subjects
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 from penstock.protocol.heartbeats import LIVE_TTL_S
 
 StreamStage = Literal["tasks", "generated", "scored", "weights", "events", "dead"]

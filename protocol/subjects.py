@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 PREFIX = "penstock"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import MAX_EXPERTS, MAX_TEACHER_TOP_K, RouterShape
+from penstock.protocol.groups import MAX_EXPERTS, MAX_TEACHER_TOP_K, RouterShape
 
 FAMILIES = ("qwen3_moe",)  # model_type whose routers are compared with transformers' in tests
 _MAX_LAYERS = 10_000

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import (
+from penstock.protocol.groups import (
     AbandonedCompletion,
     FinishReason,
     GeneratedGroup,

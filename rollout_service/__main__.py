@@ -16,7 +16,8 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import Split, TaskIssued
+from penstock.protocol.facts import TaskIssued
+from penstock.protocol.groups import Split
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.logs import configure
 from penstock.protocol.metrics.exporter import certificate_ends

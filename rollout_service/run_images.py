@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ImageRefused, UnsupportedModel
-from penstock.protocol.facts import BlobRef, ImageRef, RowImages, Task
+from penstock.protocol.groups import BlobRef, ImageRef, RowImages, Task
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor, read_processor

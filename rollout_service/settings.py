@@ -16,7 +16,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.environment_settings import EnvironmentSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
 from penstock.rollout_service.engines.sglang.kind import SglangSettings

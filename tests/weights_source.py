@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.facts import BlobRef, Fact, WeightsPublished
+from penstock.protocol.facts import Fact, WeightsPublished
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt

@@ -16,7 +16,7 @@ from penstock.console import connections
 from penstock.console.terminal import console, printable
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import RecordBroken
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import RecordedGroup, RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record

@@ -14,7 +14,7 @@ from penstock.console import connections
 from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
-from penstock.protocol.facts import ScoredGroup
+from penstock.protocol.groups import ScoredGroup
 from penstock.protocol.record.stopped_batch import FOLDER, read_batch, stopped_batches
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trajectory import Group

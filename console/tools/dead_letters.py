@@ -16,17 +16,8 @@ from penstock.console.terminal import console, printable, table
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
-from penstock.protocol.facts import (
-    DeadLetter,
-    Fact,
-    GroupGenerated,
-    GroupScored,
-    Head,
-    Task,
-    TaskIssued,
-    TaskList,
-    decode,
-)
+from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, TaskIssued, TaskList, decode
+from penstock.protocol.groups import Task
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trace_context import new_trace

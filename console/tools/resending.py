@@ -14,7 +14,8 @@ from typing import get_args
 
 from penstock.protocol import subjects
 from penstock.protocol.errors import WireError
-from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Split, TaskIssued, decode
+from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, TaskIssued, decode
+from penstock.protocol.groups import Split
 from penstock.protocol.versions import PolicyVersion, is_fresh
 
 FACT_OF_STAGE: dict[str, type[TaskIssued | GroupGenerated | GroupScored]] = {

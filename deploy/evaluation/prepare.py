@@ -23,8 +23,8 @@ from penstock.deploy.evaluation.target import Target
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Sampling
 from penstock.protocol.files import replace
+from penstock.protocol.groups import Sampling
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
 from penstock.trainer.groups.task_packs import evaluation_sampling

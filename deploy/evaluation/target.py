@@ -24,8 +24,9 @@ from penstock.console.tools.runs import unknown_run
 from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import BlobRef, Head
+from penstock.protocol.facts import Head
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.bucket_codec import bucket_xxh3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
+from penstock.protocol.groups import GeneratedGroup, RewardRequest, ScoredGroup
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from penstock.deploy.plan.lengths import Durations, Fleet, LengthMix, Outcome, Step
 from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine, SimulatedSequence
 from penstock.deploy.plan.simulated_groups import SimulatedPrompts, scored_group
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
 from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup
 from penstock.rollout_service.packs.pack_loops import SAMPLE_S, EngineLoad, PackLimit

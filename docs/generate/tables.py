@@ -14,6 +14,7 @@ from penstock.deploy.monitoring.alerts import ALERTS
 from penstock.protocol import errors as protocol_errors
 from penstock.protocol import facts as nats_facts
 from penstock.protocol import streams
+from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, Sampling, ScoredGroup, Task
 from penstock.protocol.metrics.table import MAX_VALUES, METRICS, OPEN_LABELS, OTHER, Metric
 from penstock.reward_service import errors as reward_errors
 from penstock.rollout_service import errors as rollout_errors
@@ -68,14 +69,7 @@ def facts() -> str:
     parts = ["## Streams\n", _streams(), "## Facts\n"]
     parts += [_fact(fact, f"`{tag}`. ") for tag, fact in sorted(nats_facts.Fact.registry.items())]
     parts.append("## Inside facts\n")
-    inner = (
-        nats_facts.Task,
-        nats_facts.Sampling,
-        nats_facts.RewardRequest,
-        nats_facts.GeneratedGroup,
-        nats_facts.ScoredGroup,
-        nats_facts.BlobRef,
-    )
+    inner = (Task, Sampling, RewardRequest, GeneratedGroup, ScoredGroup, BlobRef)
     parts += [_fact(model, "") for model in inner]
     return "\n".join(parts)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.forensics.audit.record_fold import SPLITS, Breach, RecordFold
 from penstock.forensics.audit.step_checks import ReportedSteps, check_steps
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from penstock.protocol.facts import AbandonedCompletion, BlobRef, Split
+from penstock.protocol.groups import AbandonedCompletion, BlobRef, Split
 from penstock.protocol.record.lineage import DroppedGroup, EvaluatedGroup, LineageChapter, RecordedStep, SplitTotals
 
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.forensics.audit.record_fold import Breach
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, WireError
-from penstock.protocol.facts import Count, RunEvent, decode
+from penstock.protocol.facts import RunEvent, decode
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import Count
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import (
     GROUP_DIGITS,

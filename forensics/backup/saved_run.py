@@ -24,8 +24,9 @@ from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol import blob_keys, files, streams
 from penstock.protocol.errors import BlobError, ConfigError, MissingStream, PenstockError
-from penstock.protocol.facts import Sha256, decode
+from penstock.protocol.facts import decode
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import Sha256
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id

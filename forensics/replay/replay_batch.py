@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.forensics.replay.replay_verdict import BatchVerdict, group_metrics
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState, committed
 from penstock.protocol.record.stopped_batch import GROUPS, SETTINGS, StoppedBatch, read_batch
 from penstock.protocol.transport.blobs import Blobs

@@ -19,7 +19,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Finite, Identifier, RewardName
+from penstock.protocol.groups import Finite, Identifier, RewardName
 
 MAX_PARTS = 16
 

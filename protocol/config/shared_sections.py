@@ -27,7 +27,7 @@ from typing import Protocol
 from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section, secret_of
-from penstock.protocol.facts import MAX_TEACHER_TOP_K
+from penstock.protocol.groups import MAX_TEACHER_TOP_K
 from penstock.protocol.streams import StreamLimits
 
 _HOUR_S = 3600.0

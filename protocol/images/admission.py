@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import ConfigError, ImageRefused
-from penstock.protocol.facts import MAX_IMAGE_BYTES
+from penstock.protocol.groups import MAX_IMAGE_BYTES
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**25  # decoded: 96 MiB of RGB

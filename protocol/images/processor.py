@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import ImageRefused, UnsupportedModel
-from penstock.protocol.facts import MAX_IMAGES, ImageRef, RowImages
+from penstock.protocol.groups import MAX_IMAGES, ImageRef, RowImages
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
 

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import GeneratedGroup
+from penstock.protocol.groups import GeneratedGroup
 from penstock.protocol.packs import episode_columns, optional_columns, pack_bounds, pack_footer
 from penstock.protocol.packs.group_texts import TEXT_COLUMNS, GroupTexts, rewards_of, texts_of
 from penstock.protocol.packs.pack_rows import Rows, list_of, lists

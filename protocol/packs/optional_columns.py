@@ -23,7 +23,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import ImageRef, RouterShape, RowImages
+from penstock.protocol.groups import ImageRef, RouterShape, RowImages
 from penstock.protocol.packs.pack_rows import Rows, list_of, lists
 from penstock.protocol.token_annotations import ExpertChoices, TeacherRow, TeacherScores, dtype_of
 from penstock.protocol.trajectory import Group, Trajectory

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import BlobRef, GeneratedGroup
+from penstock.protocol.groups import BlobRef, GeneratedGroup
 from penstock.protocol.packs.pack_footer import Chunk, RowGroup, StoredColumn
 
 MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline; of episodes, all their rows together

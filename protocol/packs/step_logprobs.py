@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import Count, Identifier, Sha256, Wire
+from penstock.protocol.groups import Count, Identifier, Sha256, Wire
 
 SCHEMA_TAG = "step_logprobs.v1"
 MAX_TOKENS = 3_000_000  # of one object

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import SINGLE_TURN, RewardRequest, RowImages, Task
+from penstock.protocol.groups import SINGLE_TURN, RewardRequest, RowImages, Task
 from penstock.protocol.trajectory import Group
 
 

@@ -13,9 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import MalformedFact
-from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
 from penstock.protocol.files import read_regular
-from penstock.protocol.groups import first_problem
+from penstock.protocol.groups import BlobRef, Count, Identifier, Sha256, Wire, first_problem
 from penstock.protocol.record.lineage import AccountState
 
 STATE_FILE = "state.json"

@@ -34,18 +34,17 @@ from typing import Annotated, Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from penstock.protocol.facts import (
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.groups import (
     AbandonedCompletion,
     BlobRef,
     Count,
-    Fact,
     Finite,
     Identifier,
     ScoredGroup,
     Sha256,
     Split,
     Wire,
-    decode,
     without_empty,
 )
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import ConfigError, MalformedFact
-from penstock.protocol.facts import Count, Identifier, ScoredGroup, Wire
 from penstock.protocol.files import read_regular
-from penstock.protocol.groups import first_problem
+from penstock.protocol.groups import Count, Identifier, ScoredGroup, Wire, first_problem
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 

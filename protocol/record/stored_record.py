@@ -20,7 +20,8 @@ from pydantic import Field
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import MalformedFact, RecordBroken
-from penstock.protocol.facts import BlobRef, Count, Fact, Finite, Identifier, decode
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.groups import BlobRef, Count, Finite, Identifier
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import (
     CheckpointCommitted,

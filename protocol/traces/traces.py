@@ -19,7 +19,7 @@ from typing import Literal
 import structlog
 
 from penstock.protocol import trace_context
-from penstock.protocol.facts import Task
+from penstock.protocol.groups import Task
 
 Value = str | int | float | bool
 MAX_TEXT = 200  # characters of an attribute

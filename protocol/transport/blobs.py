@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from penstock.protocol import blob_keys, files
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.tls import client_context
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ import xxhash
 from pydantic import Field, ValidationError, model_validator
 
 from penstock.protocol.errors import MalformedFact
-from penstock.protocol.facts import Count, Wire
-from penstock.protocol.groups import first_problem
+from penstock.protocol.groups import Count, Wire, first_problem
 
 # The code of a safetensors header: its name as a layout spells it, and bytes per value.
 SAFETENSORS_DTYPES = {

@@ -29,8 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pydantic import Field, ValidationError, model_validator
 
 from penstock.protocol.errors import ConfigError, MalformedFact, SignatureRefused
-from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
-from penstock.protocol.groups import first_problem
+from penstock.protocol.groups import BlobRef, Count, Identifier, Sha256, Wire, first_problem
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, adapter_digest
 from penstock.protocol.weights.bucket_codec import Codec

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.errors import ChainBroken
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, VersionManifest
 

@@ -23,7 +23,7 @@ from penstock.protocol.errors import (
     SignatureRefused,
     StateMismatch,
 )
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec

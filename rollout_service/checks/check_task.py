@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.facts import SINGLE_TURN, Sampling, Split, Task
+from penstock.protocol.groups import SINGLE_TURN, Sampling, Split, Task
 from penstock.protocol.token_annotations import Routers, routers_of
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 

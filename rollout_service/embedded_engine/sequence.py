@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:  # what schedules sequences needs no torch
     import numpy as np
 
-    from penstock.protocol.facts import RowImages
+    from penstock.protocol.groups import RowImages
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 
 NO_ADAPTER = 0  # number of sequences and rows without an adapter

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.protocol.facts import FinishReason
-from penstock.protocol.groups import derived_seed
+from penstock.protocol.groups import FinishReason, derived_seed
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.trajectory import LOWEST_SAMPLED_LOGPROB
 from penstock.protocol.versions import PolicyVersion, VersionRun

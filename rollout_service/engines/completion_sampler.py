@@ -20,7 +20,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.protocol.weights.adapter_format import adapter_name, version_of

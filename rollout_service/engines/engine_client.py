@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from penstock.protocol.facts import AbandonedCompletion, RowImages, Sampling
+from penstock.protocol.groups import AbandonedCompletion, RowImages, Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum

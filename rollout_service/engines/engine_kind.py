@@ -23,7 +23,7 @@ from pydantic import field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion, newest_of, oldest_of
 from penstock.rollout_service.engines.attached_engine import AttachedEngine

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.protocol.facts import AbandonedCompletion, Sampling
+from penstock.protocol.groups import AbandonedCompletion, Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
 from penstock.rollout_service.engines.completion import Resumption

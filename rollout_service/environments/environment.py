@@ -23,7 +23,7 @@ from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError, PackError
 from penstock.protocol.extensions import Registry
-from penstock.protocol.facts import AbandonedCompletion, RowImages, Sampling, Task
+from penstock.protocol.groups import AbandonedCompletion, RowImages, Sampling, Task
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import VersionRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
 from penstock.rollout_service.engines.engine_client import ImagePrompt, KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy

@@ -19,7 +19,7 @@ import structlog
 from penstock.protocol import blob_keys
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ImageRefused, PackError, PenstockError
-from penstock.protocol.facts import BlobRef, Task
+from penstock.protocol.groups import BlobRef, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs, BlobStat
 from penstock.protocol.versions import is_fresh

@@ -14,7 +14,8 @@ import structlog
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import AbandonedCompletion, Task, TaskList, decode
+from penstock.protocol.facts import TaskList, decode
+from penstock.protocol.groups import AbandonedCompletion, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs

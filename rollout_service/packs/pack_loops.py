@@ -30,7 +30,8 @@ from typing import Any
 import structlog
 
 from penstock.protocol import heartbeats
-from penstock.protocol.facts import Split, TaskIssued
+from penstock.protocol.facts import TaskIssued
+from penstock.protocol.groups import Split
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service.engines.engine import Engine

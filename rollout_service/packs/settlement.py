@@ -18,7 +18,8 @@ import structlog
 
 from penstock.protocol import blob_keys, subjects, trace_context
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, RunEvent, Task, TaskIssued, encode
+from penstock.protocol.facts import DeadLetter, GroupGenerated, RunEvent, TaskIssued, encode
+from penstock.protocol.groups import BlobRef, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
 from penstock.protocol.traces.traces import NO_TRACES, Traces, Value

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock.protocol.errors import BlobMissing, ConfigError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_adapter

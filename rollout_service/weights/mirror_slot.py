@@ -21,8 +21,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError, StateMismatch
-from penstock.protocol.facts import BlobRef, Count, Sha256, Wire
 from penstock.protocol.files import atomic_write
+from penstock.protocol.groups import BlobRef, Count, Sha256, Wire
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.layout import (
     Bucket,

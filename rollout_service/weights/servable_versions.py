@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine import Engine

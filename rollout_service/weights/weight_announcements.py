@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.protocol import subjects
-from penstock.protocol.facts import BlobRef, Fact, RunEvent, WeightsApplied, WeightsRefused
+from penstock.protocol.facts import Fact, RunEvent, WeightsApplied, WeightsRefused
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.errors import WeightsUnusable

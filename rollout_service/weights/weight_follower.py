@@ -16,7 +16,8 @@ import structlog
 
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BusUnreachable, WireError
-from penstock.protocol.facts import BlobRef, Head, WeightsPublished, decode
+from penstock.protocol.facts import Head, WeightsPublished, decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer

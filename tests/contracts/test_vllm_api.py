@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.vllm.client import VllmClient, read_completions

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.protocol.config.run_file import load
-from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, ScoredGroup
+from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, ScoredGroup
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.completion import Completion

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import RouterShape
+from penstock.protocol.groups import RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.stored_record import mark_use_of_input

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import BlobRef, GroupScored
+from penstock.protocol.facts import GroupScored
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import RecordedGroup
 from penstock.protocol.record.stored_record import RescoredInput, find_input, pieces_of_input
 from penstock.protocol.transport.blobs import Blobs

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG
 from penstock.protocol.weights.layout import WeightLayout

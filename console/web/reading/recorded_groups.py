@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from penstock.console.report.learning import mean
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import LineageChapter
 
 Status = Literal["trained", "evaluated", "dropped", "in_flight"]

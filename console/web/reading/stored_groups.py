@@ -24,7 +24,8 @@ from penstock.console.web.reading.recorded_groups import (
 )
 from penstock.console.web.reading.stored_logprobs import Current, RecentObjects, StoredLogprobs
 from penstock.protocol.errors import BlobError, PackError, RecordBroken
-from penstock.protocol.facts import BlobRef, decode
+from penstock.protocol.facts import decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.record.lineage import LineageChapter

@@ -14,7 +14,7 @@ from penstock.console.web.reading.group_detail import NOT_TRAINED, Storing, why_
 from penstock.console.web.reading.recorded_groups import Entry
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobError, PackError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import CLIPPED, DUAL_CLIPPED, OUTCOMES, REJECTED, KeptRow, StepLogprobs
 from penstock.protocol.trajectory import Group, Trajectory

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from penstock.protocol.errors import ImageRefused
-from penstock.protocol.facts import MAX_IMAGES
+from penstock.protocol.groups import MAX_IMAGES
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor, expanded

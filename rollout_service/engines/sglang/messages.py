@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import RowImages
+from penstock.protocol.groups import RowImages
 from penstock.protocol.images.processor import collapsed
 from penstock.protocol.token_annotations import ExpertChoices, Routers, dtype_of
 from penstock.rollout_service.checks.check_task import ImageTokens

@@ -16,7 +16,7 @@ from tests.groups import make_task
 
 from penstock.agents.environments.play import done
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.token_annotations import Routers
 from penstock.protocol.trajectory import Group, Trajectory

@@ -24,7 +24,7 @@ from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RewardRequest, Sampling, Task
+from penstock.protocol.groups import RewardRequest, Sampling, Task
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.environment import build_group, load_environments

@@ -9,7 +9,8 @@ from typing import Any
 
 from penstock.console.live.run_snapshot import QueueDepths
 from penstock.console.live.run_view import RunView
-from penstock.protocol.facts import BlobRef, DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
+from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
+from penstock.protocol.groups import BlobRef
 
 RUN = "sorting"
 START = 1_790_000_000.0  # wall-clock seconds

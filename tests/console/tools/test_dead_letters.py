@@ -14,17 +14,8 @@ from tests.servers import secret_file
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import (
-    BlobRef,
-    DeadLetter,
-    Fact,
-    GroupGenerated,
-    GroupScored,
-    Head,
-    RunEvent,
-    TaskIssued,
-    encode,
-)
+from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, RunEvent, TaskIssued, encode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import AccountState, CheckpointCommitted, LineageChapter, RecordedSession
 from penstock.protocol.transport.blobs import Blobs

@@ -22,7 +22,8 @@ from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import BlobRef, DeadLetter, Fact, GroupGenerated, ScoredGroup, encode, encode_unbounded
+from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, encode, encode_unbounded
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import CLIPPED, KeptGroup, LogprobsHeader, StepLogprobs
 from penstock.protocol.record.lineage import (

@@ -33,7 +33,7 @@ from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.stored_groups import ReadBudget, StoredGroups
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import RecordBroken
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 
 GROUP = "e0.p10.a0"

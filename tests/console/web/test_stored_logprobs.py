@@ -15,7 +15,7 @@ from penstock.console.web.reading.group_detail import Storing, why_absent, why_n
 from penstock.console.web.reading.recorded_groups import Entry
 from penstock.console.web.reading.stored_logprobs import Current, StoredLogprobs
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
 

@@ -16,7 +16,7 @@ from tests.episodes import forked, group_of, make_row, one_turn
 from tests.groups import make_group
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, Task
+from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group

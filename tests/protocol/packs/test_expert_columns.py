@@ -13,7 +13,7 @@ from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import GeneratedGroup, RouterShape, Sampling, Task
+from penstock.protocol.groups import GeneratedGroup, RouterShape, Sampling, Task
 from penstock.protocol.packs import group_pack, optional_columns, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tests.examples import examples
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun

@@ -716,7 +716,7 @@ def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, run_streams: str) ->
         from_start=True,
     ).wait()
     bus.publish(subjects.weights_applied(run_streams), event(run_streams, 1), msg_id="1").wait()
-    from penstock.protocol.facts import BlobRef
+    from penstock.protocol.groups import BlobRef
 
     fact = WeightsPublished(
         run_id=run_streams,

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from penstock.protocol.errors import ChainBroken
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, published_name

@@ -14,7 +14,7 @@ import pytest
 from tests.protocol.weights.published_weights import ADAPTER, ADAPTER_LAYOUT, LAYOUT, PublishedWeights
 
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec

@@ -12,7 +12,7 @@ from tests.examples import examples
 from tests.protocol.weights.published_weights import LAYOUT, PublishedWeights, changed_state, held_of, random_state
 
 from penstock.protocol.errors import ChainBroken, MalformedFact
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import (

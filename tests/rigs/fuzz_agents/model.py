@@ -21,7 +21,7 @@ from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.embedded_engine import sequence as engine_sequence
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread

@@ -19,7 +19,7 @@ from tests.pictures import picture, picture_bytes
 from tests.vision_model import build_vision_model
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.images.admission import admit
 from penstock.protocol.images.processor import ImageProcessor, collapsed, expanded, read_processor, rope_positions
 from penstock.protocol.versions import PolicyVersion

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.engine_client import PlacesEpisodes, aggregate_metrics

@@ -13,7 +13,7 @@ from tests.contracts.tiny_model import MIXTURE, build_model
 from tests.groups import make_task
 from tests.rollout_service.embedded_engine.test_embedded_experts import chosen_by_transformers
 
-from penstock.protocol.facts import RouterShape, Sampling
+from penstock.protocol.groups import RouterShape, Sampling
 from penstock.protocol.token_annotations import ExpertChoices, Routers, routers_of
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits

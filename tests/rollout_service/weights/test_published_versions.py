@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.weights.weight_announcements import MAX_VERSIONS, PublishedVersions
 

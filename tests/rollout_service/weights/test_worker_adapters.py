@@ -14,7 +14,7 @@ from tests.contracts.tiny_model import Adapter, Dense, build_model, write_change
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import wait_for
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.engines.attached_engine import AttachedEngine

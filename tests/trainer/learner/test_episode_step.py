@@ -24,7 +24,8 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import streams, subjects, trace_context
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
-from penstock.protocol.facts import GroupGenerated, Sampling, Task, TaskIssued
+from penstock.protocol.facts import GroupGenerated, TaskIssued
+from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.transport.blobs import Blobs

@@ -12,7 +12,8 @@ from tests.groups import make_generated, make_group, make_scored
 from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.shared_sections import RetentionSettings
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, encode
+from penstock.protocol.facts import DeadLetter, GroupGenerated, encode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import (
     AccountState,
     CheckpointCommitted,
