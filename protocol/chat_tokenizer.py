@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -23,6 +23,7 @@ from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
 
 Message = Mapping[str, Any]
+_T = TypeVar("_T")
 
 _MAX_CONFIG_BYTES = 64 * 1024**2
 _MAX_TOKENIZER_BYTES = 256 * 1024**2  # the largest published ones have about 35 MB
@@ -96,16 +97,7 @@ class ChatTokenizer:
                 "the prompt is a chat, and the model has no chat template; give it as a text, or add chat_template.jinja to the "
                 "model folder"
             )
-        try:
-            return self._template.render(
-                messages,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **self._arguments},
-            )
-        except TemplateRefused as err:
-            raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
+        return self._filled(self._template.render, messages, tools, prompt=add_generation_prompt)
 
     @property
     def marks_answers(self) -> bool:
@@ -118,14 +110,14 @@ class ChatTokenizer:
                 "the model's chat template marks no answers with {% generation %}; use a template that does, or set "
                 'sft.mask = "turns"'
             )
-        try:
-            return self._template.render_marked(
-                messages,
-                tools=list(tools),
-                documents=None,
-                add_generation_prompt=False,
-                **{**self._special_tokens, **self._arguments},
-            )
+        return self._filled(self._template.render_marked, messages, tools, prompt=False)
+
+    def _filled(
+        self, render: Callable[..., _T], messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool
+    ) -> _T:
+        names = {**self._special_tokens, **self._arguments}
+        try:  # as in transformers, tools are None without any: a template may tell that from an empty list
+            return render(messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **names)
         except TemplateRefused as err:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
 
