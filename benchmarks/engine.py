@@ -30,9 +30,8 @@ from benchmarks.rig import machine
 
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import prepare_weights
+from penstock.rollout_service.embedded_engine.model.weights import prepare_weights, read_checkpoint
 from penstock.rollout_service.embedded_engine.process import keep_freed_memory
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions

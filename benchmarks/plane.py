@@ -37,7 +37,8 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import GroupGenerated, GroupScored, RewardRequest, ScoredGroup
+from penstock.protocol.facts import GroupGenerated, GroupScored
+from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings, content_hash
@@ -45,11 +46,11 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 from penstock.rollout_service.metrics import WorkerMetrics
-from penstock.rollout_service.packs.announce_pack import PackAnnouncer
+from penstock.rollout_service.packs.settlement import PackAnnouncer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector

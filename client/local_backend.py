@@ -23,7 +23,7 @@ from penstock.console.report import curves
 from penstock.console.tools.runs import is_finished
 from penstock.deploy.processes.child import wait_until
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.record import run_folder
 
 _LOG = "client.log"
 _REWARD_S = 120.0  # until the run's reward service listens, on a busy machine
@@ -48,7 +48,7 @@ class LocalBackend:
         Raises RunFailed when the run ends before, PenstockError when it is running already; no process is left then.
         """
         with self._lock:
-            if run_lock.is_held(self.folder):
+            if run_folder.is_lock_held(self.folder):
                 raise PenstockError(
                     f"run {self.run_id} is running already, in {self.folder}; stop it, or choose another run_id"
                 )
@@ -57,7 +57,7 @@ class LocalBackend:
                     f"run {self.run_id} has no {RUN_FILE} in {self.folder}: start it as it was started before"
                 )
             self._reward_port.unlink(missing_ok=True)
-            pause_request.clear(self.folder)
+            run_folder.withdraw_pause(self.folder)
             local = ("--local", "--workers", str(self._workers))
             command = launch.module("penstock", "train", str(self.folder / RUN_FILE), *local)
             self._process = LocalProcess(f"run {self.run_id}", command, self.folder / "logs" / _LOG)
@@ -71,15 +71,15 @@ class LocalBackend:
     @property
     def state(self) -> State:
         found = self._process.state if self._process is not None else self._state_of_folder()
-        is_paused = found in {"running", "finished"} and pause_request.is_requested(self.folder)
+        is_paused = found in {"running", "finished"} and run_folder.is_pause_requested(self.folder)
         if is_paused and not is_finished(self.folder):
             return "pausing" if found == "running" else "paused"
         return found
 
     def _state_of_folder(self) -> State:
-        if run_lock.is_held(self.folder):
+        if run_folder.is_lock_held(self.folder):
             return "running"
-        return "finished" if is_finished(self.folder) or pause_request.is_requested(self.folder) else "stopped"
+        return "finished" if is_finished(self.folder) or run_folder.is_pause_requested(self.folder) else "stopped"
 
     @property
     def pid(self) -> int:
@@ -88,7 +88,7 @@ class LocalBackend:
     def wait(self, timeout_s: float | None) -> bool:
         if self._process is not None:
             return self._process.wait(timeout_s)
-        return wait_until(lambda: not run_lock.is_held(self.folder), timeout_s, POLL_S)
+        return wait_until(lambda: not run_folder.is_lock_held(self.folder), timeout_s, POLL_S)
 
     def failure(self) -> RunFailed:
         assert self._process is not None, "not started"
@@ -107,7 +107,7 @@ class LocalBackend:
         """Ask the trainer to train what is under way, write a checkpoint and exit; the processes exit then."""
         if self._is_over():
             raise PenstockError(f"run {self.run_id} is {self.state}: only one that is running can be paused")
-        pause_request.request(self.folder)
+        run_folder.request_pause(self.folder)
 
     def resume(self) -> None:
         """Start the processes again; nothing happens while they run. Raises PenstockError while they end."""
@@ -120,7 +120,7 @@ class LocalBackend:
         """Stop the processes in order; raises PenstockError for those that another program has started."""
         if self._process is not None:
             self._process.stop()
-        elif run_lock.is_held(self.folder):
+        elif run_folder.is_lock_held(self.folder):
             raise PenstockError(f"run {self.run_id} was started by another program: stop it there")
 
     def versions(self) -> list[dict[str, Any]]:

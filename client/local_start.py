@@ -24,7 +24,7 @@ from penstock.deploy.local_run import LocalRun
 from penstock.fine_tuning.sections import DPO, SFT
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.subjects import check_run_id
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.settings import TrainerSettings
@@ -147,7 +147,7 @@ def claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple
     given = values.get(("run", "id"))
     if given is not None:
         folder = runs / check_run_id(str(given))
-        if run_lock.is_held(folder):
+        if run_folder.is_lock_held(folder):
             raise ConfigError(f"run {given} is running already, in {folder}; stop it, or choose another run_id")
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)

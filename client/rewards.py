@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.loop_thread import LoopThread
+from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.hosting import hosted_app, registration
 from penstock.reward_service.hosting.hosted_app import HostedFunction
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress

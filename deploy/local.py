@@ -28,7 +28,7 @@ from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -176,9 +176,9 @@ class LocalStack:
             certificates.write_certificates(self._certificates, services=(_HTTP,), names=names)
         certificate = certificates.kept(self._certificates, _HTTP)
         files = (
-            (http_tls.CERTIFICATE, certificate.file),
-            (http_tls.KEY, certificate.key_file),
-            (http_tls.AUTHORITY, certificate.ca_file),
+            (tls.CERTIFICATE, certificate.file),
+            (tls.KEY, certificate.key_file),
+            (tls.AUTHORITY, certificate.ca_file),
         )
         return {name: str(file) for name, file in files}
 

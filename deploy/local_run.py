@@ -37,7 +37,7 @@ from penstock.deploy.processes.child import (
 from penstock.deploy.processes.servers import port_is_free
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -141,7 +141,7 @@ class LocalRun:
         self.start_trainer()
 
     def start_services(self) -> None:
-        self._lock.enter_context(run_lock.hold(self.folder))
+        self._lock.enter_context(run_folder.hold_lock(self.folder))
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()

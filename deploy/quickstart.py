@@ -35,7 +35,7 @@ from penstock.deploy.quickstart_task import SORT, TASKS, QuickstartTask, write_m
 from penstock.deploy.train import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.record import pause_request
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.settings import WorkerSettings
 
@@ -230,7 +230,7 @@ def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: 
         code = _exit_code(child, started + _SFT_DEADLINE_S, stop_requested)
         if code is None:
             return False
-        if code == 0 and pause_request.is_requested(options.folder):
+        if code == 0 and run_folder.is_pause_requested(options.folder):
             show("warm-up   paused")
             return False
         if code == 0:

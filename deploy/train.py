@@ -38,7 +38,7 @@ from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
-from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -92,7 +92,7 @@ def _train_local(
             run.check()
             for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
-            pause_request.clear(run.folder)
+            run_folder.withdraw_pause(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             page.start()
@@ -114,7 +114,7 @@ def _train_local(
         return exit_status(code)
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
-    if pause_request.is_requested(run.folder):
+    if run_folder.is_pause_requested(run.folder):
         say(resumption.paused("train", again))
     for line in trackers.finish():
         say(line)
@@ -193,8 +193,8 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
             print(note, file=sys.stderr)
         create_what_is_missing(settings)
         with trackers:
-            pause_request.clear(settings.run.folder)
-            with run_lock.hold(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
+            run_folder.withdraw_pause(settings.run.folder)
+            with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 trackers.start()
                 if trainer.is_logged:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
@@ -218,7 +218,7 @@ def _ending(
 ) -> str:
     if trainer.stop_requested and not is_done:
         return resumption.stopped("train", again)
-    if code == 0 and pause_request.is_requested(settings.run.folder):
+    if code == 0 and run_folder.is_pause_requested(settings.run.folder):
         return resumption.paused("train", again)
     if code and trainer.is_logged:
         return f"the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}"

@@ -16,7 +16,7 @@ from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
-from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.record import run_folder
 from penstock.trainer.commands.run_command import end_with_torchrun, run_command, start_process, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
@@ -31,7 +31,7 @@ _ERROR = 2  # exit code of an error that is explained on stderr
 def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     """Train, and print the folder of the result; returns 130 or 143 after a signal. Raises PenstockError before it starts.
 
-    A request to pause (`pause_request`) ends it with a checkpoint and exit code 0; one from before the start is withdrawn.
+    A request to pause (`run_folder`) ends it with a checkpoint and exit code 0; one from before the start is withdrawn.
     """
     end_with_torchrun(os.environ)
     name = command.section
@@ -51,11 +51,11 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
 
     ranks = Ranks()
     if ranks.is_leader:
-        pause_request.clear(settings.run.folder)
+        run_folder.withdraw_pause(settings.run.folder)
     stop = threading.Event()
     signals = stop_on_signals(stop, is_leader=ranks.is_leader)
     try:
-        with run_lock.hold(settings.run.folder) if ranks.is_leader else nullcontext():
+        with run_folder.hold_lock(settings.run.folder) if ranks.is_leader else nullcontext():
             result = task.run(settings, ranks, stop)
         code = 128 + signals[0] if result is None and signals else 0
         if ranks.is_leader:

@@ -12,7 +12,7 @@ from penstock.fine_tuning.length import Length, check_warmup
 from penstock.fine_tuning.loop import Plan
 from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.config.run_file import values_of
-from penstock.protocol.seeds import derived_seed
+from penstock.protocol.groups import derived_seed
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.learner.load_model import load_policy

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from penstock.protocol import files
 from penstock.protocol.files import atomic_write
-from penstock.protocol.record import pause_request
+from penstock.protocol.record import run_folder
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, published_name
 from penstock.trainer.errors import RunIsHeld
 from penstock.trainer.learner.export import export_model
@@ -64,7 +64,7 @@ class TrainingFolder:
     @property
     def is_pause_requested(self) -> bool:
         """True while the run is asked to pause: the training writes a checkpoint and ends."""
-        return pause_request.is_requested(self._path.parent)
+        return run_folder.is_pause_requested(self._path.parent)
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps({"kind": kind, "at": time.time(), **fields}).encode() + b"\n")

@@ -29,8 +29,9 @@ from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
 from penstock.protocol import blob_keys, files, logs, streams
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobError, ConfigError, MissingStream, PenstockError
-from penstock.protocol.facts import Sha256, decode
+from penstock.protocol.facts import decode
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import Sha256
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id

@@ -21,12 +21,12 @@ from penstock.console.tools.rewards import RewardService, service_url
 from penstock.protocol import blob_keys
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError, PackError, RecordBroken
-from penstock.protocol.facts import BlobRef, ScoredGroup, encode_unbounded
+from penstock.protocol.facts import encode_unbounded
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.record.lineage import LineageChapter, RecordedGroup, SplitTotals
-from penstock.protocol.record.rescored import RescoredInput, RescoredPiece
-from penstock.protocol.record.stored_record import StoredRecord
+from penstock.protocol.record.stored_record import RescoredInput, RescoredPiece, StoredRecord
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 

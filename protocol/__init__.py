@@ -13,7 +13,7 @@
 |------------------|------------------|---------------------------------------|-------------------------|
 | rollout worker   | TaskIssued       | a task within the staleness bound     | trainer issuing tasks   |
 | weight follower  | head, Published  | a newer version                       | trainer publishing      |
-| reward service   | GroupGenerated   | a generated group; an endpoint  | rollout workers         |
+| reward service   | GroupGenerated   | a generated group; an endpoint        | rollout workers         |
 | trainer: collect | GroupScored      | `groups_per_step` fresh scored groups | reward service          |
 | trainer: step    | a whole batch    | collect                               | collect                 |
 

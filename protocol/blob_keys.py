@@ -15,7 +15,6 @@ def group_pack(run_id: str, version: PolicyVersion, pack_id: str, attempt_id: st
 
 
 def finished_episodes_prefix(run_id: str, group_id: str, attempt: int) -> str:
-    """Return the prefix of the episodes of one attempt at a group that ended before the group was complete."""
     return f"{all_finished_episodes_prefix(run_id)}{group_id}/{attempt}/"
 
 
@@ -29,7 +28,6 @@ def all_finished_episodes_prefix(run_id: str) -> str:
 
 
 def task_list(run_id: str, pack_id: str) -> str:
-    """Return the key of a task list that does not fit into a message."""
     return f"runs/{run_id}/tasks/{pack_id}.msgpack"
 
 
@@ -52,7 +50,6 @@ def weights_pack(run_id: str, version: PolicyVersion, attempt_id: str, rank: int
 
 
 def weights_layout(run_id: str, layout_id: str) -> str:
-    """Return the key of a layout (which tensor lies in which bucket), addressed by content."""
     return f"runs/{run_id}/layout/{layout_id}.json"
 
 
@@ -61,12 +58,10 @@ def layouts_prefix(run_id: str) -> str:
 
 
 def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> str:
-    """Return the key of a version's manifest, written last."""
     return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/manifest.json"
 
 
 def model_file(run_id: str, sha256: str, name: str) -> str:
-    """Return the key of a model folder's small file (config, tokenizer), addressed by content."""
     return f"runs/{run_id}/model/{sha256[:16]}/{name}"
 
 
@@ -75,7 +70,6 @@ def models_prefix(run_id: str) -> str:
 
 
 def image(run_id: str, sha256: str) -> str:
-    """Return the key of an image of a task or an episode, addressed by content."""
     return f"{images_prefix(run_id)}{sha256}"
 
 
@@ -89,27 +83,22 @@ def access_check_prefix(run_id: str) -> str:
 
 
 def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> str:
-    """Return the key of one chapter of the record; ``attempt_id`` is fresh for every attempt at a checkpoint."""
     return f"runs/{run_id}/lineage/chapter{number:08d}.e{epoch:04d}.{attempt_id}.msgpack"
 
 
 def lineage_config(run_id: str, sha256: str) -> str:
-    """Return the key of the settings of a trainer session, addressed by content."""
     return f"runs/{run_id}/lineage/config.{sha256[:16]}.json"
 
 
 def rescored_prefix(run_id: str) -> str:
-    """Return the prefix of a rescored input; ``run_id`` is the input's own id."""
     return f"runs/{run_id}/input/"
 
 
 def rescored_input(run_id: str, sha256: str) -> str:
-    """Return the key of a rescored input, addressed by content."""
     return f"runs/{run_id}/input/input.{sha256}.msgpack"
 
 
 def rescored_piece(run_id: str, number: int, sha256: str) -> str:
-    """Return the key of one piece of a rescored input, addressed by content."""
     return f"runs/{run_id}/input/piece{number:08d}.{sha256[:16]}.msgpack"
 
 
@@ -123,7 +112,6 @@ def checkpoints_prefix(run_id: str) -> str:
 
 
 def checkpoint_file(run_id: str, epoch: int, sha256: str) -> str:
-    """Return the key of one file of a checkpoint, addressed by content within the epoch that stored it."""
     return f"runs/{run_id}/checkpoints/e{epoch:04d}/files/{sha256}"
 
 
@@ -133,7 +121,6 @@ def checkpoint_state(run_id: str, epoch: int, sha256: str) -> str:
 
 
 def checkpoint_metrics(run_id: str, epoch: int, state_sha256: str, sha256: str) -> str:
-    """Return the key of a run's metrics up to a checkpoint; ``sha256`` is of the metrics."""
     return f"runs/{run_id}/checkpoints/e{epoch:04d}/{state_sha256}/metrics.{sha256}.jsonl"
 
 
@@ -160,12 +147,10 @@ def logprobs_prefix(run_id: str) -> str:
 
 
 def step_logprobs_prefix(run_id: str, step: int, epoch: int) -> str:
-    """Return the prefix of the log-probabilities of one step, as the trainer session of ``epoch`` made it."""
     return f"{logprobs_prefix(run_id)}s{step:08d}.e{epoch:04d}/"
 
 
 def step_logprobs(run_id: str, step: int, epoch: int, sha256: str) -> str:
-    """Return the key of the log-probabilities of one step, addressed by content."""
     return f"{step_logprobs_prefix(run_id, step, epoch)}{sha256}.safetensors"
 
 
@@ -182,6 +167,5 @@ def all_weights_prefix(run_id: str) -> str:
 
 
 def version_of_weights(run_id: str, key: str) -> PolicyVersion:
-    """Return the version that a key below `all_weights_prefix` belongs to; raises ValueError for another key."""
     folder = key.removeprefix(all_weights_prefix(run_id)).split("/", 1)[0]
     return PolicyVersion(int(folder.removeprefix("v")))

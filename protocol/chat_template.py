@@ -57,7 +57,6 @@ class ChatTemplate:
             raise TemplateRefused(f"it is not valid Jinja ({_one_line(err)})") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-        """Return a chat as text; raises TemplateRefused if the template fails, or refuses the chat."""
         environment: Any = self._template.environment
         try:
             with environment.limits:
@@ -120,7 +119,6 @@ class _Limits(threading.local):
         return ""
 
     def check(self, size: int) -> None:
-        """Count a value that is about to be made, or was made."""
         self.made += size
         if size > MAX_VALUE or self.made > MAX_MADE:
             raise TemplateRefused(f"the rendering makes values of more than {MAX_VALUE} characters or items")
@@ -191,7 +189,6 @@ class _Counted(NodeTransformer):
     """Make each turn of a loop and each call of a macro check the time, and each list and text that is put together its size."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        """Return the node that takes the place of one, after its children."""
         made = self.generic_visit(node, *args, **kwargs)
         match node:
             case nodes.For() | nodes.Macro():
@@ -221,7 +218,6 @@ def _checked(node: nodes.Node, made: Any) -> nodes.Node:
 
 
 def _bounded(function: Callable[..., Any], limits: _Limits) -> Callable[..., Any]:
-    """Return a filter that refuses arguments with which it would make too large a value."""
     passes_context, name = hasattr(function, "jinja_pass_arg"), function.__name__.removeprefix("do_")
 
     @functools.wraps(function)  # with the mark of a filter that gets the context
@@ -255,7 +251,6 @@ def _check_operands(limits: _Limits, operator: str, left: Any, right: Any) -> No
 
 
 def _check_arguments(limits: _Limits, name: str, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse widths and replacements that make a text too large, whatever function gets them."""
     if not args and not kwargs and name != "format":
         return
     for value in (*args, *kwargs.values()):
@@ -272,7 +267,6 @@ def _check_arguments(limits: _Limits, name: str, owner: Any, args: Sequence[Any]
 
 
 def _check_replacement(limits: _Limits, text: Any, values: Sequence[Any]) -> None:
-    """Refuse a replacement, or an indent of lines, that makes a text too large."""
     texts = [value for value in values if isinstance(value, str)]
     if isinstance(text, str) and len(texts) == 2:
         most = len(text) + text.count(texts[0]) * len(texts[1])
@@ -317,7 +311,6 @@ class _GenerationBlocks(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares tags
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the statements inside the block, between the marks of the rendering under way."""
         line = next(parser.stream).lineno
         opening, closing = (
             nodes.Output([nodes.EnvironmentAttribute(f"limits.{name}")], lineno=line) for name in ("opening", "closing")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -23,6 +23,7 @@ from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
 
 Message = Mapping[str, Any]
+_T = TypeVar("_T")
 
 _MAX_CONFIG_BYTES = 64 * 1024**2
 _MAX_TOKENIZER_BYTES = 256 * 1024**2  # the largest published ones have about 35 MB
@@ -33,8 +34,6 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class ChatTokenizer:
-    """Renders chats with a model's own template and turns text into token ids."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -98,16 +97,7 @@ class ChatTokenizer:
                 "the prompt is a chat, and the model has no chat template; give it as a text, or add chat_template.jinja to the "
                 "model folder"
             )
-        try:
-            return self._template.render(
-                messages,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **self._arguments},
-            )
-        except TemplateRefused as err:
-            raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
+        return self._filled(self._template.render, messages, tools, prompt=add_generation_prompt)
 
     @property
     def marks_answers(self) -> bool:
@@ -120,14 +110,14 @@ class ChatTokenizer:
                 "the model's chat template marks no answers with {% generation %}; use a template that does, or set "
                 'sft.mask = "turns"'
             )
-        try:
-            return self._template.render_marked(
-                messages,
-                tools=list(tools),
-                documents=None,
-                add_generation_prompt=False,
-                **{**self._special_tokens, **self._arguments},
-            )
+        return self._filled(self._template.render_marked, messages, tools, prompt=False)
+
+    def _filled(
+        self, render: Callable[..., _T], messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool
+    ) -> _T:
+        names = {**self._special_tokens, **self._arguments}
+        try:  # as in transformers, tools are None without any: a template may tell that from an empty list
+            return render(messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **names)
         except TemplateRefused as err:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
 
@@ -161,7 +151,6 @@ class ChatTokenizer:
         return [self._checked(encoding.ids) for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, control tokens included."""
         with _refusing_panics():
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
@@ -181,7 +170,6 @@ class ChatTokenizer:
             return self._tokenizer.decode_batch(list(rows), skip_special_tokens=skip_special_tokens)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """Return token ids; raises MalformedData for one that the model has no embedding for."""
         if self._limit is not None and ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
             raise MalformedData(
@@ -251,7 +239,6 @@ def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _template(
     folder: Path, config: Mapping[str, Any], arguments: Mapping[str, Any], *, needs_template: bool
 ) -> ChatTemplate | None:
-    """Return a model's chat template; raises UnsupportedModel if it is missing, invalid, or does not read an argument."""
     text = _template_text(folder, config)
     if text is None and needs_template:
         raise UnsupportedModel(

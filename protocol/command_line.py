@@ -48,13 +48,10 @@ class UsageError(PenstockError):
 
 
 def Help(text: str, **more: Any) -> Parameter:  # noqa: N802 - an annotation, as Parameter
-    """Return the annotation of a parameter with its help text, and whatever else `Parameter` takes."""
     return Parameter(help=text, **more)
 
 
 def Least(least: int) -> Parameter:  # noqa: N802 - an annotation, as Parameter
-    """Return the annotation of a number that is at least ``least``."""
-
     def check(_: Any, value: Any) -> None:
         if value is not None and value < least:
             raise ValueError(f"Must be >= {least}.")
@@ -145,5 +142,4 @@ def _default_parameter() -> Parameter:
 
 
 def _shown(default: object) -> str | None:
-    """Return a default as the help shows it; None, an empty one and a switch that is off need no words."""
     return str(default) if default not in (None, (), "", False) or (default == 0 and default is not False) else None

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import FinishReason, ImageRef
+from penstock.protocol.groups import FinishReason, ImageRef
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.versions import PolicyVersion
 
@@ -191,7 +191,6 @@ class Episode:
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """Newest version among all sampled tokens."""
         return max(row.trajectory.newest_version for row in self.rows)
 
     @property
@@ -201,12 +200,10 @@ class Episode:
 
     @property
     def turns(self) -> list[Turn]:
-        """Return the turns of all rows, by number; positions are those in the turn's own row."""
         return sorted(turn for row in self.rows for turn in row.turns)
 
 
 def _check_rows(rows: Sequence[EpisodeRow]) -> None:
-    """Raise PackError unless the rows are a tree whose turns are numbered 0, 1, … and counted once."""
     if not 0 < len(rows) <= MAX_EPISODE_ROWS:
         raise PackError(f"{len(rows)} rows, expected 1 to {MAX_EPISODE_ROWS}")
     if rows[0].root != MAIN:
@@ -239,7 +236,6 @@ def _check_prefix(rows: Sequence[EpisodeRow], number: int) -> None:
 
 
 def _images_before(row: Trajectory, length: int) -> list[ImageRef]:
-    """Return the images of which a token is among the first ``length``."""
     return [ref for ref in row.images.refs if ref.position < length] if row.images is not None else []
 
 

@@ -62,7 +62,6 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def built_in(self) -> dict[str, Kind]:
-        """The built-in extensions by name, sorted; raises TypeError when two have the same name."""
         found: dict[str, Kind] = {}
         for module in (module for package in self._packages for module in _modules(package)):
             for value in vars(module).values():
@@ -76,7 +75,6 @@ class Registry(Generic[Kind]):
         return dict(sorted(found.items()))
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all built-in and installed extensions of this kind, sorted."""
         return tuple(sorted({*self.built_in, *(point.name for point in metadata.entry_points(group=self._group))}))
 
     def find(self, name: str) -> Extension[Kind]:

@@ -29,42 +29,20 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
-from pydantic import (
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
-from penstock.protocol.groups import (  # noqa: F401  what facts carry, for their readers
-    MAX_COMPLETIONS,
-    MAX_EXPERTS,
-    MAX_IMAGE_BYTES,
-    MAX_IMAGES,
-    MAX_TEACHER_TOP_K,
-    SINGLE_TURN,
-    AbandonedCompletion,
+from penstock.protocol.groups import (
     BlobRef,
     Clock,
     Count,
     Duration,
-    FinishReason,
     Finite,
     GeneratedGroup,
     Identifier,
-    ImageRef,
-    RewardName,
-    RewardRequest,
-    RouterShape,
-    RowImages,
-    Sampling,
     ScoredGroup,
-    Sha256,
-    Split,
-    StopStrings,
     Task,
     Wire,
-    without_empty,
 )
 
 MAX_FACT_BYTES = 63 * 1024  # the streams refuse 64 KiB including headers

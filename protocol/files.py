@@ -15,18 +15,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+MOST_BYTES = 4 * 1024**3
+
 
 def atomic_write(
     path: Path, data: bytes | str, *, sync: bool = False, sync_folder: bool = False, mode: int | None = None
 ) -> Path:
-    """Replace a file, or create it, in one step; return its path. Raises OSError, and leaves the old file.
+    """Replace a file in an existing folder, or create it, in one step; return its path. Raises OSError, and leaves the old file.
 
-    Args:
-        path: The file; its folder exists.
-        data: The content; text is stored as UTF-8.
-        sync: Whether the content is on disk before the file gets its name.
-        sync_folder: Whether the name is on disk, too, when this returns.
-        mode: Permission bits, from the first byte on; None: as the process's umask leaves 0o666.
+    With ``sync`` the content (text as UTF-8) is on disk before the file gets its name, with ``sync_folder`` the name is, too, when this
+    returns. ``mode`` are the permission bits from the first byte on; None: as the process's umask leaves 0o666.
     """
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
     partial.unlink(missing_ok=True)  # of a killed process of the same id
@@ -80,9 +78,6 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-MOST_BYTES = 4 * 1024**3
 
 
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:

@@ -1,7 +1,8 @@
-"""Tasks and groups as facts carry them: frozen models, and the types of their fields."""
+"""Tasks and groups as facts carry them: frozen models, and the types of their fields; and the seeds of what is sampled."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Annotated, Any, Literal
 
@@ -10,14 +11,13 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    ValidationError,
     model_serializer,
     model_validator,
 )
 
-from penstock.protocol.seeds import MAX_SEED
-
+MAX_SEED = 2**63 - 1  # what engines take
 MAX_TEACHER_TOP_K = 256  # likeliest tokens that a teacher names for each sampled one
-
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 AbandonReason = Literal["aborted", "surplus"]
@@ -30,6 +30,21 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Clock = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]  # seconds since 1970, by the writer's clock
 Duration = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # seconds
+TopK = Annotated[int, Field(ge=0, le=MAX_TEACHER_TOP_K)]
+StopString = Annotated[str, Field(min_length=1, max_length=200)]
+StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
+MAX_EXPERTS = 2**15  # of a layer; their numbers are stored in 8 or 16 bits
+MAX_IMAGES = 8  # of a row
+MAX_IMAGE_BYTES = 16 * 1024**2
+MAX_IMAGE_SIDE = 2**15  # patches of a grid in one direction
+MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
+SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
+
+
+def derived_seed(seed: int, *what: str | int) -> int:
+    """Return the seed of something named by ``what``, 63 bits: another one for each name, the same in every process."""
+    text = "\0".join(map(str, (seed, *what)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 class Wire(BaseModel):
@@ -43,20 +58,18 @@ def without_empty(document: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if value or name not in names}
 
 
+def first_problem(err: ValidationError) -> str:
+    """Return the first field that a model refused, and why."""
+    first = err.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+
+
 class BlobRef(Wire):
     """Reference to one immutable object in S3, with size and sha256 to verify it by."""
 
     key: Annotated[str, Field(min_length=1, max_length=512)]
     size_bytes: Count
     sha256: Sha256
-
-
-TopK = Annotated[int, Field(ge=0, le=MAX_TEACHER_TOP_K)]
-StopString = Annotated[str, Field(min_length=1, max_length=200)]
-StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
-
-
-MAX_EXPERTS = 2**15  # of a layer; their numbers are stored in 8 or 16 bits
 
 
 class RouterShape(Wire):
@@ -80,11 +93,6 @@ class RouterShape(Wire):
         return self
 
 
-MAX_IMAGES = 8  # of a row
-MAX_IMAGE_BYTES = 16 * 1024**2
-MAX_IMAGE_SIDE = 2**15  # patches of a grid in one direction
-
-
 class ImageRef(Wire):
     """One image of a row: the object with its bytes, and the tokens that stand for it."""
 
@@ -100,7 +108,6 @@ class ImageRef(Wire):
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
         return self.position + self.num_tokens
 
     @property
@@ -138,10 +145,6 @@ class RowImages(Wire):
                     f"image {other.sha256} begins at token {other.position}, before image {one.sha256} ends at {one.end}"
                 )
         return self
-
-
-MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
-SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
 
 
 class Sampling(Wire):

@@ -1,4 +1,4 @@
-"""How often a service writes its heartbeat, and when one that stopped counts as lost. Pure.
+"""Heartbeats of services: how often they are written, when one counts as lost, and what they report of busy time and CPU.
 
 A heartbeat announces its own period, and readers decide by it. All workers of a run together write about
 `TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each.
@@ -9,11 +9,8 @@ A heartbeat announces its own period, and readers decide by it. All workers of a
 | state `EXITED`                               | it exited regularly: it is not lost                      |
 | `expires_after_s`: 6 periods, 10 s or more   | its key expires: the service no longer counts as running  |
 
-Measure how busy a role is, the same way in every service, so that the shares can be compared.
-
-A role is *busy* while at least one piece of its own work is under way (a request in the engine, a
-group being scored, an optimizer step) and *idle* while it waits for another role. The idle shares
-of a run show which role is the bottleneck.
+A role is *busy* while at least one piece of its own work is under way (a request in the engine, a group being scored, an optimizer step) and
+*idle* while it waits for another role. The idle shares of a run show which role is the bottleneck.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock.protocol.errors import WireError
@@ -33,15 +30,22 @@ THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of 
 ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
 _NUMBERED = re.compile(r"(?:[-_]\d+)+$")
 _MAX_NAMES = 16
+EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
+EXITED_TTL_S = 5.0  # of that heartbeat: readers that poll once a second get its totals
+PERIOD_S = 1.0  # unless there are many workers
+TOTAL_PER_S = 100.0
+LIVE_TTL_S = 60.0  # of the bucket: the longest that a key may last
+_LOST_PERIODS = 4
+_EXPIRY_PERIODS = 6
+_LEAST_EXPIRY_S = 10.0  # a service that is suspended for seconds still counts
 
 
 class Activity:
-    """Accumulates busy and idle seconds; thread-safe. ``clock`` returns monotonic seconds."""
+    """Accumulates busy and idle seconds; thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._since = clock()
+        self._since = time.monotonic()
         self._num_working = 0
         self._busy_s = 0.0
         self._idle_s = 0.0
@@ -57,13 +61,11 @@ class Activity:
             self._turn(-1, "waiting")
 
     def restart(self) -> None:
-        """Reset the counters: start-up is neither busy nor idle."""
         with self._lock:
-            self._since = self._clock()
+            self._since = time.monotonic()
             self._busy_s = self._idle_s = 0.0
 
     def totals(self) -> tuple[float, float]:
-        """Return busy and idle seconds so far."""
         with self._lock:
             self._account()
             return self._busy_s, self._idle_s
@@ -76,7 +78,7 @@ class Activity:
                 self.state = state
 
     def _account(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if self._num_working:
             self._busy_s += now - self._since
         else:
@@ -111,16 +113,6 @@ def thread_cpu_seconds() -> dict[str, float]:
     return {THREAD_CPU + name: seconds[name] for name in largest if seconds[name] > 0.0}
 
 
-EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
-EXITED_TTL_S = 5.0  # of that heartbeat: readers that poll once a second get its totals
-PERIOD_S = 1.0  # unless there are many workers
-TOTAL_PER_S = 100.0
-LIVE_TTL_S = 60.0  # of the bucket: the longest that a key may last
-_LOST_PERIODS = 4
-_EXPIRY_PERIODS = 6
-_LEAST_EXPIRY_S = 10.0  # a service that is suspended for seconds still counts
-
-
 def readable(values: Iterable[bytes]) -> list[Heartbeat]:
     """Return the heartbeats among the values of a bucket; any service may have written another value there."""
     beats = []
@@ -131,16 +123,13 @@ def readable(values: Iterable[bytes]) -> list[Heartbeat]:
 
 
 def worker_period_s(num_services: int, bucket_ttl_s: float) -> float:
-    """Return the period of a worker's heartbeats in seconds, given how many services write to its bucket."""
     longest = max(PERIOD_S, bucket_ttl_s / _EXPIRY_PERIODS)
     return min(max(PERIOD_S, num_services / TOTAL_PER_S), longest)
 
 
 def lost_after_s(beat: Heartbeat) -> float:
-    """Return for how long nothing may follow this heartbeat, in seconds."""
     return _LOST_PERIODS * (beat.period_s or PERIOD_S)
 
 
 def expires_after_s(period_s: float) -> float:
-    """Return for how long a heartbeat is kept, in seconds."""
     return max(_LEAST_EXPIRY_S, _EXPIRY_PERIODS * period_s)

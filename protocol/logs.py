@@ -28,10 +28,9 @@ class _Stderr:
 _STDERR = cast(TextIO, _Stderr())
 
 
-def configure(service: str, *, level: str = "info", json_lines: bool | None = None) -> None:
-    """Set up logging for this process, and the last line of a crash; called once by every ``__main__``."""
+def configure(service: str, *, level: str = "info") -> None:
     process_end.install(service)
-    as_json = not sys.stderr.isatty() if json_lines is None else json_lines
+    as_json = not sys.stderr.isatty()
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     )

@@ -25,11 +25,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int, death_signal: int = signal.SIGKILL) -> bool:
     """Have the kernel signal this process when its parent exits; return False if the parent has exited already.
 
-    Only Linux does this; elsewhere nothing is asked. Raises OSError for an invalid signal.
-
-    Args:
-        parent: The process id of the parent, as it was when this process started.
-        death_signal: The signal.
+    ``parent`` is its process id as it was when this process started. Only Linux does this; elsewhere nothing is asked. Raises OSError
+    for an invalid signal.
     """
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -41,12 +38,10 @@ def end_with_parent(parent: int, death_signal: int = signal.SIGKILL) -> bool:
 
 
 def command_words(parent: int, death_signal: int = signal.SIGKILL, *, port_file: Path | str = "") -> list[str]:
-    """Return the words before a program that the kernel signals when ``parent`` exits, with a free port if there is a ``port_file``."""
     return [sys.executable, "-I", "-S", __file__, str(parent), str(int(death_signal)), str(port_file)]
 
 
 def main() -> None:
-    """Set the signal, check that the parent still runs, choose the port, and exec."""
     parent, death_signal, port_file, *command = sys.argv[1:]
     if not end_with_parent(int(parent), int(death_signal)):
         sys.exit(0)

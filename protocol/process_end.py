@@ -19,10 +19,10 @@ from types import TracebackType
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _PACKAGE = Path(__file__).parent.parent  # its files are named relative to it
+EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 
 def install(service: str) -> None:
-    """Make exceptions that end this process end its output with `explain`."""
     sys.excepthook = functools.partial(_report, service)
 
 
@@ -39,7 +39,6 @@ def explain(service: str, err: BaseException) -> str:
 
 
 def _place(err: BaseException) -> str:
-    """Return the innermost line of this package that an exception passed through; empty if there is none."""
     for frame in reversed(traceback.extract_tb(err.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(_PACKAGE):
@@ -51,9 +50,6 @@ def _report(service: str, kind: type[BaseException], err: BaseException, trace: 
     sys.__excepthook__(kind, err, trace)
     if isinstance(err, Exception):
         sys.stderr.write(explain(service, err) + "\n")
-
-
-EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 
 @contextmanager

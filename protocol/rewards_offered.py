@@ -18,7 +18,8 @@ from typing import Protocol
 from pydantic import Field
 
 from penstock.protocol.errors import WireError
-from penstock.protocol.facts import Fact, Finite, Identifier, decode
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.groups import Finite, Identifier
 
 PERIOD_S = 2.0  # a replica renews its record this often
 CURRENT_S = 15.0  # an older record belongs to a replica that has exited
@@ -53,7 +54,6 @@ class _Entry(Protocol):
 
 
 def key(replica: str) -> str:
-    """Return the key of one replica's record in the registry bucket."""
     return f"{_KEY_PREFIX}{replica}"
 
 
@@ -103,6 +103,5 @@ def differently_defined(wanted: Mapping[str, str], offers: Iterable[RewardsOffer
 
 
 def nearest(name: str, offers: Iterable[RewardsOffered]) -> list[str]:
-    """Return up to three names, of rewards or data sets, that are similar to a name that is not offered."""
     known = {known for offer in offers for known in (*offer.names, *offer.by_source)}
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)

@@ -69,17 +69,11 @@ class Rights:
 
 def rights(run_id: str = ANY_RUN) -> tuple[Rights, ...]:
     """Return the rights of every role but admin, for one run or for all."""
-    return (
-        rollout_rights(run_id),
-        reward_rights(run_id),
-        environment_rights(),
-        trainer_rights(run_id),
-        viewer_rights(run_id),
-    )
+    of_services = rollout_rights(run_id), reward_rights(run_id), environment_rights(), trainer_rights(run_id)
+    return (*of_services, viewer_rights(run_id))
 
 
 def rollout_rights(run_id: str) -> Rights:
-    """Return what rollout workers may do: take tasks, hand in groups, follow the weights."""
     weights = stream_name(run_id, "weights")
     consumers = (streams.tasks_consumer(run_id, "train"), streams.tasks_consumer(run_id, "eval"))
     marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("tasks", "*"))
@@ -111,8 +105,7 @@ def rollout_rights(run_id: str) -> Rights:
 
 
 def reward_rights(run_id: str) -> Rights:
-    """Return what reward services may do: take generated groups, hand in scored ones, keep the registry of endpoints."""
-    consumers = (streams.generated_consumer(run_id),)
+    consumers, live = (streams.generated_consumer(run_id),), streams.live_bucket(run_id)
     progress = KeyRight(streams.scoring_bucket(run_id), streams.pack_progress_key("*"))
     marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("generated", "*"))
     shared = (KeyRight(streams.registry_bucket(), newest=True), KeyRight(streams.secrets_bucket(), newest=True))
@@ -125,13 +118,8 @@ def reward_rights(run_id: str) -> Rights:
         ),
         fetches=consumers,
         observes=consumers,
-        reads=(KeyRight(streams.live_bucket(run_id)), progress, marks, *shared),
-        writes=(
-            KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("reward", ANY_KEY)),
-            progress,
-            marks,
-            *shared,
-        ),
+        reads=(KeyRight(live), progress, marks, *shared),
+        writes=(KeyRight(live, streams.heartbeat_key("reward", ANY_KEY)), progress, marks, *shared),
     )
 
 
@@ -142,13 +130,9 @@ def environment_rights() -> Rights:
 
 
 def trainer_rights(run_id: str) -> Rights:
-    """Return what the trainer may do: issue tasks, take scored groups, publish weights, hold the run's leases, watch the run."""
     consumers = (streams.scored_consumer(run_id, "train"), streams.scored_consumer(run_id, "eval"))
     state, leases = streams.state_bucket(run_id), streams.lease_bucket(run_id)
-    state_keys = (
-        *(streams.HEAD_KEY, streams.LEASE_KEY, streams.CHECKPOINT_KEY),
-        *(streams.FLOOR_KEY, streams.KEPT_KEY),
-    )
+    state_keys = (streams.HEAD_KEY, streams.LEASE_KEY, streams.CHECKPOINT_KEY, streams.FLOOR_KEY, streams.KEPT_KEY)
     return Rights(
         "trainer",
         publishes=(
@@ -183,6 +167,7 @@ def trainer_rights(run_id: str) -> Rights:
 
 def viewer_rights(run_id: str) -> Rights:
     """Return what a person who looks at a run may do: read everything but secrets, write nothing."""
+    buckets = (*streams.run_buckets(run_id)[1:], streams.registry_bucket(), streams.environments_bucket())
     return Rights(
         "viewer",
         observes=streams.consumers(run_id),
@@ -192,17 +177,7 @@ def viewer_rights(run_id: str) -> Rights:
             TailRight(stream_name(run_id, "dead"), subjects.dead(run_id)),
         ),
         scans=streams.stream_names(run_id),
-        reads=(
-            KeyRight(streams.state_bucket(run_id), newest=True),
-            *(
-                KeyRight(bucket)
-                for bucket in (
-                    *streams.run_buckets(run_id)[1:],
-                    streams.registry_bucket(),
-                    streams.environments_bucket(),
-                )
-            ),
-        ),
+        reads=(KeyRight(streams.state_bucket(run_id), newest=True), *map(KeyRight, buckets)),
         lists_streams=True,
     )
 
@@ -226,14 +201,13 @@ class ObjectRights:
 
 
 def object_rights(run_id: str = ANY_RUN) -> tuple[ObjectRights, ...]:
-    """Return the rights of every role but admin, for one run or for all."""
     groups, tasks = blob_keys.groups_prefix(run_id), blob_keys.task_lists_prefix(run_id)
     weights, checkpoints = blob_keys.all_weights_prefix(run_id), blob_keys.checkpoints_prefix(run_id)
     layouts, models = blob_keys.layouts_prefix(run_id), blob_keys.models_prefix(run_id)
     lineage, logprobs = blob_keys.lineage_prefix(run_id), blob_keys.logprobs_prefix(run_id)
     inputs, check = blob_keys.rescored_prefix(run_id), blob_keys.access_check_prefix(run_id)
     episodes, images = blob_keys.all_finished_episodes_prefix(run_id), blob_keys.images_prefix(run_id)
-    run = blob_keys.run_prefix(run_id)
+    run, users = blob_keys.run_prefix(run_id), blob_keys.input_users_prefix(run_id)
     return (
         ObjectRights(
             "rollout",
@@ -246,10 +220,7 @@ def object_rights(run_id: str = ANY_RUN) -> tuple[ObjectRights, ...]:
         ObjectRights(
             "trainer",
             reads=(groups, weights, layouts, models, lineage, checkpoints, inputs, images),
-            writes=(
-                *(tasks, weights, layouts, models, lineage, checkpoints, logprobs, images),
-                blob_keys.input_users_prefix(run_id),
-            ),
+            writes=(tasks, weights, layouts, models, lineage, checkpoints, logprobs, images, users),
             deletes=(groups, episodes, tasks, weights, checkpoints, logprobs),
             lists=(groups, episodes, tasks, weights, checkpoints, logprobs, inputs, check),
         ),

@@ -10,11 +10,11 @@ deliveries and write dead letters themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from penstock.protocol import subjects
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 from penstock.protocol.heartbeats import LIVE_TTL_S
 
 StreamStage = Literal["tasks", "generated", "scored", "weights", "events", "dead"]
@@ -22,6 +22,15 @@ KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its a
 # The server keeps the file that a bucket writes in memory until it is full: 4 MB for this bucket, 8 MB from 32 MiB on.
 _SMALL_BUCKET_BYTES = 16 * 1024 * 1024
 CONSUMER_IDLE_S = 600.0  # readers of a limits stream need no consumer; one that an operator made does not stay
+HEAD_KEY = "head"  # `Head`
+FLOOR_KEY = "floor"  # `RetirementFloor`
+KEPT_KEY = "kept"  # `KeptVersions`
+LEASE_KEY = "lease"  # `Lease`
+RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
+CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/record/lineage.py
+LEASE_RENEWAL_S = 3.0
+GARBAGE_LEASE = "gc"
+EXPIRY_LEASE = "expiry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +51,6 @@ class StreamSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSpec:
-    """One durable pull consumer; ``max_ack_pending`` bounds what its readers hold together."""
-
     stream: str
     durable: str
     filter_subject: str
@@ -83,7 +90,6 @@ class StreamLimits:
 
 
 def stream_name(run_id: str, stage: StreamStage) -> str:
-    """Return the name of one of a run's streams; it is a single token in NATS subjects."""
     return f"{run_id}-{stage}"
 
 
@@ -98,85 +104,42 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
         of_splits = subjects.of_every_split(subject, run_id)
         return StreamSpec(stream_name(run_id, stage), of_splits, "workqueue", max_msgs, limits.max_bytes)
 
+    def watched(stage: StreamStage, subject: Callable[[str], str], max_msgs: int, **more: Any) -> StreamSpec:
+        of_stage = StreamSpec(
+            stream_name(run_id, stage), (subject(run_id),), "limits", max_msgs, limits.max_bytes, **more
+        )
+        return replace(of_stage, consumer_idle_s=CONSUMER_IDLE_S, announces=True)
+
     return (
         queue("tasks", subjects.tasks, limits.max_tasks),
         queue("generated", subjects.generated, limits.max_generated),
         queue("scored", subjects.scored, limits.max_scored),
-        StreamSpec(
-            stream_name(run_id, "weights"),
-            (subjects.weights(run_id),),
-            "limits",
-            100_000,
-            limits.max_bytes,
-            consumer_idle_s=CONSUMER_IDLE_S,
-            announces=True,
-        ),
-        StreamSpec(
-            stream_name(run_id, "events"),
-            (subjects.events(run_id),),
-            "limits",
-            1_000_000,
-            limits.max_bytes,
-            max_age_s=limits.events_age_s,
-            consumer_idle_s=CONSUMER_IDLE_S,
-            announces=True,
-        ),
-        StreamSpec(
-            stream_name(run_id, "dead"),
-            (subjects.dead(run_id),),
-            "limits",
-            1_000_000,
-            limits.max_bytes,
-            max_age_s=limits.dead_age_s,
-            consumer_idle_s=CONSUMER_IDLE_S,
-            announces=True,
-            max_msg_bytes=256 * 1024,
-        ),
+        watched("weights", subjects.weights, 100_000),
+        watched("events", subjects.events, 1_000_000, max_age_s=limits.events_age_s),
+        watched("dead", subjects.dead, 1_000_000, max_age_s=limits.dead_age_s, max_msg_bytes=256 * 1024),
     )
 
 
 def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) -> ConsumerSpec:
-    """Return the consumer that all rollout workers share for one split."""
-    limits = limits or StreamLimits()
-    return ConsumerSpec(
-        stream_name(run_id, "tasks"),
-        f"rollout-{split}",
-        subjects.tasks(run_id, split),
-        limits.ack_wait_s,
-        100_000,
-        run_id,
-        "tasks",
-        scoring_bucket(run_id).bucket,
-    )
+    subject, marks = subjects.tasks(run_id, split), scoring_bucket(run_id).bucket
+    return _consumer(run_id, "tasks", f"rollout-{split}", subject, (limits or StreamLimits()).ack_wait_s, marks)
 
 
 def generated_consumer(run_id: str, limits: StreamLimits | None = None) -> ConsumerSpec:
-    """Return the consumer that all replicas of the reward service share."""
-    limits = limits or StreamLimits()
-    return ConsumerSpec(
-        stream_name(run_id, "generated"),
-        "reward",
-        subjects.generated(run_id),
-        limits.ack_wait_s,
-        100_000,
-        run_id,
-        "generated",
-        scoring_bucket(run_id).bucket,
-    )
+    subject, marks = subjects.generated(run_id), scoring_bucket(run_id).bucket
+    return _consumer(run_id, "generated", "reward", subject, (limits or StreamLimits()).ack_wait_s, marks)
 
 
 def scored_consumer(run_id: str, split: str, limits: StreamLimits | None = None) -> ConsumerSpec:
     """Return the trainer's consumer for one split; it holds messages until a checkpoint."""
-    limits = limits or StreamLimits()
-    return ConsumerSpec(
-        stream_name(run_id, "scored"),
-        f"trainer-{split}",
-        subjects.scored(run_id, split),
-        limits.scored_ack_wait_s,
-        100_000,
-        run_id,
-        "scored",
-    )
+    subject, ack_wait_s = subjects.scored(run_id, split), (limits or StreamLimits()).scored_ack_wait_s
+    return _consumer(run_id, "scored", f"trainer-{split}", subject, ack_wait_s)
+
+
+def _consumer(
+    run_id: str, stage: StreamStage, durable: str, subject: str, ack_wait_s: float, marks_bucket: str = ""
+) -> ConsumerSpec:
+    return ConsumerSpec(stream_name(run_id, stage), durable, subject, ack_wait_s, 100_000, run_id, stage, marks_bucket)
 
 
 def consumers(run_id: str, limits: StreamLimits | None = None) -> tuple[ConsumerSpec, ...]:
@@ -195,7 +158,6 @@ def state_bucket(run_id: str) -> BucketSpec:
 
 
 def live_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of heartbeats (`protocol/heartbeats.py`); each is written again within seconds."""
     return BucketSpec(f"{run_id}-live", ttl_s=LIVE_TTL_S, synced=False, max_bytes=_SMALL_BUCKET_BYTES)
 
 
@@ -205,7 +167,6 @@ def lease_bucket(run_id: str) -> BucketSpec:
 
 
 def registry_bucket() -> BucketSpec:
-    """Return the bucket of registered reward endpoints, shared by all runs."""
     return BucketSpec("penstock-rewards", max_bytes=_SMALL_BUCKET_BYTES)
 
 
@@ -215,7 +176,6 @@ def secrets_bucket() -> BucketSpec:
 
 
 def environments_bucket() -> BucketSpec:
-    """Return the bucket of registered environment servers, shared by all runs."""
     return BucketSpec("penstock-environments", max_bytes=_SMALL_BUCKET_BYTES)
 
 
@@ -234,17 +194,6 @@ def run_buckets(run_id: str) -> tuple[BucketSpec, ...]:
 
 def buckets(run_id: str) -> tuple[BucketSpec, ...]:
     return (*run_buckets(run_id), *shared_buckets())
-
-
-HEAD_KEY = "head"  # `Head`
-FLOOR_KEY = "floor"  # `RetirementFloor`
-KEPT_KEY = "kept"  # `KeptVersions`
-LEASE_KEY = "lease"  # `Lease`
-RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
-CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/record/lineage.py
-LEASE_RENEWAL_S = 3.0
-GARBAGE_LEASE = "gc"
-EXPIRY_LEASE = "expiry"
 
 
 def heartbeat_key(role: str, service_id: str) -> str:

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from typing import get_args
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 PREFIX = "penstock"
 SPLITS: tuple[Split, ...] = get_args(Split)
+# The kinds of events that a role publishes; the trainer publishes every kind.
+EVENTS_OF_WORKERS = ("alarm", "log")
+EVENTS_OF_REWARD_SERVICES = ("dead", "log", "reward_error")
+_READERS = {"tasks": "a rollout worker", "generated": "the reward service", "scored": "the trainer"}
 
 
 def check_run_id(run_id: str) -> str:
-    """Return the run id; raises ConfigError when it is not valid."""
     if not RUN_ID.fullmatch(run_id):
         similar = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:48]
         raise ConfigError(
@@ -27,12 +30,6 @@ def check_run_id(run_id: str) -> str:
             + (f", such as {similar}" if RUN_ID.fullmatch(similar) else "")
         )
     return run_id
-
-
-# The kinds of events that a role publishes; the trainer publishes every kind.
-EVENTS_OF_WORKERS = ("alarm", "log")
-EVENTS_OF_REWARD_SERVICES = ("dead", "log", "reward_error")
-_READERS = {"tasks": "a rollout worker", "generated": "the reward service", "scored": "the trainer"}
 
 
 def reader(subject: str) -> str:
@@ -76,7 +73,6 @@ def weights(run_id: str) -> str:
 
 
 def events(run_id: str, kind: str = "*") -> str:
-    """Return the subject of `RunEvent`; `*` for every kind."""
     return f"{PREFIX}.{run_id}.events.{kind}"
 
 

@@ -18,23 +18,22 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import MAX_EXPERTS, MAX_TEACHER_TOP_K, RouterShape
+from penstock.protocol.groups import MAX_EXPERTS, MAX_TEACHER_TOP_K, RouterShape
 
 FAMILIES = ("qwen3_moe",)  # model_type whose routers are compared with transformers' in tests
 _MAX_LAYERS = 10_000
+_SLACK = 1e-3  # rounding may put a log-probability of 0 a little above it
+_MASS_SLACK = 1e-2  # and the sum of many probabilities above 1
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The layers with experts, and what their routers choose."""
-
     layers: tuple[int, ...]  # numbers of the layers, rising
     num_experts: int  # of a layer
     top_k: int  # different experts for each token
 
     @property
     def shape(self) -> RouterShape:
-        """What is stored of a token's choices."""
         return RouterShape(num_layers=len(self.layers), num_experts=self.num_experts, top_k=self.top_k)
 
 
@@ -64,8 +63,6 @@ def _number(config: Mapping[str, Any], key: str, least: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertChoices:
-    """The experts of every token but the last, which no model computes; checked on construction (PackError)."""
-
     shape: RouterShape
     # [T - 1, layers, k] uint8, or uint16 with more than 256 experts; rising along k
     ids: npt.NDArray[np.unsignedinteger]
@@ -87,7 +84,6 @@ class ExpertChoices:
             )
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise PackError unless these are the choices for a trajectory of ``num_tokens``."""
         if len(self.ids) != num_tokens - 1:
             raise PackError(
                 f"experts of {len(self.ids)} tokens in a trajectory of {num_tokens}, expected {num_tokens - 1}: all but the last"
@@ -96,10 +92,6 @@ class ExpertChoices:
 
 def dtype_of(shape: RouterShape) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.uint8 if shape.num_experts <= 256 else np.uint16)
-
-
-_SLACK = 1e-3  # rounding may put a log-probability of 0 a little above it
-_MASS_SLACK = 1e-2  # and the sum of many probabilities above 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,8 +105,6 @@ class TeacherRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherScores:
-    """What one teacher says about a group; checked on construction (PackError)."""
-
     model: str  # which model of which version, as its server names them
     top_k: int
     rows: tuple[TeacherRow, ...]  # of each trajectory, in order; a baseline, which is not trained on, has no token
@@ -132,7 +122,6 @@ class TeacherScores:
                 )
 
     def check(self, num_sampled: Sequence[int], vocab_size: int | None) -> None:
-        """Raise PackError unless every row is about ``num_sampled`` tokens, and every number can be a model's."""
         counts = [len(row.logprobs) for row in self.rows]
         if counts != list(num_sampled):
             raise PackError(f"a teacher's log-probabilities of {counts[:8]} tokens, expected {list(num_sampled)[:8]}")

@@ -9,7 +9,6 @@ _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 def new_trace() -> str:
-    """Start a trace; returns a ``traceparent`` header value."""
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import (
+from penstock.protocol.groups import (
     AbandonedCompletion,
     FinishReason,
     GeneratedGroup,
@@ -103,7 +103,6 @@ class Trajectory:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of sampled tokens; the version runs cover exactly those."""
         return sum(run.end - run.start for run in self.version_runs)
 
     @property
@@ -113,7 +112,6 @@ class Trajectory:
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """Newest version among the sampled tokens."""
         return newest(self.version_runs)
 
 
@@ -177,18 +175,15 @@ class Group:
 
     @property
     def image_processor(self) -> str | None:
-        """What made the pixel values of its images, `RowImages.processor`; None: no row has an image."""
         return next((row.images.processor for row in self.trajectories if row.images is not None), None)
 
     @property
     def routers(self) -> RouterShape | None:
-        """What its trajectories say of the experts of their tokens; None: nothing."""
         experts = self.trajectories[0].experts
         return experts.shape if experts is not None else None
 
     @property
     def has_baseline(self) -> bool:
-        """Whether the last trajectory is the greedy one that is not trained on."""
         return self.trajectories[-1].is_baseline
 
     @property
@@ -207,7 +202,6 @@ class Group:
 
     @property
     def trained_rows(self) -> list[Trajectory]:
-        """The trajectories that may be trained on: all but those of the baseline."""
         return [trajectory for trajectory in self.trajectories if not trajectory.is_baseline]
 
     def _check_processor(self) -> None:
@@ -264,7 +258,6 @@ class Group:
                 )
 
     def check_logprobs(self) -> None:
-        """Raise PackError for a log-probability below that of any token which an engine can have drawn."""
         least = min(float(row.behaviour_logprobs.min()) for row in self.trajectories)
         if not least >= LOWEST_SAMPLED_LOGPROB:
             raise PackError(
@@ -273,31 +266,11 @@ class Group:
             )
 
     def check_described_by(self, described: GeneratedGroup) -> None:
-        """Raise PackError unless a message describes this group."""
-        runs = [run.version for row in self.trajectories for run in row.version_runs]
-        check_equal(
-            described.group_id,
-            ("group_id", self.group_id, described.group_id),
-            ("split", self.split, described.split),
-            ("attempt", self.attempt, described.attempt),
-            ("reward_name", self.reward.name, described.reward_name),
-            ("issued_version", self.issued_version, described.issued_version),
-            ("oldest_version", min(runs), described.oldest_version),
-            ("newest_version", max(runs), described.newest_version),
-            ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
-            ("completion_tokens", self.completion_tokens, described.completion_tokens),
-            ("finish_reasons", self.finish_reasons, described.finish_reasons),
-            ("has_baseline", self.has_baseline, described.has_baseline),
-            ("rows", tuple([len(e.rows) for e in self.episodes]), described.rows),
-            ("row_tokens", sum(e.num_tokens for e in self.episodes) if self.episodes else None, described.row_tokens),
-            ("teacher_top_k", self.teacher_top_k, described.teacher_top_k),
-            ("routers", self.routers, described.routers),
-            ("image_processor", self.image_processor, described.image_processor),
-        )
+        fields = self._described_fields()
+        check_equal(described.group_id, *((name, value, getattr(described, name)) for name, value in fields.items()))
 
     @property
     def teacher_top_k(self) -> int | None:
-        """Likeliest tokens that its teacher names for each sampled one; None without a teacher."""
         return self.teacher.top_k if self.teacher is not None else None
 
     @property
@@ -309,30 +282,31 @@ class Group:
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """How each episode, or trajectory without episodes, ended."""
         return tuple([one.finish_reason for one in (self.episodes or self.trajectories)])
 
     def summary(self, row_group: int) -> GeneratedGroup:
-        return GeneratedGroup(
-            group_id=self.group_id,
-            row_group=row_group,
-            split=self.split,
-            attempt=self.attempt,
-            reward_name=self.reward.name,
-            issued_version=self.issued_version,
-            oldest_version=min(t.oldest_version for t in self.trajectories),
-            newest_version=max(t.newest_version for t in self.trajectories),
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            finish_reasons=self.finish_reasons,
-            has_baseline=self.has_baseline,
-            rows=tuple(len(e.rows) for e in self.episodes),
-            row_tokens=sum(e.num_tokens for e in self.episodes) if self.episodes else None,
-            teacher_top_k=self.teacher_top_k,
-            abandoned=self.abandoned,
-            routers=self.routers,
-            image_processor=self.image_processor,
-        )
+        return GeneratedGroup(row_group=row_group, abandoned=self.abandoned, **self._described_fields())
+
+    def _described_fields(self) -> dict[str, Any]:
+        versions = [run.version for row in self.trajectories for run in row.version_runs]
+        return {
+            "group_id": self.group_id,
+            "split": self.split,
+            "attempt": self.attempt,
+            "reward_name": self.reward.name,
+            "issued_version": self.issued_version,
+            "oldest_version": min(versions),
+            "newest_version": max(versions),
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "finish_reasons": self.finish_reasons,
+            "has_baseline": self.has_baseline,
+            "rows": tuple([len(e.rows) for e in self.episodes]),
+            "row_tokens": sum(e.num_tokens for e in self.episodes) if self.episodes else None,
+            "teacher_top_k": self.teacher_top_k,
+            "routers": self.routers,
+            "image_processor": self.image_processor,
+        }
 
 
 def check_token_values(token_ids: Int32s, logprobs: Float32s, vocab_size: int | None) -> None:
@@ -361,7 +335,6 @@ def check_equal(group_id: str, *fields: tuple[str, object, object]) -> None:
 
 
 def _check_images(images: RowImages | None, token_ids: Int32s, loss_mask: Bools) -> None:
-    """Raise PackError unless every image has its tokens in the row: one id, repeated, none of them sampled."""
     for ref in images.refs if images is not None else ():
         span = slice(ref.position, ref.end)
         if ref.end > len(token_ids) or np.ptp(token_ids[span]) or np.count_nonzero(loss_mask[span]):

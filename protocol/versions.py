@@ -33,7 +33,6 @@ def oldest(runs: Iterable[VersionRun]) -> PolicyVersion:
 
 
 def newest(runs: Iterable[VersionRun]) -> PolicyVersion:
-    """Return the newest version among the runs; raises ValueError when there is none."""
     versions = [run.version for run in runs]
     if not versions:
         raise ValueError("no version run: a trajectory must say which policy sampled its tokens")
@@ -71,6 +70,16 @@ def is_newer(candidate: PolicyVersion, current: PolicyVersion | None) -> bool:
     return current is None or candidate > current
 
 
+def newest_of(versions: Iterable[PolicyVersion | None]) -> PolicyVersion | None:
+    return max((version for version in versions if version is not None), default=None)
+
+
+def oldest_of(versions: Sequence[PolicyVersion | None]) -> PolicyVersion | None:
+    """Return the oldest of some versions; None if one of them is not known."""
+    known = [version for version in versions if version is not None]
+    return min(known) if len(known) == len(versions) else None
+
+
 def next_version(version: PolicyVersion) -> PolicyVersion:
     return PolicyVersion(version + 1)
 
@@ -87,15 +96,3 @@ def admissible_groups(*, outstanding: int, max_staleness: int, groups_per_step: 
     steps earlier, so that many steps' groups fewer may be in flight.
     """
     return max(0, (max_staleness + 1 - lag) * groups_per_step - outstanding)
-
-
-def runs_from_versions(versions: Sequence[int], start: int) -> tuple[VersionRun, ...]:
-    """Compress one version per token (first token at ``start``) into runs."""
-    runs: list[VersionRun] = []
-    for offset, version in enumerate(versions):
-        position = start + offset
-        if runs and runs[-1].version == version:
-            runs[-1] = runs[-1]._replace(end=position + 1)
-        else:
-            runs.append(VersionRun(PolicyVersion(version), position, position + 1))
-    return tuple(runs)

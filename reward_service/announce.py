@@ -9,15 +9,8 @@ from typing import Any
 
 from penstock.protocol import subjects, trace_context
 from penstock.protocol.errors import MessageTooLarge
-from penstock.protocol.facts import (
-    DeadLetter,
-    GeneratedGroup,
-    GroupGenerated,
-    GroupScored,
-    RunEvent,
-    ScoredGroup,
-    encode,
-)
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent, encode
+from penstock.protocol.groups import GeneratedGroup, ScoredGroup
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 

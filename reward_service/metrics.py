@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from penstock.protocol.facts import ScoredGroup
-from penstock.protocol.metrics.samples import Histogram
-from penstock.protocol.metrics.table import REQUEST_BUCKETS
+from penstock.protocol.groups import ScoredGroup
+from penstock.protocol.metrics.table import REQUEST_BUCKETS, Histogram
 
 WINDOW = 512  # most recent durations kept; enough for a p99, few enough to sort at every read
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, PenstockError
-from penstock.protocol.facts import BlobRef, GeneratedGroup, GroupGenerated
+from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.groups import BlobRef, GeneratedGroup
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.group_pack import GroupTexts

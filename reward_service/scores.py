@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from penstock.protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
+from penstock.protocol.groups import GeneratedGroup, RewardRequest, ScoredGroup
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.errors import RewardError
 from penstock.reward_service.rewards.reward import Verdict

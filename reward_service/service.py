@@ -17,7 +17,7 @@ from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
@@ -176,7 +176,7 @@ def _sandboxes(
 
 def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> int:
     port = bound.getsockname()[1]
-    log.info("listening", url=f"{http_tls.scheme(host)}://{host}:{port}")
+    log.info("listening", url=f"{tls.scheme(host)}://{host}:{port}")
     if port_file is not None:
         port_file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(port_file, f"{port}\n")

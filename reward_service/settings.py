@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.reward_service.endpoints.access import Access, Role, read_tokens
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
@@ -144,12 +144,7 @@ class RewardServiceSection(Section):
 
     @model_validator(mode="after")
     def _token_unless_loopback(self) -> RewardServiceSection:
-        if (
-            not http_tls.is_loopback(self.host)
-            and not self.token
-            and self.token_file is None
-            and self.tokens_file is None
-        ):
+        if not tls.is_loopback(self.host) and not self.token and self.token_file is None and self.tokens_file is None:
             raise ValueError(
                 f"reward_service.host {self.host} can be reached from other machines: set reward_service.token_file "
                 "(or tokens_file), or listen on 127.0.0.1"

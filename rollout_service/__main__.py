@@ -16,7 +16,8 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import Split, TaskIssued
+from penstock.protocol.facts import TaskIssued
+from penstock.protocol.groups import Split
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.logs import configure
 from penstock.protocol.metrics.exporter import certificate_ends
@@ -31,21 +32,18 @@ from penstock.rollout_service.engines.engine_kind import EngineSite, create_engi
 from penstock.rollout_service.environments.environment import Environment, ServerRegistry, load_environments
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import WorkerMetrics
-from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.finished_episodes import FinishedEpisodes
 from penstock.rollout_service.packs.generate_pack import PackGenerator
-from penstock.rollout_service.packs.settlement import Settlement
-from penstock.rollout_service.packs.task_source import TaskSource
+from penstock.rollout_service.packs.pack_loops import TaskSource
+from penstock.rollout_service.packs.settlement import PackAnnouncer, Settlement
 from penstock.rollout_service.run_images import RunImages
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.rollout_service.teachers.teacher import Teacher
 from penstock.rollout_service.weights.mirror import Mirror
-from penstock.rollout_service.weights.servable_versions import ServableVersions
-from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore
-from penstock.rollout_service.weights.version_gate import VersionGate
+from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
 from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
 from penstock.rollout_service.weights.weight_follower import WeightFollower
-from penstock.rollout_service.weights.weight_swap import WeightSwap
+from penstock.rollout_service.weights.weight_swap import SwapSemaphore, WeightSwap
 from penstock.serving import target_policy
 
 _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
@@ -226,7 +224,6 @@ def _weights(
 async def _environments(
     settings: RolloutSettings, episodes: FinishedEpisodes, images: RunImages
 ) -> dict[str, Environment]:
-    """Return the worker's environments by name, with what they share; raises ConfigError."""
     environments = load_environments(settings.worker.environments, settings.environment.define)
     own = await target_policy.find_own_servers(settings.nats, settings.s3) if settings.environment.define else ()
     most = settings.worker.max_episodes

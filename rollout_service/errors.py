@@ -38,10 +38,7 @@ class EngineTimeout(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine answered with an HTTP error, or refused in a reply of another form."""
-
     def __init__(self, message: str, *, status: int | None = None) -> None:
-        """``status`` is the HTTP status, where there was one."""
         super().__init__(message)
         self.status = status
 
@@ -67,8 +64,6 @@ class WeightsNotApplied(EngineError):
 
 
 class TaskRefused(PenstockError):
-    """No attempt at the task can succeed; ``reason`` is that of the dead letter."""
-
     def __init__(self, reason: str, detail: str) -> None:
         """``reason`` is one word, ``detail`` a sentence."""
         super().__init__(detail)

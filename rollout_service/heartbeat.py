@@ -12,6 +12,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,8 +24,8 @@ from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.heartbeats import ENGINE_CPU, Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
-from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
+from penstock.protocol.metrics.table import Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine import Engine
@@ -34,97 +35,6 @@ log = structlog.get_logger("rollout.heartbeat")
 _ENGINE_PERIOD_S = 5.0
 _EXIT_DEADLINE_S = 2.0
 _COUNT_EVERY = 10  # heartbeats: how often the services are counted
-
-
-class HeartbeatWriter:
-    def __init__(
-        self,
-        *,
-        bus: Bus,
-        engine: Engine,
-        activity: Activity,
-        figures: Callable[[], dict[str, float]],
-        needs_version: Callable[[], PolicyVersion | None],
-        run_id: str,
-        worker_id: str,
-    ) -> None:
-        """``figures`` are the worker's own, beside those of its engine; ``needs_version`` is the oldest version it may read."""
-        self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
-        self.newest: Heartbeat | None = None
-        self.metrics_url: str | None = None
-        self._bus = bus
-        self._engine = engine
-        self._activity = activity
-        self._figures = figures
-        self._engine_metrics: dict[str, float] = {}
-        self._needs_version = needs_version
-        self._run_id = run_id
-        self._worker_id = worker_id
-
-    async def run(self) -> None:
-        """Write until cancelled; while NATS is unreachable nothing is written."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read_engine())
-            tasks.create_task(self._write())
-
-    async def _read_engine(self) -> None:
-        """Read the engine's own metrics every few seconds: a busy engine may take seconds to answer."""
-        while True:
-            self._engine_metrics = await self._engine.figures()
-            await asyncio.sleep(_ENGINE_PERIOD_S)
-
-    async def _write(self) -> None:
-        live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
-        key = streams.heartbeat_key("rollout", self._worker_id)
-        for beat in itertools.count():
-            try:
-                if beat % _COUNT_EVERY == 0:
-                    state = await live.state()
-                    self.period_s = heartbeats.worker_period_s(state.num_keys, state.ttl_s)
-                await live.put(key, encode(self._heartbeat()), ttl_s=heartbeats.expires_after_s(self.period_s))
-            except (BusUnreachable, MissingStream) as err:  # the bucket is missing while it is made again
-                log.debug("heartbeat not written", error=str(err))
-            # not all of them at once; the announced period is the longest
-            await asyncio.sleep(self.period_s * random.uniform(0.8, 1.0))  # noqa: S311  keeps no secret
-
-    async def say_exited(self) -> None:
-        """Write the last heartbeat of a worker that was asked to stop, with its totals; without NATS, nothing."""
-        beat = self._heartbeat().model_copy(update={"state": heartbeats.EXITED})
-        key = streams.heartbeat_key("rollout", self._worker_id)
-        with contextlib.suppress(BusUnreachable, MissingStream, TimeoutError):
-            async with asyncio.timeout(_EXIT_DEADLINE_S):
-                live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
-                await live.put(key, encode(beat), ttl_s=heartbeats.EXITED_TTL_S)
-
-    def _heartbeat(self) -> Heartbeat:
-        busy_s, idle_s = self._activity.totals()
-        cpu_s = self._engine.cpu_seconds()
-        of_engine = max(0.0, cpu_s - cpu_seconds())
-        self.newest = Heartbeat(
-            role="rollout",
-            service_id=self._worker_id,
-            at=time.time(),
-            state=self._state(),
-            version=self._engine.version,
-            needs_version=self._needs_version(),
-            busy_s=busy_s,
-            idle_s=idle_s,
-            cpu_s=cpu_s,
-            # `figures` is the stored name of what is called metrics here.
-            figures={**self._figures(), **self._engine_metrics, ENGINE_CPU: of_engine, **thread_cpu_seconds()},
-            period_s=self.period_s,
-            metrics_url=self.metrics_url,
-        )
-        return self.newest
-
-    def _state(self) -> str:
-        if not self._engine.ready.is_set():
-            return "waiting for the engine"
-        if reader := self._bus.waits_for:
-            return f"waiting for {reader}"
-        return self._activity.state
-
-
 # Metrics of the heartbeat: key -> name in the table and labels.
 _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -155,6 +65,84 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "engine_cache_hit_rate": ("penstock_engine_cache_hit_ratio", {}),
     }
 )
+
+
+@dataclass(eq=False, kw_only=True)
+class HeartbeatWriter:
+    bus: Bus
+    engine: Engine
+    activity: Activity
+    figures: Callable[[], dict[str, float]]
+    needs_version: Callable[[], PolicyVersion | None]
+    run_id: str
+    worker_id: str
+
+    def __post_init__(self) -> None:
+        self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
+        self.newest: Heartbeat | None = None
+        self.metrics_url: str | None = None
+        self._engine_metrics: dict[str, float] = {}
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read_engine())
+            tasks.create_task(self._write())
+
+    async def _read_engine(self) -> None:
+        while True:
+            self._engine_metrics = await self.engine.figures()
+            await asyncio.sleep(_ENGINE_PERIOD_S)
+
+    async def _write(self) -> None:
+        live = await self.bus.key_value(streams.live_bucket(self.run_id).bucket)
+        key = streams.heartbeat_key("rollout", self.worker_id)
+        for beat in itertools.count():
+            try:
+                if beat % _COUNT_EVERY == 0:
+                    state = await live.state()
+                    self.period_s = heartbeats.worker_period_s(state.num_keys, state.ttl_s)
+                await live.put(key, encode(self._heartbeat()), ttl_s=heartbeats.expires_after_s(self.period_s))
+            except (BusUnreachable, MissingStream) as err:  # the bucket is missing while it is made again
+                log.debug("heartbeat not written", error=str(err))
+            # not all of them at once; the announced period is the longest
+            await asyncio.sleep(self.period_s * random.uniform(0.8, 1.0))  # noqa: S311  keeps no secret
+
+    async def say_exited(self) -> None:
+        """Write the last heartbeat of a worker that was asked to stop, with its totals; without NATS, nothing."""
+        beat = self._heartbeat().model_copy(update={"state": heartbeats.EXITED})
+        key = streams.heartbeat_key("rollout", self.worker_id)
+        with contextlib.suppress(BusUnreachable, MissingStream, TimeoutError):
+            async with asyncio.timeout(_EXIT_DEADLINE_S):
+                live = await self.bus.key_value(streams.live_bucket(self.run_id).bucket)
+                await live.put(key, encode(beat), ttl_s=heartbeats.EXITED_TTL_S)
+
+    def _heartbeat(self) -> Heartbeat:
+        busy_s, idle_s = self.activity.totals()
+        cpu_s = self.engine.cpu_seconds()
+        of_engine = max(0.0, cpu_s - cpu_seconds())
+        self.newest = Heartbeat(
+            role="rollout",
+            service_id=self.worker_id,
+            at=time.time(),
+            state=self._state(),
+            version=self.engine.version,
+            needs_version=self.needs_version(),
+            busy_s=busy_s,
+            idle_s=idle_s,
+            cpu_s=cpu_s,
+            # `figures` is the stored name of what is called metrics here.
+            figures={**self.figures(), **self._engine_metrics, ENGINE_CPU: of_engine, **thread_cpu_seconds()},
+            period_s=self.period_s,
+            metrics_url=self.metrics_url,
+        )
+        return self.newest
+
+    def _state(self) -> str:
+        if not self.engine.ready.is_set():
+            return "waiting for the engine"
+        if reader := self.bus.waits_for:
+            return f"waiting for {reader}"
+        return self.activity.state
 
 
 def collect(beat: Heartbeat | None, samples: Samples) -> None:

@@ -23,11 +23,9 @@ from penstock.protocol.heartbeats import Activity
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.environments.environment import ServerRegistry
 from penstock.rollout_service.heartbeat import HeartbeatWriter
-from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
-from penstock.rollout_service.packs.pack_loops import PackLoops
-from penstock.rollout_service.packs.settlement import Settlement
-from penstock.rollout_service.packs.task_source import ReceivedPack, TaskSource
+from penstock.rollout_service.packs.pack_loops import PackLoops, ReceivedPack, TaskSource
+from penstock.rollout_service.packs.settlement import PackAnnouncer, Settlement
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
 log = structlog.get_logger("rollout.loop")
@@ -35,8 +33,6 @@ log = structlog.get_logger("rollout.loop")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The parts of one worker, connected by ``__main__``."""
-
     engine: Engine
     registry: ServerRegistry | None  # of environment servers; None: no environment needs it
     weights: WeightFollower

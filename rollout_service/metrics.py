@@ -11,8 +11,6 @@ _WINDOW = 10  # snapshots over which the speed is measured: ten seconds of heart
 
 @dataclass(slots=True)
 class WorkerMetrics:
-    """Counters since this worker started; every discarded datum is in one of them."""
-
     packs_announced: int = 0
     groups_generated: int = 0
     tokens_generated: int = 0

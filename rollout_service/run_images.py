@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ImageRefused, UnsupportedModel
-from penstock.protocol.facts import BlobRef, ImageRef, RowImages, Task
+from penstock.protocol.groups import BlobRef, ImageRef, RowImages, Task
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor, read_processor
@@ -38,11 +38,9 @@ class RunImages:
         self._admitted: dict[str, AdmittedImage] = {}  # of those, by the hash of what was sent
 
     def use_model(self, folder: Path) -> None:
-        """Note where the model is; its image processor is read with the first image, which may never come."""
         self._folder, self._processor = folder, None
 
     async def processor(self) -> ImageProcessor:
-        """Return the model's image processor; raises ImageRefused for a model that reads none, or none that is known."""
         if self._processor is None:
             try:
                 self._processor = await asyncio.to_thread(read_processor, self._folder)
@@ -55,8 +53,7 @@ class RunImages:
     async def of_task(self, task: Task) -> dict[str, bytes]:
         """Return the images of a task by their sha256.
 
-        Raises:
-            TaskRefused: they were placed by another processor, are missing or damaged, or are others than the task says.
+        Raises TaskRefused if they were placed by another processor, are missing or damaged, or are others than the task says.
         """
         if task.images is None:
             return {}
@@ -96,7 +93,6 @@ class RunImages:
         return data
 
     async def admit(self, image: bytes | AdmittedImage) -> AdmittedImage:
-        """Decode an image from outside, once, and store it; raises ImageRefused, and waits while S3 is unreachable."""
         if isinstance(image, AdmittedImage):
             return image
         name = hashlib.sha256(image).hexdigest()
@@ -113,7 +109,6 @@ class RunImages:
         return admitted
 
     def _keep(self, sha256: str, data: bytes) -> None:
-        """Keep an image as the one that was used last; drop those used longest ago beyond the memory."""
         self.num_bytes += len(data) - len(self._kept.pop(sha256, b""))
         self._kept[sha256] = data
         while self.num_bytes > self._max_bytes and len(self._kept) > 1:

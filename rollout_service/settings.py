@@ -12,27 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section, secret_of
 from penstock.protocol.config.environment_settings import EnvironmentSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
-from penstock.rollout_service.engines.sglang.settings import SglangSettings
-from penstock.rollout_service.engines.vllm.settings import VllmSettings
+from penstock.rollout_service.engines.sglang.kind import SglangSettings
+from penstock.rollout_service.engines.vllm.kind import VllmSettings
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
 from penstock.rollout_service.packs.pack_loops import MOST_PACKS
 from penstock.rollout_service.teachers.teacher import TEACHERS
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys
+    from penstock.protocol.weights.manifest import TrustedKeys
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def default_worker_id() -> str:
-    """Return ``<host>-<process id>``, unique among running workers."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', socket.gethostname())[:48] or 'worker'}-{os.getpid()}"
 
 
@@ -212,20 +211,12 @@ class WorkerSettings(Section):
         """Return the keys that must have signed manifests, None when none are set; raises ConfigError when unreadable."""
         if self.trusted_keys_file is None:
             return None
-        from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
+        from penstock.protocol.weights.manifest import TrustedKeys  # noqa: PLC0415  its library is needed only here
 
         return TrustedKeys.from_file(self.trusted_keys_file, "worker.trusted_keys_file")
 
     def engine_api_key(self) -> str:
-        """Return the server's key, empty when none is needed; raises ConfigError when unreadable."""
-        if self.engine_api_key_file is None:
-            return ""
-        try:
-            return self.engine_api_key_file.read_text().strip()
-        except OSError as err:
-            raise ConfigError(
-                f"worker.engine_api_key_file = {self.engine_api_key_file}: not readable ({err.strerror})"
-            ) from None
+        return secret_of("", self.engine_api_key_file, "worker.engine_api_key_file")
 
 
 def _default(section: Section, key: str) -> Any:

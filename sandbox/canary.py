@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.sandbox.outcome import Reason, failure, run_program
 from penstock.sandbox.zygote_command import Kind, Launch, SandboxError
-from penstock.sandbox.zygote_process import Limits, Zygote
+from penstock.sandbox.zygote_process import Limits, Reason, Zygote, failure, run_program
 
 _LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=64 * 1024, tasks=8)
 _SLOT = 15  # not used by a pool
@@ -62,14 +61,11 @@ _EXCESSES = {
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The kind of sandbox that works on this machine, and why each other kind does not."""
-
     kind: Kind | None
     refused: dict[Kind, str]
 
     @property
     def reasons(self) -> str:
-        """Why each kind that was refused does not work; empty if none was."""
         return "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
 
     def __str__(self) -> str:
@@ -112,7 +108,6 @@ def attack(kind: Kind) -> str:
 
 @contextlib.contextmanager
 def _outside() -> Iterator[str]:
-    """Set up a file and a listener that must be unreachable; yield the program that tries to reach them."""
     with tempfile.TemporaryDirectory(prefix="penstock-canary-") as folder, socket.socket() as listener:
         os.chmod(folder, 0o777)  # noqa: PTH101, S103 the sandbox must protect it, not its mode
         file = Path(folder, "secret")

@@ -14,6 +14,7 @@ from penstock.sandbox.zygote_command import SandboxError
 log = structlog.get_logger("sandbox")
 
 _TRIES = 2
+ResultT = TypeVar("ResultT")
 
 
 class Stoppable(Protocol):
@@ -21,9 +22,7 @@ class Stoppable(Protocol):
         """Make the thread that works in it raise SandboxError soon; called from another thread."""
         ...
 
-    def resume(self) -> None:
-        """Make it usable after `stop`."""
-        ...
+    def resume(self) -> None: ...
 
     def kill(self) -> None:
         """Kill its processes; they start again with the next program."""
@@ -31,7 +30,6 @@ class Stoppable(Protocol):
 
 
 SlotT = TypeVar("SlotT", bound=Stoppable)
-ResultT = TypeVar("ResultT")
 
 
 class Slots(Generic[SlotT]):
@@ -76,7 +74,6 @@ class Slots(Generic[SlotT]):
             raise
 
     async def close(self) -> None:
-        """Kill all processes and end all threads."""
         for slot in self.all:
             slot.stop()
         await asyncio.to_thread(self._threads.shutdown)

@@ -12,11 +12,6 @@ from pathlib import Path
 
 from penstock.protocol.errors import PenstockError
 
-
-class SandboxError(PenstockError):
-    """A sandbox did not start, exited or did not answer, and the program is not proven to be the cause."""
-
-
 _ROOT = Path(__file__).absolute().parents[2]  # the folder that holds `penstock`
 _INSIDE = Path("penstock/sandbox/inside")
 _ROOT_INSIDE_BUBBLE = "/penstock"
@@ -37,6 +32,10 @@ ENVIRONMENT = {
 }
 
 
+class SandboxError(PenstockError):
+    """A sandbox did not start, exited or did not answer, and the program is not proven to be the cause."""
+
+
 class Kind(enum.StrEnum):
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
@@ -44,8 +43,6 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The command and environment that start the zygotes of one pool."""
-
     kind: Kind
 
     def command(self, descriptor: int, slot: int) -> list[str]:
@@ -78,7 +75,6 @@ def interpreter() -> str:
 
 
 def _bubble(*, as_root: bool) -> list[str]:
-    """Return bubblewrap's part: new namespaces, and a read-only root with the readable paths."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("bubblewrap is not installed; run apt install bubblewrap")

@@ -1,4 +1,4 @@
-"""The service's side of a zygote and of the programs it forks: start, pipes, limits, kill.
+"""The service's side of a zygote and of the programs it forks: start, pipes, limits, kill, and whose failure an end is.
 
 Everything here blocks, with deadlines; it runs on the threads of `Slots`.
 """
@@ -27,8 +27,6 @@ _MESSAGE = 4096
 
 
 class Killed(enum.StrEnum):
-    """The reason why the service killed a program."""
-
     WALL_TIME = "wall_time"
     OUTPUT = "output"
     DONE = "done"  # the test process has exited
@@ -45,7 +43,6 @@ class Limits:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of wall time after which a program is killed."""
         return max(self.wall_min_s, self.wall_factor * self.cpu_s)
 
 
@@ -63,20 +60,15 @@ class Run:
 
     @property
     def signal(self) -> int:
-        """The signal that killed it, 0 for none."""
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
 
     @property
     def exit_code(self) -> int:
-        """Its exit code; meaningful without a signal."""
         return os.WEXITSTATUS(self.status) if self.status is not None else -1
 
 
 class Zygote:
-    """One zygote process, started on first use and restarted after it exited."""
-
     def __init__(self, launch: Launch, slot: int) -> None:
-        """``slot`` identifies a zygote within its pool."""
         self._launch = launch
         self.slot = slot
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,20 +76,13 @@ class Zygote:
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def spawn(self, mode: str, limits: Limits, pipes: Sequence[int]) -> None:
-        """Fork a program with ``pipes`` as its descriptors 0, 1, ...; raises SandboxError."""
         if self.pid is None:
             self._start()
         assert self.channel is not None
-        request = {
-            "mode": mode,
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_bytes,
-            "tasks": limits.tasks,
-        }
+        request = {"mode": mode, "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes, "tasks": limits.tasks}
         try:
             socket.send_fds(self.channel, [json.dumps(request).encode()], pipes)
             self._report("forking a program")
@@ -105,19 +90,16 @@ class Zygote:
             raise self._broken(f"does not accept a program ({err})") from None
 
     def end_program(self) -> None:
-        """Ask the zygote to kill the program; no error if it has exited already."""
         with contextlib.suppress(OSError):
             assert self.channel is not None
             self.channel.send(b"kill")
 
     def ended(self) -> dict[str, Any]:
-        """Return the zygote's report on the program that exited; raises SandboxError."""
         return self._report("running a program")
 
     def interrupt(self) -> None:
         """Kill the zygote from another thread; a thread that waits for it gets SandboxError."""
-        process = self._process
-        if process is not None:
+        if (process := self._process) is not None:
             process.kill()
 
     def kill(self) -> None:
@@ -180,8 +162,6 @@ class Zygote:
 
 
 class Watch:
-    """The programs of one run, supervised together until all have exited."""
-
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._selector = selectors.DefaultSelector()
@@ -315,6 +295,53 @@ class Watch:
         os.close(fd)
 
 
-def was_out_of_cpu(run: Run, limits: Limits) -> bool:
-    """Return True if the kernel killed a program at its CPU limit."""
-    return run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s)
+def run_program(zygote: Zygote, program: str, limits: Limits, *, stdin: str = "") -> Run:
+    """Return how a program ended and what it wrote; `failure` says whose failure it is. Raises SandboxError."""
+    with Watch(limits) as watch:
+        job = json.dumps({"program": program}).encode()
+        run = watch.start(zygote, "stdin", job=job, stdin=stdin.encode("utf-8", errors="surrogatepass"))
+        watch.wait()
+    return run
+
+
+class Reason(enum.StrEnum):
+    NO_PROGRAM = "no_program"  # the completion contains none
+    WRONG = "wrong"
+    RAISED = "raised"  # an uncaught error, or an exit code other than 0
+    CPU_TIME = "cpu_time"
+    WALL_TIME = "wall_time"
+    MEMORY = "memory"
+    OUTPUT = "output"  # too much output
+    FORBIDDEN = "forbidden"  # a system call that ordinary programs do not make
+    CRASHED = "crashed"
+
+
+OUT_OF_TIME = (Reason.CPU_TIME, Reason.WALL_TIME)
+
+
+def failure(run: Run, limits: Limits) -> Reason | None:
+    if run.killed is Killed.OUTPUT:
+        return Reason.OUTPUT
+    # the kernel's kill comes a second of CPU time later, on a busy machine after the wall limit
+    if run.killed is Killed.WALL_TIME:
+        return Reason.CPU_TIME if run.cpu_s >= limits.cpu_s else Reason.WALL_TIME
+    if run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s):
+        return Reason.CPU_TIME
+    if run.signal == signal.SIGKILL:  # a program cannot send SIGKILL, not even to itself
+        raise SandboxError("a program was killed by another process; check whether this machine ran out of memory")
+    if run.signal:
+        return Reason.FORBIDDEN if run.signal == signal.SIGSYS else Reason.CRASHED
+    if run.exit_code:
+        return Reason.MEMORY if _last_line(run).startswith("MemoryError") else Reason.RAISED
+    return None
+
+
+def describe(run: Run) -> str:
+    if run.signal:
+        return f"ended by {signal.Signals(run.signal).name}"
+    return _last_line(run) if run.exit_code else "its output is not the expected one"
+
+
+def _last_line(run: Run) -> str:
+    lines = run.errors[-2000:].decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from urllib.parse import urlsplit
 
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def allowed_hosts(host: str, url: str | None, secrets: Sequence[str]) -> tuple[s
     Without ``secrets``, a server on the loopback ``host`` trusts the programs of its machine, and no web page whose name resolves
     to it. ``url`` is where it is reached, if that is not the loopback: behind a proxy or a tunnel.
     """
-    if secrets or not http_tls.is_loopback(host):
+    if secrets or not tls.is_loopback(host):
         return None
     name = urlsplit(url or "").hostname
     return (name,) if name else ()

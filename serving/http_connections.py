@@ -28,7 +28,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from penstock.protocol.errors import PenstockError, TargetRefused
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.tls import client_context, handshake_problem
 from penstock.serving.target_policy import TargetPolicy, resolve
 
@@ -91,7 +91,7 @@ class HttpConnections:
         max_answer_bytes: int | None = None,
         max_answer_key: str = "",
         ca_file: Path | None = None,
-        ca_key: str = http_tls.AUTHORITY,
+        ca_key: str = tls.AUTHORITY,
     ) -> None:
         """Prepare; nothing is opened before the first request.
 
@@ -101,7 +101,7 @@ class HttpConnections:
             policy: Which addresses may be called; None: any.
             max_answer_bytes: Longest answer that is read; None: any.
             max_answer_key: The setting that ``max_answer_bytes`` is from, for errors.
-            ca_file: Certificates of the only authorities that https servers are trusted by; None: as `http_tls` has it.
+            ca_file: Certificates of the only authorities that https servers are trusted by; None: as `tls` has it.
             ca_key: The setting that ``ca_file`` is from, for errors.
 
         Raises ConfigError for a ``ca_file`` that cannot be used.
@@ -201,7 +201,7 @@ class HttpConnections:
                     keepalive_timeout=self._keep_s,
                     resolver=resolver,
                     use_dns_cache=resolver is None,
-                    ssl=self._tls or http_tls.client_context(),
+                    ssl=self._tls or tls.aiohttp_trust(),
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 auto_decompress=False,

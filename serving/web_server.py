@@ -19,7 +19,7 @@ import structlog
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 
 GRACE_S = 10.0  # a request's headers and a small body, over any network
 MIN_BYTES_PER_S = 32_000  # 16 MiB may take about nine minutes
@@ -69,15 +69,15 @@ class RequestClock:
 
 def listen(host: str, port: int, *, key: str, backlog: int = _BACKLOG) -> socket.socket:
     """Bind a socket; raises ConfigError naming the setting ``key`` when the address cannot be had."""
-    return http_tls.listen(host, port, key=key, backlog=backlog)
+    return tls.listen(host, port, key=key, backlog=backlog)
 
 
 async def serve(app: object, bound: socket.socket, done: asyncio.Event) -> None:
-    """Answer requests until ``done``; with TLS where ``bound`` listens on more than the loopback (`http_tls`).
+    """Answer requests until ``done``; with TLS where ``bound`` listens on more than the loopback (`tls`).
 
     Raises ConfigError for a certificate that cannot be used.
     """
-    async with serving(app, bound, **http_tls.server_options(bound.getsockname()[0])) as running:
+    async with serving(app, bound, **tls.server_options(bound.getsockname()[0])) as running:
         waiting = asyncio.create_task(done.wait())
         await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -89,10 +89,10 @@ async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIt
 
     Raises ConfigError, which names the setting ``key`` or the certificate.
     """
-    tls = http_tls.server_options(host)
+    tls_options = tls.server_options(host)
     with listen(host, port, key=key, backlog=LONG_BACKLOG) as bound:
-        async with serving_long(app, bound, **tls):
-            yield f"{http_tls.scheme(host)}://{host}:{bound.getsockname()[1]}"
+        async with serving_long(app, bound, **tls_options):
+            yield f"{tls.scheme(host)}://{host}:{bound.getsockname()[1]}"
 
 
 def serving_long(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocol.episode import Episode, EpisodeRow, Turn
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 

@@ -7,18 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.protocol.facts import (
-    BlobRef,
-    FinishReason,
-    GroupGenerated,
-    GroupScored,
-    RewardRequest,
-    Sampling,
-    ScoredGroup,
-    Split,
-    Task,
-    TaskIssued,
-)
+from penstock.protocol.facts import GroupGenerated, GroupScored, TaskIssued
+from penstock.protocol.groups import BlobRef, FinishReason, RewardRequest, Sampling, ScoredGroup, Split, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun

@@ -6,7 +6,7 @@ import json
 import math
 
 from penstock.protocol.errors import MalformedWeights
-from penstock.protocol.weights.digest import SAFETENSORS_DTYPES, TensorDigest, tensor_digest
+from penstock.protocol.weights.layout import SAFETENSORS_DTYPES, TensorDigest, tensor_digest
 
 _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format itself

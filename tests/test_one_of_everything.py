@@ -84,9 +84,9 @@ def _places() -> Mapping[str, set[str]]:
             },
         ),
         ("parent death", {"protocol/parent_death.py", "sandbox/inside/confine.py"}),  # the second can import nothing
-        ("loopback", {"protocol/transport/http_tls.py"}),
+        ("loopback", {"protocol/transport/tls.py"}),
         ("Retry-After", {"serving/http_connections.py"}),
-        ("loop of a thread", {"protocol/loop_thread.py"}),
+        ("loop of a thread", {"protocol/transport/loop_thread.py"}),
     ],
 )
 def test_a_primitive_is_in_one_file(primitive: str, places: set[str]) -> None:

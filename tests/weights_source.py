@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.facts import BlobRef, Fact, WeightsPublished
+from penstock.protocol.facts import Fact, WeightsPublished
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.protocol.weights.signature import SigningKey
+from penstock.protocol.weights.manifest import SigningKey
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import VersionPublisher

@@ -22,7 +22,7 @@ from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.packs.task_promise import TaskSettings
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
@@ -145,7 +145,7 @@ def _hold_lease(
             ) as metrics,
         ):
             session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop, metrics)
-            with run_lock.hold(settings.run.folder):
+            with run_folder.hold_lock(settings.run.folder):
                 _run(session, ranks)
     finally:
         connections.bus.close()

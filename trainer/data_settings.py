@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Identifier, RewardName
+from penstock.protocol.groups import Identifier, RewardName
 from penstock.trainer.fine_tuning_settings import Files, listed
 from penstock.trainer.row_format import ROW_FORMATS
 

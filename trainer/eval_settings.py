@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.protocol.facts import RewardName
+from penstock.protocol.groups import RewardName
 from penstock.trainer.fine_tuning_settings import Files, listed
 
 ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`

@@ -13,7 +13,7 @@ from penstock.trainer.fine_tuning_settings import Beta, Schedule
 from penstock.trainer.parallel_dims import ParallelLayout
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import SigningKey, TrustedKeys
+    from penstock.protocol.weights.manifest import SigningKey, TrustedKeys
 
 
 class OptimizerSettings(Section):
@@ -242,7 +242,7 @@ class OptimizerSettings(Section):
         """Return the key that signs manifests, None when none is set; raises ConfigError when it cannot be read."""
         if self.signing_key_file is None:
             return None
-        from penstock.protocol.weights.signature import SigningKey  # noqa: PLC0415  its library is needed only here
+        from penstock.protocol.weights.manifest import SigningKey  # noqa: PLC0415  its library is needed only here
 
         return SigningKey.from_file(self.signing_key_file, "trainer.signing_key_file")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.protocol.facts import MAX_COMPLETIONS, SINGLE_TURN, StopStrings
+from penstock.protocol.groups import MAX_COMPLETIONS, SINGLE_TURN, StopStrings
 from penstock.trainer.eval_settings import ENVIRONMENT
 
 

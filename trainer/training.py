@@ -11,7 +11,7 @@ import structlog
 
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.heartbeats import Activity
-from penstock.protocol.record import pause_request
+from penstock.protocol.record import run_folder
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_digest
 from penstock.protocol.traces.traces import HeldGroups, Value
@@ -315,7 +315,7 @@ class Training:
 
     def _pause_if_requested(self) -> None:
         """Stop issuing when the run is asked to pause; the batches that are under way are still trained."""
-        if not self._is_pausing and pause_request.is_requested(self.settings.run.folder):
+        if not self._is_pausing and run_folder.is_pause_requested(self.settings.run.folder):
             self._is_pausing = True
             self.issuer.drain()
             self.collector.drain()

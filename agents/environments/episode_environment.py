@@ -33,8 +33,7 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
 from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.facts import Task
-from penstock.protocol.seeds import derived_seed
+from penstock.protocol.groups import Task, derived_seed
 from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.run_images import RunImages

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.agents.proxy.api.chat_completions import read_message
 from penstock.agents.proxy.messages import Message, RequestRefused
-from penstock.protocol.facts import Task
+from penstock.protocol.groups import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from penstock.agents.proxy.session import AgentProxy, EpisodeSession, path
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.errors import EngineError

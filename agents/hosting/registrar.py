@@ -25,7 +25,7 @@ from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
 from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.serving import lease, target_policy
@@ -74,7 +74,7 @@ async def client_of(
         policy=policy,
         max_answer_bytes=_MAX_ANSWER_BYTES,
         ca_file=ca_file,
-        ca_key="--ca-file" if ca_file else http_tls.AUTHORITY,
+        ca_key="--ca-file" if ca_file else tls.AUTHORITY,
     )
     return EnvironmentClient(connections, secrets)
 

@@ -21,7 +21,7 @@ from penstock.agents.hosting.register import check_name, say_registered
 from penstock.agents.hosting.registrar import Offer, Registrar
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
 from penstock.serving import signature
@@ -34,7 +34,7 @@ def serve_environment(reference: str, settings: Sequence[str], options: ServeOpt
     """Serve until SIGTERM or Ctrl-C; raises ConfigError when the environment or an option is wrong."""
     environment = served_environment(reference)
     secrets = signature.read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
-    if not secrets and not http_tls.is_loopback(options.host):
+    if not secrets and not tls.is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines: give --secret-file, or listen on 127.0.0.1"
         )

@@ -26,7 +26,7 @@ from penstock.agents.proxy.messages import Message, next_key, root_key
 from penstock.agents.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
 from penstock.agents.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn
 from penstock.protocol.config.environment_settings import Thinking
-from penstock.protocol.facts import RowImages
+from penstock.protocol.groups import RowImages
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor, expanded, joined
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from penstock.agents.proxy.messages import Message
 from penstock.agents.proxy.tree import Float32s, Int32s, SampledTurn
 from penstock.protocol.episode import MAIN, MAX_JSON_BYTES, EpisodeRow, Turn
-from penstock.protocol.facts import FinishReason, RowImages
+from penstock.protocol.groups import FinishReason, RowImages
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.trajectory import Trajectory

@@ -19,9 +19,8 @@ from penstock.agents.proxy.rows import TreeRows, build_rows
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
-from penstock.protocol.facts import MAX_IMAGES, Sampling
+from penstock.protocol.groups import MAX_IMAGES, Sampling, derived_seed
 from penstock.protocol.images.processor import ImageProcessor
-from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_client import ImagePrompt

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.proxy.messages import Message, ToolCall, next_key, same_arguments, similar_arguments
-from penstock.protocol.facts import FinishReason, RowImages
+from penstock.protocol.groups import FinishReason, RowImages
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion

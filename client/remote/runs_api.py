@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.tls import handshake_problem
 
 _CONNECT_S = 5.0
@@ -43,7 +43,7 @@ class RunsApi:
     @property
     def is_here(self) -> bool:
         """True if the API is reached over the loopback: its files are those of this machine."""
-        return http_tls.is_loopback(self.host)
+        return tls.is_loopback(self.host)
 
     def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """Return the answer; raises ApiRefused with what the API says is wrong and what to do."""
@@ -52,7 +52,7 @@ class RunsApi:
             with self._client(timeout) as client:
                 response = client.request(method, self.url + path, json=body, params=query)
         except httpx.HTTPError as err:
-            if problem := handshake_problem(err, self.url, http_tls.AUTHORITY):
+            if problem := handshake_problem(err, self.url, tls.AUTHORITY):
                 raise ApiRefused(problem) from None
             raise ApiRefused(
                 f"no console answers at {self.url} ({type(err).__name__}); start one there: penstock console"
@@ -67,7 +67,7 @@ class RunsApi:
     @functools.cached_property
     def _tls(self) -> ssl.SSLContext:
         """What every request verifies with: reading the system's authorities costs 20 ms of CPU."""
-        return http_tls.trust_own_authority(httpx.create_ssl_context())
+        return tls.trust_own_authority(httpx.create_ssl_context())
 
     def _client(self, timeout: httpx.Timeout) -> httpx.Client:
         return httpx.Client(headers=self._headers, timeout=timeout, trust_env=False, verify=self._tls)

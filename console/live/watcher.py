@@ -28,7 +28,7 @@ from penstock.protocol.facts import (
 )
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry, KeyValue
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 
 _MAX_UNREADABLE = 1000  # services
 

@@ -17,7 +17,7 @@ from penstock.protocol import logs, streams
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import BusRefused, ConfigError
 from penstock.protocol.files import read_regular
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.bus import Bus
 
@@ -52,7 +52,7 @@ def replay(
 def replace_process(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
     """Replace this process by a command that reads a run's stores; does not return. Raises ConfigError."""
     store = _own_store(run, arguments, environ)
-    if store is not None and run_lock.is_locked(store / "lock"):
+    if store is not None and run_folder.is_locked(store / "lock"):
         os.environ.update(connections.store_environment(store))
     elif store is not None:
         command = launch.module("penstock.deploy.stored", str(store), "--", *command)
@@ -89,7 +89,7 @@ def ensure_local_servers(
 
 
 def _start_again(store: Path | None, typed: Sequence[str]) -> None:
-    if store is not None and not run_lock.is_locked(store / "lock"):
+    if store is not None and not run_folder.is_locked(store / "lock"):
         launch.replace_process(
             launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))
         )

@@ -17,8 +17,8 @@ from penstock.console import connections
 from penstock.protocol import blob_keys, heartbeats, logs, streams
 from penstock.protocol.errors import BusRefused, ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
-from penstock.protocol.record import run_lock
-from penstock.protocol.record.rescored import users
+from penstock.protocol.record import run_folder
+from penstock.protocol.record.stored_record import users_of_input
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -65,7 +65,7 @@ def remove_run(
     loaded = connections.find(arguments, environ, run_id=run)
     here = loaded.settings.run.dir / run
     own_store = here / connections.STORE
-    its_servers_run = run_lock.is_locked(own_store / "lock")
+    its_servers_run = run_folder.is_locked(own_store / "lock")
     if its_servers_run and not force:
         raise RunIsActive(f"run {run} is running on this machine with its own servers in {own_store}; stop it first")
     if connections.is_configured(connections.find(arguments, environ)) or its_servers_run:
@@ -147,7 +147,7 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
         raise RunIsActive(
             f"services of run {run} are running: {', '.join(services)}; stop them first (--force removes the run anyway)"
         )
-    if (dependants := users(run, blobs)) and not force:
+    if (dependants := users_of_input(run, blobs)) and not force:
         raise RunIsNeeded(
             f"{', '.join(dependants)} trained on {run}, whose packs are the only copy: without them these runs can be "
             f"neither replayed nor rescored; remove these runs first (--force removes {run} anyway)"

@@ -23,7 +23,7 @@ from rich.text import Text
 from penstock.console import connections, launch
 from penstock.console.terminal import console, printable, table
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.tls import handshake_problem
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class RewardService:
 
         timeout = httpx.Timeout(self._answer_s, connect=_CONNECT_S)
         if self._tls is None:
-            self._tls = http_tls.trust_own_authority(httpx.create_ssl_context())
+            self._tls = tls.trust_own_authority(httpx.create_ssl_context())
         try:
             with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False, verify=self._tls) as client:
                 response = client.request(method, f"{self._url}{path}", json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as err:
-            if problem := handshake_problem(err, self._url, http_tls.AUTHORITY):
+            if problem := handshake_problem(err, self._url, tls.AUTHORITY):
                 raise RewardServiceError(problem) from None
             raise RewardServiceError(
                 f"no reward service answers at {self._url} ({type(err).__name__}); "

@@ -16,12 +16,12 @@ import structlog
 from penstock.console import connections
 from penstock.console.tracking.consumer import METRICS
 from penstock.protocol import streams, subjects
-from penstock.protocol.config.schema_keys import SECTIONS
+from penstock.protocol.config.sources import SECTIONS
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 
 _log = structlog.get_logger("console.metrics_log")
 

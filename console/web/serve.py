@@ -24,7 +24,7 @@ from penstock.console.web.access import Access, Role, tokens_file
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import logs
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 
 PORT = 8800
 _GRACE_S = 2
@@ -46,12 +46,12 @@ def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOp
     logs.configure("console", level="warning")
     runs_dir = connections.find(arguments, environ).settings.run.dir.absolute()
     access = Access(tokens_file(arguments, environ, options.tokens))
-    with contextlib.closing(http_tls.listen(options.host, options.port, key="--port", backlog=_BACKLOG)) as bound:
+    with contextlib.closing(tls.listen(options.host, options.port, key="--port", backlog=_BACKLOG)) as bound:
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         if ipaddress.ip_address(host).is_unspecified:
             shown = options.allow_hosts[0] if options.allow_hosts else "127.0.0.1"
-        url = f"{http_tls.scheme(options.host)}://{shown}:{port}"
+        url = f"{tls.scheme(options.host)}://{shown}:{port}"
         link = f"{url}/?token={access.one_time_link(Role.ADMIN)}"
         print(f"console: {link}   (opens the page once, in one browser)", file=sys.stderr)
         print(f"api: {url}/v1/runs   tokens: penstock console token NAME --role read", file=sys.stderr, flush=True)
@@ -76,7 +76,7 @@ def server_for(context: WebContext, hosts: Sequence[str], *, listens_on: str = "
             server_header=False,
             limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=_GRACE_S,
-            **http_tls.server_options(listens_on),
+            **tls.server_options(listens_on),
         )
     )
 

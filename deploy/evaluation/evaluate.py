@@ -29,7 +29,7 @@ from penstock.deploy.local_run import LocalRun
 from penstock.protocol import logs
 from penstock.protocol.config.reward_settings import SuccessThreshold
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections

@@ -31,8 +31,8 @@ from penstock.deploy.evaluation.target import Target
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Sampling
 from penstock.protocol.files import replace
+from penstock.protocol.groups import Sampling
 from penstock.reward_service.rewards import choice, gsm8k, math_answer
 from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where

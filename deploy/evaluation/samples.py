@@ -19,7 +19,8 @@ from penstock.console.evaluation_results import Outcome
 from penstock.deploy.evaluation.target import VERSION
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError
-from penstock.protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup, Task
+from penstock.protocol.facts import DeadLetter, GroupScored
+from penstock.protocol.groups import Sampling, ScoredGroup, Task
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.trajectory import Group

@@ -24,19 +24,22 @@ from penstock.console.tools.runs import unknown_run
 from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import BlobRef, Head
+from penstock.protocol.facts import Head
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
-from penstock.protocol.weights.digest import SAFETENSORS_DTYPES, TensorDigest, weights_digest
 from penstock.protocol.weights.layout import (
+    SAFETENSORS_DTYPES,
+    TensorDigest,
     TensorSpec,
     WeightLayout,
     bucket_digests,
     build_layout,
     shard_header,
     shard_name,
+    weights_digest,
 )
 from penstock.protocol.weights.manifest import BucketState, StoredRange
 from penstock.trainer.connections import Connections
@@ -46,7 +49,7 @@ from penstock.trainer.publishing.rank_publisher import StoredObjects
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import SigningKey
+    from penstock.protocol.weights.manifest import SigningKey
 
 
 # What an evaluation takes over from a run. Of the data: all but which rows there are.

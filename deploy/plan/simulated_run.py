@@ -5,7 +5,7 @@
 `Dispatch`, `Batcher`, `GroupStates` and `OvertakeBackoff` are those that a trainer runs, `RedundantGroup` and `PackLimit`
 those of a worker. A worker takes packs as `rollout_service.loop` does: one request at a time, up to its packs
 in flight; it keeps a pack until its engine serves the version that the pack was issued for. The version of a swap is chosen when
-the swap begins, and one that takes long needs a permit (`swap_semaphore`). So what this module decides is only when things
+the swap begins, and one that takes long needs a permit (`SwapSemaphore`). So what this module decides is only when things
 happen: an engine's decode step takes longer the more sequences run (`EnginePace`), and lengths are those of a mix.
 """
 
@@ -28,13 +28,12 @@ from penstock.deploy.plan.simulation import (
     Step,
     scored_group,
 )
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
 from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup
 from penstock.rollout_service.packs.pack_loops import SAMPLE_S, EngineLoad, PackLimit
-from penstock.rollout_service.weights.swap_semaphore import num_permits
 from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEADLINE_S
-from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S
+from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S, num_permits
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.dispatch import Dispatch

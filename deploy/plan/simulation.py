@@ -16,7 +16,7 @@ from functools import cached_property
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from penstock.protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
+from penstock.protocol.groups import GeneratedGroup, RewardRequest, ScoredGroup
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.embedded_engine.scheduler import are_admitted
 from penstock.rollout_service.engines.redundancy import RedundantGroup

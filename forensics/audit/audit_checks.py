@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.forensics.audit.record_checks import SPLITS, Breach, RecordFold, ReportedSteps, check_steps
-from penstock.protocol.facts import Split
+from penstock.protocol.groups import Split
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh

@@ -18,8 +18,9 @@ from penstock.forensics.audit.audit_checks import LETTERS, STAGES, AuditInputs
 from penstock.forensics.audit.record_checks import Breach, from_events, from_metrics
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, MissingStream, WireError
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed
 from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
 from penstock.protocol.subjects import RUN_ID

@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, WireError
-from penstock.protocol.facts import AbandonedCompletion, BlobRef, Count, RunEvent, Split, decode
+from penstock.protocol.facts import RunEvent, decode
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import AbandonedCompletion, BlobRef, Count, Split
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import (
     GROUP_DIGITS,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.forensics.replay.replay_findings import BatchVerdict, group_metrics
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState, committed
 from penstock.protocol.record.stopped_batch import GROUPS, SETTINGS, StoppedBatch, read_batch
 from penstock.protocol.transport.blobs import Blobs
@@ -49,7 +49,7 @@ from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.telemetry.metrics import step_fields
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
+    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are named
 
 
 class StoppedPacks:

@@ -29,7 +29,7 @@ from penstock.trainer.recovery.recorded_settings import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
+    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are named
 
 
 EXPLANATION = "no recorded difference: groups, settings, libraries, code and machine are the same"

@@ -94,7 +94,7 @@ class NatsSettings(Section):
 
     def secret(self) -> str:
         """Return the password, from ``password_file`` if set; raises ConfigError if it is unreadable."""
-        return _secret(self.password, self.password_file, "nats.password_file")
+        return secret_of(self.password, self.password_file, "nats.password_file")
 
 
 class S3Settings(Section):
@@ -132,17 +132,16 @@ class S3Settings(Section):
         return value
 
     def secret(self) -> str:
-        """Return the secret key, from ``secret_key_file`` if set; raises ConfigError if it is unreadable."""
-        return _secret(self.secret_key, self.secret_key_file, "s3.secret_key_file")
+        return secret_of(self.secret_key, self.secret_key_file, "s3.secret_key_file")
 
 
 def _refuse_credentials(url: str, instead: str) -> None:
-    """Raise ValueError for a URL with a user name, password or token, whose text does not repeat them."""
     if "@" in url.partition("://")[2].partition("/")[0] or ("://" not in url and "@" in url):
         raise ValueError(f"a URL is shown in logs and errors and stored with the run: give credentials as {instead}")
 
 
-def _secret(value: str, file: Path | None, key: str) -> str:
+def secret_of(value: str, file: Path | None, key: str) -> str:
+    """Return ``value``, or the content of the file of the setting ``key``; raises ConfigError if it is unreadable."""
     if file is None:
         return value
     try:

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from penstock.protocol.config.schema_keys import is_model, members_of
 from penstock.protocol.config.setting_description import ANY_NAME, MADE_AT_START, REQUIRED, SettingDescription
+from penstock.protocol.config.sources import is_model, members_of
 
 # Unit of a number, by the end of its key; a number without unit matches none.
 _UNITS = (
@@ -58,13 +58,10 @@ def describe(
     presets: Mapping[str, Mapping[str, Any]],
     preset_key: str,
 ) -> list[SettingDescription]:
-    """Return every setting of the services, in the order of their sections.
+    """Return every setting of the services (by name), in the order of their sections.
 
-    Args:
-        services: The settings class of each service, by the service's name.
-        names: Keys whose value is one of registered names, with the built-in names.
-        presets: What each preset sets in its section.
-        preset_key: The key that names a preset.
+    ``names`` has the built-in names of keys whose value is one of registered names, ``presets`` what each preset sets in its
+    section, and ``preset_key`` names a preset.
     """
     section = preset_key.rpartition(".")[0]
     found: dict[str, tuple[FieldInfo, list[str]]] = {}
@@ -200,7 +197,6 @@ def _limits(metadata: Sequence[Any], counted: str) -> str:
 
 
 def _inner_metadata(annotation: Any) -> Iterator[Sequence[Any]]:
-    """Yield the limits inside a union, such as those of ``Identifier | None``."""
     for member in get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ():
         if get_origin(member) is Annotated:
             infos = get_args(member)[1:]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.protocol.facts import Identifier
+from penstock.protocol.groups import Identifier
 
 Thinking = Literal["keep", "tool_cycle", "strip"]
 

@@ -17,19 +17,41 @@ from pathlib import Path
 from typing import Any
 
 _TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("foreign_keys.json").read_text(encoding="utf-8"))
+_INEXACT = (
+    "tokens would come from another distribution than the one whose log-probabilities the engine reports and the "
+    "trainer computes, which makes the importance ratio wrong; remove it (rollout.temperature is applied on both sides)"
+)
+# Settings of other systems that would make the training data wrong here.
+REFUSED: dict[str, str] = {
+    f"rollout.{name}": _INEXACT
+    for name in (
+        "top_p",
+        "top_k",
+        "min_p",
+        "typical_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_new_tokens",
+        "logit_bias",
+        "sampling_params",
+    )
+}
+# Values of accepted keys that have no counterpart here.
+_ABSENT_VALUES: dict[tuple[str, object], str] = {
+    ("trainer.save_freq", -1): "a run is resumed from its checkpoints, so they are always made; set "
+    "trainer.checkpoint_every to trainer.steps for one at the end"
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """The Penstock keys that one foreign key sets, and the foreign values with another name here."""
-
     keys: tuple[str, ...]
     values: Mapping[Any, Any] = field(default_factory=dict)
     as_list: bool = False  # a single text is a list of one
     left_out: tuple[str, ...] = ()  # entries of a list that are always on here
 
     def value(self, theirs: Any) -> Any:
-        """Return a foreign value as Penstock spells it."""
         if self.left_out:
             listed = [theirs] if isinstance(theirs, str) and theirs not in ("None", "none", "null") else theirs
             return [one for one in listed if one not in self.left_out] if isinstance(listed, list) else listed
@@ -48,7 +70,6 @@ class ForeignSystem:
 
 
 def _alias(form: Any) -> Alias:
-    """Return an alias from its form: a key, a list of keys, a table, or the name of a shared table."""
     if isinstance(form, str) and form.startswith("$"):
         form = _TABLE["aliases"][form[1:]]
     if not isinstance(form, dict):
@@ -86,35 +107,6 @@ def _joined(order: list[ForeignSystem]) -> tuple[dict[str, Alias], dict[str, str
 
 ALIASES, RENAMED, ABSENT = _joined(list(SYSTEMS.values()))
 _PREFIXES: dict[str, str] = {key: why for system in SYSTEMS.values() for key, why in system.prefixes.items()}
-
-_INEXACT = (
-    "tokens would come from another distribution than the one whose log-probabilities the engine reports and the "
-    "trainer computes, which makes the importance ratio wrong; remove it (rollout.temperature is applied on both sides)"
-)
-
-# Settings of other systems that would make the training data wrong here.
-REFUSED: dict[str, str] = {
-    f"rollout.{name}": _INEXACT
-    for name in (
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "min_new_tokens",
-        "logit_bias",
-        "sampling_params",
-    )
-}
-
-
-# Values of accepted keys that have no counterpart here.
-_ABSENT_VALUES: dict[tuple[str, object], str] = {
-    ("trainer.save_freq", -1): "a run is resumed from its checkpoints, so they are always made; set "
-    "trainer.checkpoint_every to trainer.steps for one at the end",
-}
 
 
 def value_advice(dotted: str, value: object) -> str | None:

@@ -19,7 +19,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Finite, Identifier, RewardName
+from penstock.protocol.groups import Finite, Identifier, RewardName
 
 MAX_PARTS = 16
 
@@ -66,13 +66,10 @@ class RewardDefinition(Section):
     )
 
     def total(self, scores: Mapping[str, float]) -> float:
-        """Return the reward of one completion from the scores of its parts.
+        """Return the reward of one completion from the scores of its parts; raises ConfigError for a part without a score.
 
-        The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the
-        reward is its ``otherwise``. Otherwise the reward is the sum of weight times score.
-
-        Raises:
-            ConfigError: A part has no score.
+        The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the reward is its
+        ``otherwise``. Otherwise the reward is the sum of weight times score.
         """
         missing = [name for name in self.parts if name not in scores]
         if missing:
@@ -85,14 +82,9 @@ class RewardDefinition(Section):
         return sum(part.weight * scores[name] for name, part in self.parts.items())
 
     def totals(self, parts: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
-        """Return the reward of every completion of a group.
+        """Return the reward of every completion of a group from the scores by part, as in `ScoredGroup.parts`.
 
-        Args:
-            parts: Scores by part, one for each completion in order, as in `ScoredGroup.parts`; other parts are
-                ignored.
-
-        Raises:
-            ConfigError: A part is missing, or the parts are not equally long.
+        Other parts are ignored. Raises ConfigError if a part is missing, or the parts are not equally long.
         """
         missing = [name for name in self.parts if name not in parts]
         if missing:

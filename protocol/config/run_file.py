@@ -21,40 +21,31 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from penstock.protocol.config.foreign_config import ALIASES, advice, value_advice
-from penstock.protocol.config.schema_keys import (
-    SECTIONS,
-    UnknownKeyError,
-    is_secret,
-    locate,
-    members_of,
-    spelt,
-    table_of,
-)
 from penstock.protocol.config.sources import (
     ENVIRONMENT_PREFIX,
     NOTHING,
     OVERRIDE,
+    SECTIONS,
     Given,
     KeyPath,
+    UnknownKeyError,
     from_environment,
     from_files,
     from_overrides,
+    is_secret,
+    locate,
+    members_of,
+    spelt,
     split_arguments,
+    table_of,
     unusable,
 )
 from penstock.protocol.errors import ConfigError
 
 __all__ = [
-    "SECTIONS",
-    "Loaded",
-    "config_document",
-    "format_config",
-    "is_secret",
-    "load",
-    "split_arguments",
-    "toml_text",
+    "SECTIONS", "Loaded", "config_document", "format_config", "is_secret", "load", "split_arguments", "toml_text",
     "values_of",
-]
+]  # fmt: skip
 
 _LISTS = ("tracker",)  # sections that are lists: [[tracker]]
 
@@ -62,6 +53,7 @@ S = TypeVar("S", bound=BaseModel)
 _MASK = "********"
 _IN_URL = re.compile(r"(?<=[/,\" ])[^/,\"@ ]+@")  # user name and password of a URL
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_OF_LISTS = {"list_type", "tuple_type"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +122,6 @@ def _origin_of_unset(settings: BaseModel, path: KeyPath) -> str:
 
 
 def values_of(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value of a settings tree with its path; non-empty dictionaries entry by entry."""
     for name in type(settings).model_fields:
         yield from _values(getattr(settings, name), (*prefix, name))
 
@@ -157,7 +148,6 @@ def format_config(loaded: Loaded[Any]) -> str:
 
 
 def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
-    """Return settings and origins as plain JSON values; secrets are masked."""
     settings: dict[str, Any] = {}
     for path, value in values_of(loaded.settings):
         node = settings
@@ -188,7 +178,6 @@ def toml_text(value: Any) -> str:
 
 
 def _without_aliases(one: Given) -> Iterator[Given]:
-    """Yield the values to set: an alias of another project is replaced by its Penstock keys and kept in the origin."""
     dotted = spelt(one.path)
     alias = ALIASES.get(dotted)
     if alias is None:
@@ -244,15 +233,13 @@ def _meant(one: Given, section: str, members: tuple[Any, ...]) -> Any:
 
 
 def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:
-    """Return True if a value replaces an earlier one of the same key; raises when two names give it in one source."""
     if earlier is None or earlier.source != one.source or earlier.spelling == one.spelling:
         return True
     if earlier.spelling and one.spelling and _sets_several(earlier) != _sets_several(one):
         return _sets_several(earlier)
     dotted = ".".join(path)
     raise UnknownKeyError(
-        path,
-        f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
+        path, f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out"
     )
 
 
@@ -319,9 +306,6 @@ def _refusal(settings_class: type[BaseModel], one: Given, errors: Sequence[Any])
     return f"{one.origin}: {'.'.join(one.path)}: {expected}{got}"
 
 
-_OF_LISTS = {"list_type", "tuple_type"}
-
-
 def _expectation(error: Any) -> str:
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     if text != error["msg"] and error["type"] != "value_error":
@@ -330,7 +314,6 @@ def _expectation(error: Any) -> str:
 
 
 def _contradiction(path: KeyPath, text: str, chosen: Mapping[KeyPath, Given]) -> str:
-    """Describe a contradiction between keys; validators name them by their dotted names."""
     named = [one for one in chosen.values() if re.search(rf"\b{re.escape('.'.join(one.path))}\b", text)]
     places = "".join(f" [{'.'.join(one.path)}: {one.origin}]" for one in named)
     return f"{'.'.join(path) + ': ' if path else ''}{text}{places}"

@@ -26,10 +26,11 @@ from typing import Protocol
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.protocol.config.connection import Section
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import MAX_TEACHER_TOP_K
+from penstock.protocol.config.connection import Section, secret_of
+from penstock.protocol.groups import MAX_TEACHER_TOP_K
 from penstock.protocol.streams import StreamLimits
+
+_HOUR_S = 3600.0
 
 
 class MetricsSettings(Section):
@@ -52,12 +53,7 @@ class MetricsSettings(Section):
     )
 
 
-_HOUR_S = 3600.0
-
-
 class StoredObject(Protocol):
-    """One object of a listing, as `Blobs.list` yields it."""
-
     @property
     def key(self) -> str: ...
 
@@ -109,14 +105,10 @@ def expired(
     settings: RetentionSettings,
     now: datetime,
 ) -> list[str]:
-    """Return the keys of the packs, task lists and log-probabilities that may be deleted.
+    """Return the keys of the packs, task lists and log-probabilities that may be deleted, of all ``stored`` ones of a run.
 
-    Args:
-        stored: All of these of the run.
-        named: Keys that a message of a work queue or a dead letter references; kept at any age.
-        trained: Keys that a step of the committed record references, and those of its log-probabilities.
-        settings: The retention times.
-        now: The current time; compared with times of the object store's clock.
+    ``named`` are keys that a message of a work queue or a dead letter references, kept at any age; ``trained`` those that a step of the
+    committed record references, and those of its log-probabilities. ``now`` is compared with times of the object store's clock.
     """
     old_keys = []
     for stat in stored:
@@ -181,10 +173,4 @@ class TeacherSettings(Section):
         return self
 
     def api_key(self) -> str:
-        """Return the server's key, empty when none is needed; raises ConfigError when unreadable."""
-        if self.api_key_file is None:
-            return ""
-        try:
-            return self.api_key_file.read_text().strip()
-        except OSError as err:
-            raise ConfigError(f"teacher.api_key_file = {self.api_key_file}: not readable ({err.strerror})") from None
+        return secret_of("", self.api_key_file, "teacher.api_key_file")

@@ -23,13 +23,21 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import ConfigError, ImageRefused
-from penstock.protocol.facts import MAX_IMAGE_BYTES
+from penstock.protocol.groups import MAX_IMAGE_BYTES
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**25  # decoded: 96 MiB of RGB
 MAX_RATIO = 200  # of the longer side to the shorter one
 _ORIENTATION = 0x0112  # EXIF tag; 1: as stored
 _SAME_EVERYWHERE = ("RGB", "L")  # modes; every other one is converted by each reader in its own way
+Source: TypeAlias = Any  # bytes, a text, or a mapping of these
+# of parts of a message: transformers, OpenAI's chat and Responses APIs
+IMAGE_TYPES = "image", "image_url", "input_image"
+_KEYS = ("image", "image_url", "source", "base64", "bytes", "path", "url")
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+_MAX_PATH = 4096  # characters
+_SHOWN = 80  # characters of a source in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +76,9 @@ def admit(data: bytes) -> AdmittedImage:
 
 
 def pixels(data: bytes, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
-    """Return the pixels of an admitted image, [height, width, 3].
+    """Return the pixels of an admitted image, [height, width, 3]; raises ImageRefused as `admit` does.
 
-    Args:
-        data: The bytes that `admit` returned.
-        size: Width and height to resize to, with Pillow's bicubic filter; None: as stored.
-
-    Raises ImageRefused as `admit` does.
+    ``size`` is width and height to resize to, with Pillow's bicubic filter; None: as stored.
     """
     with _open(data) as image:
         _load(image)
@@ -85,7 +89,6 @@ def pixels(data: bytes, size: tuple[int, int] | None = None) -> npt.NDArray[np.u
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Return width and height of an admitted image, from its header; raises ImageRefused as `admit` does."""
     with _open(data) as image:
         return image.size
 
@@ -109,7 +112,6 @@ def _pillow() -> Any:
 
 
 def _open(data: bytes) -> Any:
-    """Return an image of which only the header was read, within the limits."""
     if not 0 < len(data) <= MAX_IMAGE_BYTES:
         raise ImageRefused(f"an image of {len(data)} bytes, expected 1 to {MAX_IMAGE_BYTES}")
     module = _pillow()
@@ -134,7 +136,6 @@ def _open(data: bytes) -> Any:
 
 
 def _load(image: Any) -> None:
-    """Decode all pixels; raises ImageRefused for bytes that are cut off or broken."""
     try:
         image.load()
     except Exception as err:  # noqa: BLE001  whatever Pillow raises for bytes from outside
@@ -152,7 +153,6 @@ def _orientation(image: Any) -> int:
 
 
 def _upright(image: Any, orientation: int) -> Any:
-    """Return an image turned as its orientation says; the other EXIF data, which may be broken, are not read."""
     turn = _pillow().Transpose
     return image.transpose(
         {
@@ -179,16 +179,6 @@ def _on_white(image: Any) -> Any:
 
 def _one_line(err: Exception) -> str:
     return f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
-
-
-Source: TypeAlias = Any  # bytes, a text, or a mapping of these
-# of parts of a message: transformers, OpenAI's chat and Responses APIs
-IMAGE_TYPES = "image", "image_url", "input_image"
-_KEYS = ("image", "image_url", "source", "base64", "bytes", "path", "url")
-_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
-_URL = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
-_MAX_PATH = 4096  # characters
-_SHOWN = 80  # characters of a source in an error
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:
@@ -222,15 +212,10 @@ def _source(part: Mapping[str, Any]) -> Source:
 
 
 def image_bytes(source: Source, folder: Path | None = None) -> bytes:
-    """Return the bytes of an image.
+    """Return the bytes of an image; raises ImageRefused for a file that is missing or too large, and for other sources, such as a URL.
 
-    Args:
-        source: Bytes; a data URL with base64; the path of a file below ``folder``, relative to it; or a mapping with one of these as
-            ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data`` (without the head of a data URL), ``url``, ``path``.
-        folder: Where files may be read; None: nowhere.
-
-    Raises:
-        ImageRefused: For any other source, above all a URL of a network, and for a file that is not there or too large.
+    A source is bytes; a data URL with base64; the path of a file below ``folder``, relative to it (None: no files are read); or a mapping
+    with one of these as ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data`` (without the head of a data URL), ``url``, ``path``.
     """
     if isinstance(source, Mapping):
         return _of_mapping(source, folder)

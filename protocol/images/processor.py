@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import ImageRefused, UnsupportedModel
-from penstock.protocol.facts import MAX_IMAGES, ImageRef, RowImages
+from penstock.protocol.groups import MAX_IMAGES, ImageRef, RowImages
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
 
@@ -37,8 +37,6 @@ _MAX_SIZE = 2**31
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image as the vision tower of a model reads it."""
-
     pixel_values: npt.NDArray[np.float32]  # [patches, 3 * temporal_patch_size * patch_size ** 2]
     grid_thw: tuple[int, int, int]  # patches: temporal (1), of the height, of the width
     num_tokens: int  # of the language model
@@ -76,7 +74,6 @@ class ImageProcessor:
         return rows * columns // self.merge_size**2
 
     def process(self, data: bytes) -> ProcessedImage:
-        """Return what the vision tower reads; raises ImageRefused for bytes that `admission.admit` would refuse."""
         width, height = admission.size_of(data)
         rows, columns = self._resized(width, height)
         image = np.moveaxis(admission.pixels(data, (columns, rows)), -1, 0)
@@ -87,7 +84,6 @@ class ImageProcessor:
         return ProcessedImage(self._patches(normalised, grid), grid, self.num_tokens(grid))
 
     def check(self, ref: ImageRef, found: ProcessedImage) -> None:
-        """Raise ImageRefused unless a row says of an image what was computed."""
         expected = (found.grid_thw, found.num_tokens)
         if (ref.grid_thw, ref.num_tokens) != expected:
             raise ImageRefused(
@@ -110,7 +106,6 @@ class ImageProcessor:
         return rows, columns
 
     def _patches(self, image: npt.NDArray[np.float32], grid_thw: tuple[int, int, int]) -> npt.NDArray[np.float32]:
-        """Return the patches of an image [3, height, width], those of a token one after another."""
         _, rows, columns = grid_thw
         merge, size = self.merge_size, self.patch_size
         parts = image.reshape(3, rows // merge, merge, size, columns // merge, merge, size)
@@ -168,7 +163,6 @@ def read_processor(folder: Path) -> ImageProcessor | None:
 
 
 def _own_config(folder: Path) -> dict[str, Any]:
-    """Return the image processor's part of a model folder: a file of its own, or a part of the processor's."""
     for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         if (folder / name).is_file():
             config = _read(folder / name)
@@ -196,7 +190,6 @@ def _check_fixed(own: Mapping[str, Any], folder: Path) -> None:
 
 
 def _check_tower(tower: Any, numbers: Mapping[str, int], folder: Path) -> None:
-    """Refuse a processor that cuts other patches than the model's vision tower reads."""
     names = {
         "patch_size": "patch_size",
         "temporal_patch_size": "temporal_patch_size",
@@ -242,15 +235,9 @@ def expanded(
 ) -> tuple[list[int], RowImages | None]:
     """Return token ids with each placeholder replaced by its image's tokens, and where they are.
 
-    Args:
-        token_ids: With one placeholder for each image, in order: a rendered prompt, or what follows ``at`` tokens of a row.
-        images: As admitted.
-        processor: Of the model.
-        at: Tokens of the row before these; positions count from the row's beginning.
-
-    Raises:
-        ImageRefused: For more images than a row may have, and for another number of placeholders than images, such as where a text
-            holds the placeholder's.
+    ``token_ids`` have one placeholder for each image, in order: a rendered prompt, or what follows ``at`` tokens of a row, from whose
+    beginning positions count. Raises ImageRefused for more images than a row may have, and for another number of placeholders than
+    images, such as where a text holds the placeholder's.
     """
     num_placeholders = sum(token == processor.image_token_id for token in token_ids)
     if num_placeholders != len(images):

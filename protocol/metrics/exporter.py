@@ -14,9 +14,12 @@ import penstock
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics import gpu
-from penstock.protocol.metrics.samples import LabelValues, Samples
-from penstock.protocol.metrics.table import Service
-from penstock.protocol.transport import http_tls, store_errors
+from penstock.protocol.metrics.table import LabelValues, Samples, Service
+from penstock.protocol.transport import store_errors, tls
+
+Collect = Callable[[Samples], None]
+NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
+NO_CERTIFICATES: Mapping[str, float] = MappingProxyType({})
 
 
 def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, str] = os.environ) -> dict[str, float]:
@@ -25,18 +28,13 @@ def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, s
     Of a server's file the certificate that ends first counts, of authorities the one that ends last: with the others gone the
     servers that it signed are still trusted. A file without certificates is left out; whatever uses it names the problem.
     """
-    authorities = {
-        "nats.ca_file": nats.ca_file,
-        "s3.ca_file": s3.ca_file,
-        http_tls.AUTHORITY: environ.get(http_tls.AUTHORITY),
-    }
-    own = ends_of(environ.get(http_tls.CERTIFICATE))
-    end_times = {http_tls.CERTIFICATE: min(own)} if own else {}
+    authorities = {"nats.ca_file": nats.ca_file, "s3.ca_file": s3.ca_file, tls.AUTHORITY: environ.get(tls.AUTHORITY)}
+    own = ends_of(environ.get(tls.CERTIFICATE))
+    end_times = {tls.CERTIFICATE: min(own)} if own else {}
     return end_times | {name: max(ends) for name, file in authorities.items() if (ends := ends_of(file))}
 
 
 def ends_of(file: str | Path | None) -> list[float]:
-    """Return when each certificate of a PEM file ends; none for no file, and for one that cannot be read."""
     try:
         certificates = x509.load_pem_x509_certificates(Path(file).read_bytes()) if file else []
     except (OSError, ValueError, x509.InvalidVersion):
@@ -44,14 +42,7 @@ def ends_of(file: str | Path | None) -> list[float]:
     return [one.not_valid_after_utc.timestamp() for one in certificates]
 
 
-Collect = Callable[[Samples], None]
-NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
-NO_CERTIFICATES: Mapping[str, float] = MappingProxyType({})
-
-
 class Exporter:
-    """Makes the samples of each scrape from what the service has written down last; only free disk space is read for it."""
-
     def __init__(
         self,
         service: Service,
@@ -108,7 +99,6 @@ class Exporter:
 
     @staticmethod
     def written(samples: Samples, accept: str) -> tuple[bytes, str]:
-        """Return samples as the page for Prometheus, and its content type."""
         from penstock.protocol.metrics import exposition  # noqa: PLC0415  most runs are never scraped
 
         return exposition.page(samples, accept)

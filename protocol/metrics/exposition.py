@@ -9,12 +9,10 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
-from penstock.protocol.metrics.samples import Samples
-from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.metrics.table import METRICS, Samples
 
 
 def page(samples: Samples, accept: str) -> tuple[bytes, str]:
-    """Return the page and its content type, in the format that the ``Accept`` header asks for."""
     encode, content_type = choose_encoder(accept)
     registry = CollectorRegistry()
     registry.register(_Families(samples))

@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from penstock.protocol.metrics.samples import Samples
+from penstock.protocol.metrics.table import Samples
 
 log = structlog.get_logger("gpu")
 
@@ -41,12 +41,9 @@ NAMES = ("gpu_count", *(f"gpu_{name}_{statistic}" for name in _READ for statisti
 
 
 class GpuSampler:
-    """Samples GPUs until its block ends."""
-
     def __init__(
         self, nvml: Any | None = None, *, visible: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Open nothing yet. ``nvml`` stands in for the package, ``visible`` for ``CUDA_VISIBLE_DEVICES``."""
         self._nvml = nvml if nvml is not None else _package()
         self._visible = os.environ.get(_VISIBLE) if visible is None else visible
         self._clock = clock
@@ -54,7 +51,6 @@ class GpuSampler:
         self._stop = threading.Event()
 
     def __enter__(self) -> GpuSampler:
-        """Start the thread if there is a GPU."""
         if self._nvml is not None:
             threading.Thread(target=self._work, args=(self._nvml,), name="gpu", daemon=True).start()
         return self
@@ -85,7 +81,6 @@ class GpuSampler:
 
 
 def read(nvml: Any, devices: Sequence[Any]) -> dict[str, float]:
-    """Return the figures of some GPUs; a quantity that a GPU does not tell is left out."""
     figures = {"gpu_count": float(len(devices))}
     for name, (_, value_of) in _READ.items():
         values: list[float] = []

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import structlog
 
-from penstock.protocol.loop_thread import LoopThread
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
+from penstock.protocol.transport.loop_thread import LoopThread
 
 log = structlog.get_logger("metrics")
 
@@ -24,13 +24,11 @@ Page = Callable[[str], tuple[bytes, str]]  # from an Accept header to a body and
 
 
 class MetricsServer:
-    """Answers ``GET /metrics``; use as a context manager."""
-
     def __init__(self, host: str, port: int, page: Page, *, key: str) -> None:
         """Listen at once; raises ConfigError, which names the setting ``key``, when the address cannot be used."""
         self._page = page
-        self._socket = http_tls.listen(host, port, key=f"metrics.{key}", backlog=_MAX_CLIENTS)
-        files = http_tls.server_files(host)
+        self._socket = tls.listen(host, port, key=f"metrics.{key}", backlog=_MAX_CLIENTS)
+        files = tls.server_files(host)
         self._tls = None if files is None else files.context()
         address, bound = self._socket.getsockname()[:2]
         self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
@@ -46,7 +44,6 @@ class MetricsServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop; a scrape in progress is cut off."""
         assert self._thread is not None
         self._thread.loop.call_soon_threadsafe(self._stop.set)
         ended = concurrent.futures.wait([self._serving], _REQUEST_S).done
@@ -116,8 +113,7 @@ class MetricsServer:
 
 
 def metrics_url(host: str, port: int) -> str:
-    """Return where a service that listens on an address is scraped: by this machine's name if it listens on all."""
-    scheme = http_tls.scheme(host)
+    scheme = tls.scheme(host)
     if host in ("0.0.0.0", "::"):  # noqa: S104  what was configured
         host = socket.gethostname()
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/metrics"

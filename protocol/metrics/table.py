@@ -1,4 +1,4 @@
-"""All Prometheus metrics of all services: the one table from which samples, documentation and dashboards are made.
+"""All Prometheus metrics of all services: the one table from which documentation and dashboards are made, and the samples of a scrape.
 
 To add a metric, add a row here and a call of `Samples.add` in the service; names, labels and units of rows that exist are
 stable. A label whose values are not fixed is in `OPEN_LABELS`: of those the first `MAX_VALUES` get series of their own.
@@ -6,8 +6,10 @@ stable. A label whose values are not fixed is in `OPEN_LABELS`: of those the fir
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal
 
@@ -22,12 +24,12 @@ OTHER = "other"
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 REQUEST_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 VERSION_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+_EVERY: tuple[Service, ...] = ("trainer", "rollout", "reward")
+Labels = tuple[str, ...]  # values, in the order of the metric's labels
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its name with the unit as Prometheus recommends, and what its samples mean."""
-
     name: str
     kind: Kind
     unit: str  # as people read it
@@ -37,11 +39,7 @@ class Metric:
     buckets: tuple[float, ...] = ()  # of a histogram: upper bounds without infinity
 
 
-_EVERY: tuple[Service, ...] = ("trainer", "rollout", "reward")
-
-
 def _rows(services: tuple[Service, ...], *rows: tuple[str, Kind, str, str, str]) -> tuple[Metric, ...]:
-    """Return metrics from rows of name, kind, unit, labels (separated by spaces) and help."""
     return tuple(
         Metric(name, kind, unit, tuple(labels.split()), services, text) for name, kind, unit, labels, text in rows
     )
@@ -172,3 +170,99 @@ _REWARD = (
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {metric.name: metric for metric in (*_COMMON, *_VERSIONED, *_TRAINER, *_ROLLOUT, *_REWARD)}
 )
+
+
+class Histogram:
+    """Counts observations by bucket. Not thread-safe: the owner locks, or reads and writes in one thread."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """``bounds`` are the upper bounds in ascending order, without infinity."""
+        self.bounds = tuple(bounds)
+        self.total = 0.0  # of all observed values
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        return list(zip((*self.bounds, float("inf")), accumulate(self._counts), strict=True))
+
+    def add(self, other: Histogram) -> None:
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
+        self.total += other.total
+
+    def copy(self) -> Histogram:
+        copied = Histogram(self.bounds)
+        copied.add(self)
+        return copied
+
+
+class LabelValues:
+    """The values that open labels have had in this process: the first ones of each keep their series."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], set[str]] = {}
+
+    def bounded(self, metric: Metric, label: str, value: str) -> str:
+        """Return a value as it may be shown: at most `MAX_LABEL_LENGTH` characters of valid Unicode, or `OTHER`."""
+        text = value[:MAX_LABEL_LENGTH].encode("utf-8", "replace").decode()
+        if label not in OPEN_LABELS or not text:
+            return text
+        seen = self._seen.setdefault((metric.name, label), set())
+        if text not in seen:
+            if len(seen) >= MAX_VALUES:
+                return OTHER
+            seen.add(text)
+        return text
+
+
+class Samples:
+    def __init__(self, service: Service, values: LabelValues) -> None:
+        self._service = service
+        self._values = values
+        self.numbers: dict[str, dict[Labels, float]] = {}
+        self.histograms: dict[str, dict[Labels, Histogram]] = {}
+        self.quantiles: dict[str, dict[Labels, Mapping[str, float]]] = {}
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """Add the value of a counter or gauge. Raises ValueError for a metric or labels that the table does not have."""
+        metric, shown = self._checked(name, labels, ("counter", "gauge"))
+        series = self.numbers.setdefault(name, {})
+        if metric.kind == "counter":
+            series[shown] = series.get(shown, 0.0) + value
+        elif not self._is_other(metric, shown):  # a sum of gauges would have no meaning
+            series[shown] = value
+
+    def add_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
+        _, shown = self._checked(name, labels, ("histogram",))
+        series = self.histograms.setdefault(name, {})
+        if shown in series:
+            series[shown].add(histogram)
+        else:
+            series[shown] = histogram.copy()
+
+    def add_quantiles(self, name: str, quantiles: Mapping[str, float], **labels: str) -> None:
+        """Add a summary: values by quantile, and its ``sum`` and ``count`` where they are known."""
+        metric, shown = self._checked(name, labels, ("summary",))
+        series = self.quantiles.setdefault(name, {})
+        if not self._is_other(metric, shown):
+            series[shown] = dict(quantiles)
+
+    def _checked(self, name: str, labels: Mapping[str, str], kinds: tuple[str, ...]) -> tuple[Metric, Labels]:
+        metric = METRICS.get(name)
+        if metric is None or self._service not in metric.services or metric.kind not in kinds:
+            raise ValueError(
+                f"the {self._service} service has no {' or '.join(kinds)} {name}; add it to metrics/table.py"
+            )
+        if set(labels) != set(metric.labels):
+            raise ValueError(f"{name} has the labels {metric.labels}, got {tuple(labels)}")
+        return metric, tuple(self._values.bounded(metric, label, labels[label]) for label in metric.labels)
+
+    @staticmethod
+    def _is_other(metric: Metric, shown: Labels) -> bool:
+        return any(value == OTHER for label, value in zip(metric.labels, shown, strict=True) if label in OPEN_LABELS)

@@ -50,26 +50,11 @@ FIELDS = tuple(
     }.items()
 )
 MAY_BE_NULL = ("episode_reward",)
-TEXT_COLUMNS = (
-    "episode_number",
-    "end_status",
-    "episode_reward",
-    "reward_parts",
-    "messages",
-)  # that a reward needs
+TEXT_COLUMNS = ("episode_number", "end_status", "episode_reward", "reward_parts", "messages")  # that a reward needs
 _OF_EPISODE = (
-    "episode_id",
-    "episode_index",
-    "episode_attempt",
-    "environment",
-    "environment_version",
-    "seed",
-    "end_status",
-    "time_spent_by",
-    "episode_reward",
-    "reward_parts",
-    "counts",
-)
+    "episode_id", "episode_index", "episode_attempt", "environment", "environment_version", "seed", "end_status",
+    "time_spent_by", "episode_reward", "reward_parts", "counts",
+)  # fmt: skip
 
 
 def shared_tokens(group: Group) -> list[int]:
@@ -80,7 +65,6 @@ def shared_tokens(group: Group) -> list[int]:
 
 
 def columns(groups: Sequence[Group]) -> list[pa.Array]:
-    """Return the arrays of `FIELDS`, one entry for each row of all groups."""
     found: dict[str, list[Any]] = {one.name: [] for one in FIELDS}
     for values in itertools.chain.from_iterable(map(_row_values, groups)):
         for name, value in values.items():
@@ -162,8 +146,6 @@ def spans(rows: Rows) -> list[list[EpisodeSpan]]:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which rows begin with the tokens of an earlier one, by row; the numbers are checked."""
-
     parents: list[int]  # among all rows that were read; -1: none
     lengths: list[int]
     totals: list[int]  # tokens of each row, with those that it shares
@@ -194,7 +176,6 @@ class Sharing:
         return cls(parents, lengths, totals)
 
     def restore(self, stored: Sequence[np.ndarray], whole: Sequence[np.ndarray], row: int) -> np.ndarray:
-        """Return all tokens of a row; ``whole`` are those of the rows before it."""
         parent = self.parents[row]
         return stored[row] if parent == _NONE else np.concatenate([whole[parent][: self.lengths[row]], stored[row]])
 
@@ -206,8 +187,6 @@ class Sharing:
 
 @dataclass(slots=True)
 class Episodes:
-    """Builds the episodes of a pack from its columns and trajectories."""
-
     rows: Rows
     trajectories: Sequence[Trajectory]
     _columns: dict[str, list[Any]] = field(init=False)
@@ -217,7 +196,6 @@ class Episodes:
         self._columns = {name: self.rows.values(name) for name in names}
 
     def build(self, group_id: str, episodes: Sequence[EpisodeSpan]) -> tuple[Episode, ...]:
-        """Return the episodes of one group; raises PackError for what `Episode` refuses, and for rows that disagree."""
         return tuple([self._episode(group_id, span) for span in episodes])
 
     def _episode(self, group_id: str, span: EpisodeSpan) -> Episode:
@@ -274,7 +252,6 @@ class Episodes:
 
 
 def named_numbers(text: str) -> tuple[tuple[str, float], ...]:
-    """Return a JSON object of numbers as pairs; raises PackError for another text."""
     numbers = json.loads(text)
     if not isinstance(numbers, dict) or any(type(number) not in (int, float) for number in numbers.values()):
         raise PackError(f"expected a JSON object of numbers, got {text[:200]!r}")

@@ -7,8 +7,7 @@ upper ones of token ids are nearly all zero) and only the token ids are worth zs
 everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
 A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
-One whose groups have a teacher's log-probabilities has those of `teacher_columns.py`, one whose groups say which experts computed their
-tokens those of `expert_columns.py`, and one with images those of `image_columns.py`.
+Images, a teacher's log-probabilities and the experts of tokens have columns of their own (`optional_columns.py`).
 Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
@@ -27,15 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import GeneratedGroup
-from penstock.protocol.packs import (
-    episode_columns,
-    expert_columns,
-    image_columns,
-    pack_bounds,
-    pack_footer,
-    teacher_columns,
-)
+from penstock.protocol.groups import GeneratedGroup
+from penstock.protocol.packs import episode_columns, optional_columns, pack_bounds, pack_footer
 from penstock.protocol.packs.group_texts import TEXT_COLUMNS, GroupTexts, rewards_of, texts_of
 from penstock.protocol.packs.pack_rows import Rows, list_of, lists
 from penstock.protocol.trajectory import Group, Trajectory, check_token_values
@@ -79,22 +71,25 @@ SCHEMA = pa.schema(
     ],
     metadata={b"schema": SCHEMA_TAG.encode()},
 )
-_FURTHER = (episode_columns.FIELDS, teacher_columns.FIELDS, expert_columns.FIELDS, image_columns.FIELDS)
+_FURTHER = (
+    episode_columns.FIELDS,
+    optional_columns.TEACHER_FIELDS,
+    optional_columns.EXPERT_FIELDS,
+    optional_columns.IMAGE_FIELDS,
+)
 SCHEMAS = {  # by whether there are episodes, a teacher, experts and images, which never are both
     present: pa.schema([*SCHEMA, *itertools.chain(*itertools.compress(_FURTHER, present))], SCHEMA.metadata)
     for present in itertools.product((False, True), repeat=len(_FURTHER))
     if not (present[2] and present[3])
 }
-WITH_EPISODES = SCHEMAS[True, False, False, False]
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
 _MAY_BE_NULL = frozenset(("ground_truth", *episode_columns.MAY_BE_NULL))
 _SMALL = {"compression": "lz4", "use_dictionary": False}
 
 
 def _large(schema: pa.Schema) -> dict[str, Any]:
-    """Return how the columns of large groups are written."""
     leaves = [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema]
-    dense = [name for name in (_TOKENS, expert_columns.EXPERTS) if name in leaves]
+    dense = [name for name in (_TOKENS, optional_columns.EXPERTS) if name in leaves]
     return {
         "compression": dict.fromkeys(leaves, "lz4") | dict.fromkeys(dense, "zstd"),
         "compression_level": dict.fromkeys(dense, 1),
@@ -162,11 +157,11 @@ def _table(groups: Sequence[Group]) -> pa.Table:
     if has_episodes:
         columns += episode_columns.columns(groups)
     if has_teacher:
-        columns += teacher_columns.columns(groups)
+        columns += optional_columns.teacher_columns(groups)
     if has_experts:
-        columns += expert_columns.columns(groups)
+        columns += optional_columns.expert_columns(groups)
     if has_images:
-        columns += image_columns.columns(groups)
+        columns += optional_columns.image_columns(groups)
     return pa.Table.from_arrays(columns, schema=SCHEMAS[has_episodes, has_teacher, has_experts, has_images])
 
 
@@ -179,14 +174,8 @@ def decode(
 ) -> list[Group]:
     """Decode the groups of the given row groups (all, when None), arrays without a copy per token.
 
-    Args:
-        data: The object.
-        row_groups: Which groups.
-        described: The message's description of each of them; a pack that differs from it is refused.
-        vocab_size: Token ids are below it; None: not known.
-
-    Raises:
-        PackError: For anything that is not a pack of this schema, and whatever it is that decoding it raises.
+    ``described`` is the message's description of each of them: a pack that differs from it is refused. Token ids are below
+    ``vocab_size``; None: not known. Raises PackError for anything that is not a pack of this schema, whatever decoding it raises.
     """
     with _refusing():
         rows = _read(data, row_groups, None, described)
@@ -246,19 +235,11 @@ def _read(
 @functools.cache
 def _accepted() -> tuple[pa.Schema, ...]:
     """Return the schema of packs, and those that packs had before: without baselines, and with fields that may hold nulls."""
-    elements = [_with_nullable_elements(field) for field in SCHEMA]
+    elements = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in SCHEMA]
     schemas = [
         pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     ]
-    return (
-        *SCHEMAS.values(),
-        *schemas,
-        *(s.remove(s.get_field_index("is_baseline")) for s in schemas),
-    )
-
-
-def _with_nullable_elements(field: pa.Field) -> pa.Field:
-    return field.with_type(pa.list_(field.type.value_type)) if pa.types.is_list(field.type) else field
+    return (*SCHEMAS.values(), *schemas, *(s.remove(s.get_field_index("is_baseline")) for s in schemas))
 
 
 def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
@@ -267,7 +248,7 @@ def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
     episodes = episode_columns.Episodes(rows, trajectories) if any(spans) else None
     columns = zip(
         spans,
-        teacher_columns.of_groups(rows, trajectories, vocab_size),
+        optional_columns.teachers_of_groups(rows, trajectories, vocab_size),
         rows.of_groups("group_id"),
         rows.of_groups("split"),
         rows.of_groups("attempt"),
@@ -304,7 +285,6 @@ def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
 def _trajectories(
     rows: Rows, vocab_size: int | None, episodes: Sequence[Sequence[episode_columns.EpisodeSpan]]
 ) -> list[Trajectory]:
-    """Return the trajectories of all rows; what can be checked of all tokens at once is checked here."""
     tokens, at = rows.lists("token_ids")
     masks, mask_at = rows.lists("loss_mask")
     logprobs, logprobs_at = rows.lists("behaviour_logprobs")
@@ -321,8 +301,8 @@ def _trajectories(
     texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
     baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
     lengths = [b - a for a, b in itertools.pairwise(at)] if sharing is None else sharing.totals
-    experts = expert_columns.of_rows(rows, lengths, None if sharing is None else sharing.parents)
-    images = image_columns.of_rows(rows)
+    experts = optional_columns.experts_of_rows(rows, lengths, None if sharing is None else sharing.parents)
+    images = optional_columns.images_of_rows(rows)
     trajectories = []
     for i, text in enumerate(texts):
         span = slice(at[i], at[i + 1])

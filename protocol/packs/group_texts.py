@@ -27,7 +27,6 @@ TEXT_COLUMNS = (
 
 
 def rewards_of(rows: Rows) -> list[RewardRequest]:
-    """Return the reward request of each group; raises PackError where the rows of a group differ."""
     names = ("reward_name", "data_source", "ground_truth", "extra_info")
     columns = zip(*(rows.of_groups(name) for name in names), strict=True)
     return [RewardRequest(name=n, data_source=d, ground_truth=g, extra_info=e) for n, d, g, e in columns]
@@ -35,8 +34,6 @@ def rewards_of(rows: Rows) -> list[RewardRequest]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTexts:
-    """What a reward can read of an episode, beside its completion."""
-
     num_rows: int
     end_status: str
     reward: float | None  # the environment's; None: it gives none
@@ -46,8 +43,6 @@ class EpisodeTexts:
 
 @dataclass(frozen=True, slots=True)
 class GroupTexts:
-    """Prompt, completions and reward request of one group, without its tokens."""
-
     group_id: str
     prompt_text: str
     completions: tuple[str, ...]
@@ -58,7 +53,6 @@ class GroupTexts:
     given: tuple[EpisodeTexts, ...] = ()  # of each episode, what its environment says of it; (): no episodes
 
     def check_described_by(self, described: GeneratedGroup) -> None:
-        """Raise PackError unless a message describes this group, as far as the columns that were read show."""
         check_equal(
             described.group_id,
             ("group_id", self.group_id, described.group_id),
@@ -71,7 +65,6 @@ class GroupTexts:
 
 
 def texts_of(rows: Rows) -> list[GroupTexts]:
-    """Return the texts of each group; raises PackError for rewards of episodes that are not finite."""
     completions, reasons = rows.values("completion_text"), rows.values("finish_reason")
     episodes = _episode_texts(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
     columns = zip(
@@ -100,7 +93,6 @@ def texts_of(rows: Rows) -> list[GroupTexts]:
 
 
 def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
-    """Return the episodes of each group, with where their rows are; raises PackError for a reward that is not finite."""
     columns = {name: rows.values(name) for name in ("end_status", "episode_reward", "reward_parts", "messages")}
     groups = []
     for spans in episode_columns.spans(rows):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import BlobRef, GeneratedGroup
+from penstock.protocol.groups import BlobRef, GeneratedGroup
 from penstock.protocol.packs.pack_footer import Chunk, RowGroup, StoredColumn
 
 MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline; of episodes, all their rows together
@@ -30,14 +30,8 @@ _BYTES_PER_TOKEN = 64  # of ids, mask, log-probabilities and text; leaves room f
 _BYTES_PER_NUMBER = 16  # of a teacher: the value, its levels, and its part of a page
 _MAX_SCHEMA_ELEMENTS = 80  # a pack of episodes with a teacher and images has 73
 
-_WIDTHS = {
-    "BOOLEAN": 1,
-    "INT32": 4,
-    "INT64": 8,
-    "FLOAT": 4,
-    "DOUBLE": 8,
-    "BYTE_ARRAY": 4,
-}  # of a decoded value, in bytes
+# Of a decoded value, in bytes.
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 _LEVEL_BYTES = 4  # a definition and a repetition level
 _PLAIN, _BYTE_STREAM_SPLIT, _DICTIONARY = 0, 18, (4, 16)  # encodings as zigzag varints; plain and RLE dictionaries
 
@@ -114,10 +108,7 @@ def check_schema(
 ) -> tuple[StoredColumn, ...]:
     """Return the columns of a file; raises PackError unless they are exactly those of one of the ``accepted`` schemas.
 
-    Args:
-        file: The opened file.
-        accepted: The schemas that packs have, or had.
-        keys: Of the file's metadata; an Arrow schema among them changes the types that are read, so it must be the same.
+    ``keys`` are of the file's metadata; an Arrow schema among them changes the types that are read, so it must be the same.
     """
     schema = file.schema
     for known in accepted:
@@ -247,7 +238,6 @@ def _page(header: bytes) -> _Page:
 
 
 def _unsigned(varint: bytes) -> int:
-    """Return the value of a zigzag varint; raises PackError for a negative one."""
     number = _varint(varint)
     if number & 1:
         raise PackError("a page header holds a negative size")

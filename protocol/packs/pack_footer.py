@@ -24,8 +24,6 @@ _ONE = rb"[\x00-\x7f]"
 
 @dataclass(frozen=True, slots=True)
 class StoredColumn:
-    """One leaf column as the schema of a file describes it, and not as its chunks claim."""
-
     path: str
     width: int  # of a decoded value, in bytes
     is_text: bool
@@ -38,8 +36,6 @@ class StoredColumn:
 
 
 class Chunk(NamedTuple):
-    """Where a row group has the values of a column, and how many, as the footer says."""
-
     num_values: int
     total_compressed_size: int
     data_page_offset: int
@@ -76,7 +72,6 @@ def _row_group(fields: dict[tuple[int, int], Any], columns: Sequence[StoredColum
 
 
 def _chunk(fields: dict[tuple[int, int], Any], column: StoredColumn) -> Chunk:
-    """Return a chunk from the fields of a `ColumnChunk`; raises PackError for one that would end the process."""
     if any(number in (8, 9) for number, _ in fields):
         raise PackError(f"column {column.path} is encrypted, which packs are not")
     meta = fields[3, _STRUCT]
@@ -115,15 +110,12 @@ def _written_form(column: StoredColumn) -> re.Pattern[bytes]:
 
 
 class _Fields:
-    """Reads structs of Thrift's compact encoding: values by number and type of their field."""
-
     def __init__(self, data: bytes, columns: Sequence[StoredColumn]) -> None:
         self._data = data
         self._forms = [_written_form(column) for column in columns]
         self._left = _MAX_VALUES
 
     def struct(self, position: int, depth: int) -> tuple[dict[tuple[int, int], Any], int]:
-        """Return the fields of the struct at ``position``, and where it ends."""
         if depth > _MAX_DEPTH:
             raise PackError(f"the Parquet footer is nested deeper than {_MAX_DEPTH}")
         fields: dict[tuple[int, int], Any] = {}

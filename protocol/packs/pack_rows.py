@@ -26,14 +26,11 @@ def lists(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of several groups: one list a column, and where each group begins."""
-
     table: pa.Table
     starts: list[int]  # of each group, and the number of rows
     may_be_null: frozenset[str]  # columns; a null in any other is refused
 
     def values(self, name: str) -> list[Any]:
-        """Return a column as Python values; raises PackError for a null where none is allowed."""
         column = self.table.column(name).chunk(0)
         if column.null_count and name not in self.may_be_null:
             raise PackError(f"{name} holds nulls")

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import Count, Identifier, Sha256, Wire
+from penstock.protocol.groups import Count, Identifier, Sha256, Wire
 
 SCHEMA_TAG = "step_logprobs.v1"
 MAX_TOKENS = 3_000_000  # of one object
@@ -42,8 +42,6 @@ _MAX_LOGPROB = 1e-3  # rounding may put a log-probability of 0 a little above it
 
 
 class KeptRow(NamedTuple):
-    """One row: arrays over its sampled tokens, in their order."""
-
     logprobs: npt.NDArray[np.float32]  # [n]
     outcomes: npt.NDArray[np.uint8]  # [n]
 
@@ -68,15 +66,12 @@ class LogprobsHeader(Wire):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """The log-probabilities of a step, as the tensors of the object."""
-
     header: LogprobsHeader
     rows: npt.NDArray[np.int32]  # [R, 3]
     logprobs: npt.NDArray[np.float32]  # [N]
     outcomes: npt.NDArray[np.uint8]  # [N]
 
     def group(self, group_id: str, pack_sha256: str) -> dict[int, KeptRow] | None:
-        """Return the rows of a group by their number in the pack; None if the object does not have this group."""
         for number, one in enumerate(self.header.groups):
             if (one.group_id, one.pack) == (group_id, pack_sha256):
                 ends = np.cumsum(self.rows[:, 2], dtype=np.int64)
@@ -89,15 +84,12 @@ class StepLogprobs:
 
 
 def encode(found: StepLogprobs) -> bytes:
-    """Return the object. Raises PackError for values that `decode` would refuse."""
     try:
         _check(found)
     except _Refused as err:
         raise PackError(f"log-probabilities of step {found.header.step} are not written: {err}") from None
     tensors = {name: getattr(found, name).astype(dtype, copy=False) for name, (_, dtype) in _DTYPES.items()}
-    header: dict[str, Any] = {
-        "__metadata__": {"schema": SCHEMA_TAG, "step": found.header.model_dump_json()},
-    }
+    header: dict[str, Any] = {"__metadata__": {"schema": SCHEMA_TAG, "step": found.header.model_dump_json()}}
     at = 0
     for name, tensor in tensors.items():
         entry = {"dtype": _DTYPES[name][0], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
@@ -108,7 +100,6 @@ def encode(found: StepLogprobs) -> bytes:
 
 
 def decode(data: bytes, *, run_id: str, step: int) -> StepLogprobs:
-    """Return the log-probabilities that an object holds; raises PackError with what is wrong with it."""
     what = f"log-probabilities of step {step} of run {run_id}"
     try:
         return _decode(data, run_id, step)
@@ -151,7 +142,6 @@ def _header(text: bytes) -> tuple[LogprobsHeader, dict[str, Any]]:
 
 
 def _sizes(document: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of rows and tokens that the shapes claim."""
     try:
         num_rows, num_tokens = document["rows"]["shape"][0], document["logprobs"]["shape"][0]
     except (KeyError, TypeError, IndexError):
@@ -180,7 +170,6 @@ def _tensors(
 
 
 def _check(found: StepLogprobs) -> None:
-    """Raise _Refused for values that contradict one another, or that are no log-probabilities."""
     rows, logprobs, outcomes = found.rows, found.logprobs, found.outcomes
     if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= len(found.header.groups)):
         raise _Refused(f"a row of a group that is none of its {len(found.header.groups)}, or a negative number")

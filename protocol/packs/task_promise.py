@@ -10,13 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import SINGLE_TURN, RewardRequest, RowImages, Task
+from penstock.protocol.groups import SINGLE_TURN, RewardRequest, RowImages, Task
 from penstock.protocol.trajectory import Group
 
 
 class TaskSettings(NamedTuple):
-    """What the settings of a session of the trainer decide about the groups of its tasks."""
-
     group_size: int  # trajectories, without a baseline
     max_new_tokens: int  # of a completion
     environment: str

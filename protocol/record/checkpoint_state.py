@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import MalformedFact
-from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import BlobRef, Count, Identifier, Sha256, Wire, first_problem
 from penstock.protocol.record.lineage import AccountState
 
 STATE_FILE = "state.json"
@@ -50,20 +50,15 @@ class CheckpointState(Wire):
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the checkpoint's folder after ``step`` optimizer steps."""
     return f"{_PREFIX}{step:08d}"
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Read one checkpoint's state; raises MalformedFact or OSError."""
     data = read_regular(folder / STATE_FILE)
     try:
         return CheckpointState.model_validate_json(data)
     except ValidationError as err:
-        first = err.errors()[0]
-        raise MalformedFact(
-            f"{folder / STATE_FILE}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-        ) from None
+        raise MalformedFact(f"{folder / STATE_FILE}: {first_problem(err)}") from None
 
 
 def committed(root: Path) -> list[tuple[Path, CheckpointState]]:

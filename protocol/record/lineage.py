@@ -34,20 +34,23 @@ from typing import Annotated, Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from penstock.protocol.facts import (
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.groups import (
     AbandonedCompletion,
     BlobRef,
     Count,
-    Fact,
     Finite,
     Identifier,
     ScoredGroup,
     Sha256,
     Split,
     Wire,
-    decode,
     without_empty,
 )
+
+STEP_DIGEST = "groups_digest"  # key of the step's event and line that holds a `StepDigest`
+GROUP_DIGITS = 8  # of each group's digest: they find the group that differs, ``sha256`` proves that one does
+MAX_LISTED = 2048  # groups; in a larger step only ``sha256`` is reported, so that its event fits into a message
 
 
 class RecordedGroup(Wire):
@@ -78,7 +81,7 @@ class RecordedStep(Wire):
     step: Count  # number of the step, from 1
     trained_version: Count  # the parent; staleness of the groups was measured against it
     made_version: Count
-    weights_digest: Sha256  # of ``made_version``, see `protocol/weights/digest.py`
+    weights_digest: Sha256  # of ``made_version``, see `protocol/weights/layout.py`
     packs: tuple[BlobRef, ...]
     groups: Annotated[tuple[RecordedGroup, ...], Field(min_length=1)]
     skipped: dict[str, Count] = Field(default={})  # trajectories that filters left out of the loss, by reason
@@ -216,25 +219,14 @@ class CheckpointCommitted(Fact):
 
 
 def chapters(last: BlobRef | None, fetch: Callable[[BlobRef], bytes]) -> Iterator[LineageChapter]:
-    """Read a record from its last chapter back to its first.
+    """Read a record from its last chapter (None: nothing is recorded) back to its first.
 
-    Args:
-        last: The chapter that the checkpoint references; None: nothing is recorded.
-        fetch: Returns a verified object (`Blobs.get`).
-
-    Raises:
-        BlobMissing, BlobCorrupt: A chapter is missing or altered.
-        WireError: An object is no chapter.
+    ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for what is none.
     """
     while last is not None:
         chapter = decode(fetch(last), LineageChapter)
         yield chapter
         last = chapter.parent
-
-
-STEP_DIGEST = "groups_digest"  # key of the step's event and line that holds a `StepDigest`
-GROUP_DIGITS = 8  # of each group's digest: they find the group that differs, ``sha256`` proves that one does
-MAX_LISTED = 2048  # groups; in a larger step only ``sha256`` is reported, so that its event fits into a message
 
 
 class StepDigest(Wire):
@@ -245,7 +237,6 @@ class StepDigest(Wire):
     groups: Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=GROUP_DIGITS * MAX_LISTED)]
 
     def listed(self) -> list[str]:
-        """Return the digits of each group; empty when the step has too many groups."""
         return [self.groups[at : at + GROUP_DIGITS] for at in range(0, len(self.groups), GROUP_DIGITS)]
 
 
@@ -258,7 +249,6 @@ def group_digest(scored: ScoredGroup, pack: BlobRef, use: int) -> str:
 
 
 def step_digest(epoch: int, step: int, trained_version: int, made_version: int, groups: Sequence[str]) -> StepDigest:
-    """Return the digest of a step from those of its groups, in their order."""
     listed = groups if len(groups) <= MAX_LISTED else ()
     return StepDigest(
         epoch=epoch,

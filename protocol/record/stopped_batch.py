@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import ConfigError, MalformedFact
-from penstock.protocol.facts import Count, Identifier, ScoredGroup, Wire
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import Count, Identifier, ScoredGroup, Wire, first_problem
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 
@@ -32,12 +32,10 @@ class StoppedBatch(Wire):
 
 
 def stopped_batches(run_folder: Path) -> list[Path]:
-    """Return the folders of a run's saved batches, in the order of their steps."""
     return sorted(path.parent for path in (run_folder / FOLDER).glob(f"step*/{BATCH}") if path.parent.suffix == "")
 
 
 def find_batch(run_folder: Path, given: str) -> Path:
-    """Return the folder of a saved batch, named by its step or its path; raises ConfigError if there is none."""
     saved = {int(path.name.removeprefix("step")): path for path in stopped_batches(run_folder)}
     if given.isdecimal() and int(given) in saved:
         return saved[int(given)]
@@ -48,14 +46,10 @@ def find_batch(run_folder: Path, given: str) -> Path:
 
 
 def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
-    """Read a saved batch with its trajectories; raises MalformedFact for a damaged one, and OSError, PackError."""
     try:
         batch = StoppedBatch.model_validate_json(read_regular(folder / BATCH))
     except ValidationError as err:
-        first = err.errors()[0]
-        raise MalformedFact(
-            f"{folder / BATCH}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}; restore the file"
-        ) from None
+        raise MalformedFact(f"{folder / BATCH}: {first_problem(err)}; restore the file") from None
     described = [scored.generated for scored in batch.groups]
     groups = group_pack.decode(read_regular(folder / GROUPS), [one.row_group for one in described], described=described)
     return batch, groups

@@ -1,16 +1,27 @@
-"""The whole record of a run: all chapters from the first to the last, checked to be consecutive.
+"""What is stored of a run, read back whole: its record, and its groups with other rewards.
 
-`protocol/record/lineage.py` defines a chapter. Replay, rescoring and lineage read a run through this.
+`protocol/record/lineage.py` defines a chapter. Replay, rescoring and lineage read a run through `StoredRecord`, which checks that all chapters
+from the first to the last are consecutive.
+
+`penstock rescore` writes a rescored input, the trainer reads it (``data.from_run``). It has an id like a run's, and all its objects are below
+``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards in the order in which the source run trained
+them, and last the input itself, whose key contains its sha256. A run that trains on it writes a marker there: its record references these packs,
+and it has no copies of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
+
+from penstock.protocol import blob_keys
 from penstock.protocol.errors import MalformedFact, RecordBroken
-from penstock.protocol.facts import BlobRef, decode
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.groups import BlobRef, Count, Finite, Identifier
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import (
     CheckpointCommitted,
@@ -20,37 +31,27 @@ from penstock.protocol.record.lineage import (
     RecordedStep,
     chapters,
 )
+from penstock.protocol.transport.blobs import Blobs
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a group in training: the step it was part of."""
-
     step: RecordedStep
     group: RecordedGroup
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A whole record; ``chapters`` are sorted, the oldest first."""
-
     run_id: str
     end: BlobRef  # the last chapter
     chapters: tuple[LineageChapter, ...]
 
     @classmethod
     def read(cls, run_id: str, last: BlobRef, fetch: Callable[[BlobRef], bytes]) -> StoredRecord:
-        """Read a record back from its last chapter.
+        """Read the record of a run back from its last chapter, the one that the newest checkpoint references (`end_of_record`).
 
-        Args:
-            run_id: The run it must belong to.
-            last: The chapter that the newest checkpoint references, see `end_of_record`.
-            fetch: Returns a verified object (`Blobs.get`).
-
-        Raises:
-            BlobMissing, BlobCorrupt: A chapter is missing or altered.
-            WireError: An object is no chapter.
-            RecordBroken: Chapters, steps or versions are not consecutive, or a group has no pack.
+        ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for an object that
+        is none, RecordBroken if chapters, steps or versions are not consecutive, or a group has no pack.
         """
         record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()
@@ -58,12 +59,10 @@ class StoredRecord:
 
     @property
     def sessions(self) -> tuple[RecordedSession, ...]:
-        """Every trainer session that committed a checkpoint, in order."""
         return tuple(session for chapter in self.chapters for session in chapter.lives)
 
     @property
     def steps(self) -> tuple[RecordedStep, ...]:
-        """Every committed optimizer step, in order."""
         return tuple(step for chapter in self.chapters for step in chapter.steps)
 
     @property
@@ -132,13 +131,8 @@ class StoredRecord:
 def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]) -> BlobRef:
     """Return the last committed chapter: of the newest checkpoint on this machine, else the one that NATS references.
 
-    Args:
-        run_id: The run.
-        folder: Its folder on this machine; it may be missing.
-        pointer: Reads the key ``checkpoint`` of the run's state bucket; called only when there is no checkpoint here.
-
-    Raises:
-        RecordBroken: No checkpoint was committed, or one cannot be read.
+    ``folder`` may be missing. ``pointer`` reads the key ``checkpoint`` of the run's state bucket; it is called only when there is no
+    checkpoint here. Raises RecordBroken if no checkpoint was committed, or one cannot be read.
     """
     try:
         checkpoints = committed(folder / "checkpoints")
@@ -154,3 +148,64 @@ def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]
             "trainer.checkpoint_every steps and at its end"
         )
     return known.record
+
+
+class RescoredPiece(Fact):
+    schema_tag = "rescored_piece.v1"
+    packs: tuple[BlobRef, ...]
+    groups: Annotated[tuple[RecordedGroup, ...], Field(min_length=1)]
+
+
+class RescoredInput(Fact):
+    schema_tag = "rescored_input.v1"
+    run_id: Identifier  # of the input
+    source: Identifier  # the run it was made from
+    source_record: BlobRef  # its last chapter
+    source_version: Count  # at the end of that
+    reward: str | None  # name of the reward that scored; None: the stored rewards and parts
+    weights: dict[str, Finite] = Field(default={})  # of parts; none: the reward as scored
+    temperature: Annotated[float, Field(gt=0)]  # that every group was sampled at
+    pieces: Annotated[tuple[BlobRef, ...], Field(min_length=1)]
+    num_groups: Count
+    left_out: dict[Identifier, str] = Field(default={})  # groups without a score, and why
+
+
+def find_input(name: str, blobs: Blobs) -> tuple[RescoredInput, str]:
+    """Return an input by its id, and its sha256.
+
+    Raises RecordBroken when there is none, BlobCorrupt for an altered one.
+    """
+    prefix = blob_keys.rescored_prefix(name)
+    stats = [stat for stat in blobs.list(prefix) if blob_keys.rescored_sha256(name, stat.key)]
+    if len(stats) != 1:
+        raise RecordBroken(
+            f"{len(stats)} rescored inputs are called {name} in bucket {blobs.bucket}; make one with: "
+            f"penstock rescore RUN --reward NAME --into {name}"
+        )
+    sha256 = blob_keys.rescored_sha256(name, stats[0].key)
+    data = blobs.get(BlobRef(key=stats[0].key, size_bytes=stats[0].size_bytes, sha256=sha256))
+    return decode(data, RescoredInput), sha256
+
+
+def pieces_of_input(of: RescoredInput, blobs: Blobs) -> Iterator[RescoredPiece]:
+    for reference in of.pieces:
+        yield decode(blobs.get(reference), RescoredPiece)
+
+
+def mark_use_of_input(name: str, run_id: str, blobs: Blobs) -> None:
+    key = blob_keys.input_users_prefix(name) + run_id
+    if not blobs.exists(key):
+        blobs.put(key, b"")
+
+
+def users_of_input(name: str, blobs: Blobs) -> list[str]:
+    """Return the other runs that train on this input and still have a record."""
+    prefix = blob_keys.input_users_prefix(name)
+    marked = sorted(stat.key.removeprefix(prefix) for stat in blobs.list(prefix))
+    return [run for run in marked if run != name and any(blobs.list(blob_keys.lineage_prefix(run)))]
+
+
+def packs_of_input(name: str, blobs: Blobs) -> set[str]:
+    if not any(blob_keys.rescored_sha256(name, stat.key) for stat in blobs.list(blob_keys.rescored_prefix(name))):
+        return set()
+    return {pack.key for piece in pieces_of_input(find_input(name, blobs)[0], blobs) for pack in piece.packs}

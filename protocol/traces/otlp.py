@@ -19,10 +19,7 @@ from penstock.protocol.traces.traces import Span, SpanContext
 
 
 class OtlpExporter:
-    """Sends spans to the collector that the ``OTEL_EXPORTER_OTLP_...`` variables name."""
-
     def __init__(self, resource: Mapping[str, str]) -> None:
-        """``resource`` describes this service; ``OTEL_RESOURCE_ATTRIBUTES`` adds to it."""
         # it logs each failure; the recorder logs a change
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter = OTLPSpanExporter()

@@ -1,8 +1,4 @@
-"""What a service calls to record the traces of groups; does nothing unless a collector is configured.
-
-`HeldGroups` has the traces of the groups that a trainer has received, by group id, until they are trained or dropped.
-
-Spans, the trace that a group has in every service, and the thread that sends finished spans.
+"""Traces of groups: spans, the trace that a group has in every service, and the thread that sends finished spans; off unless a collector is configured.
 
 A message carries one W3C ``traceparent`` for all of its groups. The trace of one group follows from it and from the group's
 id, the same in every service, so that each group of a pack has a trace of its own and no message gets longer.
@@ -23,17 +19,23 @@ from typing import Literal
 import structlog
 
 from penstock.protocol import trace_context
-from penstock.protocol.facts import Task
+from penstock.protocol.groups import Task
 
 Value = str | int | float | bool
 MAX_TEXT = 200  # characters of an attribute
 log = structlog.get_logger("traces")
+QUEUE_SPANS = 8192
+_BATCH_SPANS = 512
+_WAIT_S = 1.0
+_CLOSE_S = 3.0  # for the spans that are left at the end
+Role = Literal["trainer", "rollout", "reward"]
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_MAX_GROUPS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Identity of a span: 32 and 16 hexadecimal digits."""
-
     trace_id: str
     span_id: str
 
@@ -53,7 +55,6 @@ class Span:
 
 
 def group_context(traceparent: str, group_id: str) -> SpanContext | None:
-    """Return the first span of a group's trace; None for a missing, malformed or unsampled header."""
     trace_id = trace_context.trace_id(traceparent)
     if not trace_id.strip("0") or not int(traceparent[-2:], 16) & 1:
         return None
@@ -62,7 +63,6 @@ def group_context(traceparent: str, group_id: str) -> SpanContext | None:
 
 
 def new_context(trace_id: str = "") -> SpanContext:
-    """Return a span in a trace; in a new one unless it is given."""
     return SpanContext(trace_id or secrets.token_hex(16), secrets.token_hex(8))
 
 
@@ -71,22 +71,16 @@ def short(attributes: Mapping[str, Value]) -> dict[str, Value]:
     return {key: value[:MAX_TEXT] if isinstance(value, str) else value for key, value in attributes.items()}
 
 
-QUEUE_SPANS = 8192
-_BATCH_SPANS = 512
-_WAIT_S = 1.0
-_CLOSE_S = 3.0  # for the spans that are left at the end
-
 Export = Callable[[Sequence[Span]], bool]  # False: they were not taken
 
 
 class SpanRecorder:
     """A bounded queue before the exporter; `put` never waits."""
 
-    def __init__(self, export: Export, shut_down: Callable[[], None], *, most: int = QUEUE_SPANS) -> None:
-        """``shut_down`` ends an export in progress."""
+    def __init__(self, export: Export, shut_down: Callable[[], None]) -> None:
         self._export = export
         self._shut_down = shut_down
-        self._queue: queue.Queue[Span] = queue.Queue(most)
+        self._queue: queue.Queue[Span] = queue.Queue(QUEUE_SPANS)
         self._lock = threading.Lock()
         self._counts = {"exported": 0, "failed": 0, "dropped": 0}
         self._is_failing = False
@@ -149,16 +143,8 @@ class SpanRecorder:
             self._counts[outcome] += number
 
 
-Role = Literal["trainer", "rollout", "reward"]
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-
 class Traces:
-    """Records spans of groups; thread-safe."""
-
     def __init__(self, recorder: SpanRecorder | None = None) -> None:
-        """Record into ``recorder``; None: nothing is recorded."""
         self._recorder = recorder
 
     @property
@@ -167,7 +153,6 @@ class Traces:
         return self._recorder is not None
 
     def group(self, traceparent: str, group_id: str) -> SpanContext | None:
-        """Return the first span of a group's trace; None if the group is not traced."""
         return group_context(traceparent, group_id) if self.is_on else None
 
     def record(
@@ -197,12 +182,10 @@ class Traces:
         ended: float | None = None,
         error: str = "",
     ) -> None:
-        """Record a span below the first one of a group's trace; nothing for None."""
         if group is not None:
             self.record(name, new_context(group.trace_id), group, started, attributes, ended=ended, error=error)
 
     def counts(self) -> dict[str, int]:
-        """Return the spans so far by outcome; empty while nothing is recorded."""
         return {} if self._recorder is None else self._recorder.counts()
 
 
@@ -248,9 +231,6 @@ def _open(environ: Mapping[str, str], role: Role, service_id: str, run_id: str) 
     return SpanRecorder(exporter.export, exporter.shut_down)
 
 
-_MAX_GROUPS = 50_000
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     context: SpanContext
@@ -266,7 +246,6 @@ class HeldGroups:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def issued(self, traceparent: str, tasks: Iterable[Task], *, pack_id: str, started: float) -> None:
-        """Record the first span of each group's trace: its task is published."""
         if not self.traces.is_on:
             return
         for task in tasks:
@@ -294,7 +273,6 @@ class HeldGroups:
                 del self._groups[next(iter(self._groups))]
 
     def ended(self, group_id: str, outcome: str, **attributes: Value) -> None:
-        """Record that an arrived group is dropped or evaluated, from its arrival until now."""
         if self.traces.is_on:
             with self._lock:
                 held = self._groups.pop(group_id, None)
@@ -302,7 +280,6 @@ class HeldGroups:
                 self.traces.record_in_group(outcome, held.context, held.since, {"group_id": group_id, **attributes})
 
     def trained(self, group_ids: Iterable[str], started: float, attributes: Mapping[str, Value]) -> None:
-        """Record a step that links to its groups, and in each group's trace that it was trained."""
         if not self.traces.is_on:
             return
         with self._lock:

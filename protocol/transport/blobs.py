@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from penstock.protocol import blob_keys, files
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.tls import client_context
 
 if TYPE_CHECKING:
@@ -131,7 +131,6 @@ class Blobs:
         files.replace(partial, path)
 
     def fetch_file(self, stat: BlobStat, path: Path) -> BlobRef:
-        """Fetch an object of a listing into a file and return its reference; raises BlobMissing, or BlobCorrupt for another size."""
         _require_key(stat.key)
         self._requests.get_file(stat.key, path)
         with path.open("rb") as file:
@@ -183,7 +182,6 @@ def _require_key(key: str) -> None:
 def _verified(
     ref: BlobRef, fetch: Callable[[], bytes], size_bytes: int, sha256: str, expected: str, source: str
 ) -> bytes:
-    """Return the verified bytes that ``fetch`` returns at its first or second call."""
     data, digest = b"", ""
     for _ in range(2):
         data = fetch()

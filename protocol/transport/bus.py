@@ -27,8 +27,8 @@ from penstock.protocol.transport import fact_publisher, stream_admin, tail
 from penstock.protocol.transport.fact_publisher import FULL_DEADLINE_S, Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import Connection
-from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.stream_admin import ConsumerState, Snapshot, StoreState, StreamState
 from penstock.protocol.transport.tail import StoredMessage, Tail
 
@@ -52,7 +52,6 @@ class Bus:
         return cls(connection)
 
     def close(self) -> None:
-        """Flush and close the connection and end the thread; idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Bus:
@@ -68,12 +67,10 @@ class Bus:
 
     @property
     def num_transitions(self) -> int:
-        """How often the connection was lost or restored."""
         return self._connection.num_transitions
 
     @property
     def waits_for(self) -> str:
-        """What publications to full streams wait for, in words; empty when none waits."""
         return self._connection.waits_for
 
     @property
@@ -107,12 +104,10 @@ class Bus:
         return self._connection.call(publishing, f"publish to {subject}", deadline_s + full_deadline_s)
 
     def inbox(self, spec: ConsumerSpec, fact: type[F]) -> Pending[Inbox[F]]:
-        """Bind to an existing durable consumer; raises MissingStream when it was not created."""
         binding = Inbox.bind(self._connection, spec, fact)
         return self._connection.call(binding, f"bind to {spec.durable} of {spec.stream}")
 
     def key_value(self, bucket: str) -> Pending[KeyValue]:
-        """Bind to an existing key-value bucket; raises MissingStream when it was not created."""
         return self._connection.call(KeyValue.bind(self._connection, bucket), f"bind to bucket {bucket}")
 
     def tail(
@@ -145,7 +140,6 @@ class Bus:
         return self._connection.call(tail.start(after=after), f"follow {subject}")
 
     def stream_state(self, stream: str) -> Pending[StreamState]:
-        """Return the number of messages and bytes of a stream; raises MissingStream."""
         return self._connection.call(stream_admin.stream_state(self._connection, stream), f"state of {stream}")
 
     def read_stream(
@@ -159,11 +153,9 @@ class Bus:
         return self._connection.call(reading, f"read {stream}", _SCAN_S)
 
     def consumer_state(self, spec: ConsumerSpec) -> Pending[ConsumerState]:
-        """Return how many messages wait for a consumer and how many its readers hold; raises MissingStream."""
         return self._connection.call(stream_admin.consumer_state(self._connection, spec), f"state of {spec.durable}")
 
     def store_state(self) -> Pending[StoreState]:
-        """Return how many bytes the streams of all runs hold, and how many the account may."""
         return self._connection.call(stream_admin.store_state(self._connection), "state of the account")
 
     def reset_consumer(self, spec: ConsumerSpec) -> Pending[None]:
@@ -188,7 +180,6 @@ class Bus:
         return self._connection.call(creating, f"create bucket {spec.bucket}")
 
     def delete_stream(self, stream: str) -> Pending[bool]:
-        """Delete a stream with its messages; return False when there was none."""
         return self._connection.call(stream_admin.delete_stream(self._connection, stream), f"delete stream {stream}")
 
     def save_stream(self, stream: str, write: Callable[[bytes], object]) -> Pending[Snapshot]:

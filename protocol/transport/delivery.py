@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import nats.errors
@@ -21,13 +22,18 @@ from penstock.protocol.facts import DeadLetter, Fact
 from penstock.protocol.streams import ConsumerSpec, kill_mark_key
 from penstock.protocol.transport.fact_publisher import publish
 from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
-from penstock.protocol.transport.pending import Pending
 
 DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
 log = structlog.get_logger("protocol.bus")
 LatestHandle = Callable[[], Msg]  # the current handle of a message; a redelivery replaces it
 Redeliver = Callable[[], Awaitable[None]]  # has the server deliver again what it may have lost
+MOST_KILLED = 2
+F = TypeVar("F", bound=Fact)
+_MAX_LETTER_DETAIL = 2000
+MAX_LETTER_IDS = 128
+_RECORD_S = 2.0  # how long the record of an orderly return may delay it
 
 
 class Acks:
@@ -51,7 +57,6 @@ class Acks:
         self._is_sending = False
 
     async def acknowledge(self, latest: LatestHandle) -> None:
-        """Acknowledge a message and wait for the server's confirmation; raises BusUnreachable or BusRefused."""
         confirmed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((latest, confirmed))
         if not self._is_sending:
@@ -95,9 +100,6 @@ class Acks:
         if self._connection.num_transitions != transitions:  # the server that answered may not have got the others
             raise nats.errors.ConnectionReconnectingError
         self._known_at = transitions
-
-
-MOST_KILLED = 2
 
 
 class KillMarks:
@@ -148,7 +150,6 @@ class KillMarks:
         return killed
 
     async def give_back(self, sequence: int, num_delivered: int) -> None:
-        """Record that a message is returned in an orderly way, before it is."""
         try:
             store = await self._bound()
             entry = await store.get(self._key(sequence), may_lag=True) if num_delivered > 1 else None
@@ -177,7 +178,6 @@ def _record(killed: int, *, started: bool) -> bytes:
 
 
 def _killed(value: bytes) -> int:
-    """Return how many readers were killed, by a record that an earlier delivery left; 1 for what is no such record."""
     try:
         record = json.loads(value)
         killed, started = record["killed"], record["started"]
@@ -187,109 +187,84 @@ def _killed(value: bytes) -> int:
     return killed + started if is_record else 1
 
 
-F = TypeVar("F", bound=Fact)
-
-_MAX_LETTER_DETAIL = 2000
-MAX_LETTER_IDS = 128
-_RECORD_S = 2.0  # how long the record of an orderly return may delay it
-
-
+@dataclass(slots=True, eq=False, repr=False)
 class Delivery(Generic[F]):
     """One message held by this process. Exactly one of ack, give_back and dead_letter ends it."""
 
-    __slots__ = (
-        "_acks",
-        "_connection",
-        "_marks",
-        "_msg",
-        "_release",
-        "_spec",
-        "fact",
-        "num_delivered",
-        "sequence",
-        "traceparent",
-    )
+    connection: Connection
+    spec: ConsumerSpec
+    acks: Acks
+    msg: Msg  # its present handle
+    fact: F
+    release: Callable[[Delivery[F]], None]  # called when it is no longer held, possibly twice
+    marks: KillMarks
+    num_delivered: int = field(init=False)
+    sequence: int = field(init=False)
+    traceparent: str = field(init=False)
 
-    def __init__(
-        self,
-        connection: Connection,
-        spec: ConsumerSpec,
-        acks: Acks,
-        msg: Msg,
-        fact: F,
-        release: Callable[[Delivery[F]], None],
-        marks: KillMarks,
-    ) -> None:
-        """Hold a decoded message; ``release`` is called when it is no longer held, possibly twice."""
-        self._connection = connection
-        self._spec = spec
-        self._acks = acks
-        self._msg = msg
-        self._release = release
-        self._marks = marks
-        self.fact = fact
-        self.num_delivered = msg.metadata.num_delivered or 1
-        self.sequence = msg.metadata.sequence.stream
-        self.traceparent = (msg.headers or {}).get("traceparent", "")
+    def __post_init__(self) -> None:
+        self.num_delivered = self.msg.metadata.num_delivered or 1
+        self.sequence = self.msg.metadata.sequence.stream
+        self.traceparent = (self.msg.headers or {}).get("traceparent", "")
 
     def ack(self) -> Pending[None]:
         """Acknowledge the message, once its effect is durable; it is not redelivered."""
-        return self._end(lambda: self._acks.acknowledge(lambda: self._msg), "acknowledge")
+        return self._end(lambda: self.acks.acknowledge(lambda: self.msg), "acknowledge")
 
     @staticmethod
     def ack_all(deliveries: Sequence[Delivery[F]]) -> None:
         """Acknowledge messages of one consumer and wait until all are confirmed; one call costs less than many."""
         if deliveries:
             first = deliveries[0]
-            what = f"acknowledge {len(deliveries)} messages of {first._spec.durable}"
-            first._connection.call(_ack_each(deliveries), what, DURABLE_S).wait()
+            what = f"acknowledge {len(deliveries)} messages of {first.spec.durable}"
+            first.connection.call(_ack_each(deliveries), what, DURABLE_S).wait()
 
     def give_back(self, delay_s: float) -> Pending[None]:
         """Give the message back; it is redelivered, to any reader, after ``delay_s``."""
-        return self._connection.call(self._nak(delay_s), f"give back a message of {self._spec.durable}", 2 * DURABLE_S)
+        return self.connection.call(self._nak(delay_s), f"give back a message of {self.spec.durable}", 2 * DURABLE_S)
 
     def dead_letter(self, reason: str, detail: str) -> Pending[None]:
         """Publish the message as a dead letter with its reason, then acknowledge it."""
         return self._end(
             lambda: store_dead_letter(
-                self._connection, self._spec, self._acks, lambda: self._msg, reason, detail, _group_ids(self.fact)
+                self.connection, self.spec, self.acks, lambda: self.msg, reason, detail, _group_ids(self.fact)
             ),
             "dead-letter",
         )
 
     def renew(self, msg: Msg) -> None:
-        self._msg = msg
+        self.msg = msg
         self.num_delivered = msg.metadata.num_delivered or self.num_delivered
 
     async def keep_alive(self) -> None:
         """Restart the server's ack wait: this reader still works on the message."""
         with contextlib.suppress(nats.errors.Error):  # the next round renews
-            await self._msg.in_progress()
+            await self.msg.in_progress()
 
     def _end(self, action: Callable[[], Awaitable[None]], what: str) -> Pending[None]:
-        return self._connection.call(self._ended(action), f"{what} a message of {self._spec.durable}", 2 * DURABLE_S)
+        return self.connection.call(self._ended(action), f"{what} a message of {self.spec.durable}", 2 * DURABLE_S)
 
     async def _ended(self, action: Callable[[], Awaitable[None]]) -> None:
         try:
             await action()
         finally:
-            self._release(self)
-        if self._marks.is_used and self.num_delivered > 1:
-            self._connection.spawn(self._marks.forget(self.sequence))
+            self.release(self)
+        if self.marks.is_used and self.num_delivered > 1:
+            self.connection.spawn(self.marks.forget(self.sequence))
 
     async def _nak(self, delay_s: float) -> None:
-        if self._marks.is_used:
+        if self.marks.is_used:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RECORD_S):
-                    await self._marks.give_back(self.sequence, self.num_delivered)
-        self._release(self)  # first: it may be redelivered before the next line returns
+                    await self.marks.give_back(self.sequence, self.num_delivered)
+        self.release(self)  # first: it may be redelivered before the next line returns
         with contextlib.suppress(nats.errors.ConnectionClosedError):  # a lost nak is only a later redelivery
-            await self._msg.nak(delay=delay_s)
+            await self.msg.nak(delay=delay_s)
 
 
 async def _ack_each(deliveries: Sequence[Delivery[F]]) -> None:
     def acknowledged(delivery: Delivery[F]) -> Coroutine[Any, Any, None]:
-        return delivery._ended(lambda: delivery._acks.acknowledge(lambda: delivery._msg))
+        return delivery._ended(lambda: delivery.acks.acknowledge(lambda: delivery.msg))
 
     await asyncio.gather(*map(acknowledged, deliveries))
 

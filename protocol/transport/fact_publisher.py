@@ -13,8 +13,15 @@ from penstock.protocol import subjects
 from penstock.protocol.errors import MissingStream, StreamFull
 from penstock.protocol.facts import Fact, encode
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import ERR_FULL, ERR_STORAGE_FULL, refusal
+from penstock.protocol.transport.nats_connection import (
+    ATTEMPT_S,
+    ERR_FULL,
+    ERR_STORAGE_FULL,
+    RETRY_MAX_S,
+    RETRY_S,
+    Connection,
+    refusal,
+)
 
 log = structlog.get_logger("protocol.bus")
 
@@ -25,8 +32,6 @@ _WARN_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The server's acknowledgement of a published fact."""
-
     sequence: int
     duplicate: bool  # the message id was known: the message was not stored again
 
@@ -79,8 +84,6 @@ async def publish(
 
 
 class _Backlog:
-    """The pauses of one publication to a full stream, and its warnings."""
-
     def __init__(self, connection: Connection, subject: str, deadline_s: float) -> None:
         self._connection = connection
         self._subject = subject
@@ -90,7 +93,6 @@ class _Backlog:
         self._pause_s = RETRY_S
 
     async def wait(self, reason: str, waits_for: str) -> None:
-        """Pause before the next try; raises StreamFull after the deadline."""
         now = time.monotonic()
         if now - self._started > self._deadline_s:
             raise StreamFull(

@@ -20,9 +20,8 @@ from penstock.protocol.errors import BusError, BusUnreachable, MalformedFact, Mi
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
 from penstock.protocol.transport.delivery import MOST_KILLED, Acks, Delivery, KillMarks, store_dead_letter
-from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
-from penstock.protocol.transport.nats_errors import refusal
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection, refusal
 
 _LINGER_S = 5.0  # the longest single pull request
 _LATE_S = 0.25  # how late the server's status of an expired request may arrive
@@ -30,6 +29,7 @@ _GATHER_S = 0.01  # between two requests of which the first got messages, and fe
 _REDELIVER_S = 1.0  # deadline of a redelivery; the acknowledgement is retried anyway
 _NO_MESSAGES = ("404", "408")
 log = structlog.get_logger("protocol.bus")
+F = TypeVar("F", bound=Fact)
 
 
 class PullRefused(Exception):
@@ -67,7 +67,6 @@ class Pull:
         self._connection.watch(self._changed)
 
     async def close(self) -> None:
-        """Unsubscribe; messages that arrived and were not taken are dropped here and redelivered."""
         self._connection.unwatch(self._changed)
         if self._sub is not None:
             with contextlib.suppress(nats.errors.Error):
@@ -95,7 +94,6 @@ class Pull:
 
     @property
     def waiting(self) -> list[Msg]:
-        """Messages that have arrived and were not taken yet."""
         return list(self._arrived)
 
     async def redeliver(self, num_messages: int) -> None:
@@ -134,7 +132,6 @@ class Pull:
         self._changed.set()
 
     async def _request(self, body: dict[str, Any], enough: int, deadline: float) -> None:
-        """Send one request and wait for its messages, its end, a lost connection, or the deadline."""
         if not self._connection.is_up:
             await self._wait_for_change(deadline)
             return
@@ -159,12 +156,7 @@ class Pull:
         return True
 
 
-F = TypeVar("F", bound=Fact)
-
-
 class Inbox(Generic[F]):
-    """The messages of one durable consumer, which several processes may share."""
-
     def __init__(self, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> None:
         self._connection = connection
         self._fact = fact
@@ -176,7 +168,6 @@ class Inbox(Generic[F]):
 
     @classmethod
     async def bind(cls, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> Inbox[F]:
-        """Bind to an existing consumer; raises MissingStream when it was not created."""
         await _require_consumer(connection, spec)
         inbox = cls(connection, spec, fact)
         await inbox._pull.open()
@@ -215,7 +206,6 @@ class Inbox(Generic[F]):
                 return deliveries
 
     async def _not_quarantined(self, deliveries: list[Delivery[F]]) -> list[Delivery[F]]:
-        """Mark the redelivered messages; dead-letter those that were in progress when readers were killed."""
         again = [delivery for delivery in deliveries if delivery.num_delivered > 1] if self._marks.is_used else []
         if not again:
             return deliveries
@@ -275,7 +265,6 @@ class Inbox(Generic[F]):
             log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
 
     async def _keep_alive(self) -> None:
-        """Renew every message that is held or not yet fetched by a caller, until the bus is closed."""
         period = self.spec.ack_wait_s / KEEPALIVES_PER_ACK_WAIT
         while True:
             await asyncio.sleep(period)
@@ -289,14 +278,12 @@ class Inbox(Generic[F]):
 
 
 def _require_run(fact: Fact, spec: ConsumerSpec) -> None:
-    """Raise MalformedFact for a message of another run."""
     run_id = getattr(fact, "run_id", spec.run_id)
     if run_id != spec.run_id:
         raise MalformedFact(f"a message of run {run_id!r} in a stream of run {spec.run_id!r}")
 
 
 async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Raise MissingStream when NATS answers and the consumer does not exist; return while NATS is unreachable."""
     if not connection.is_up:
         return
     try:

@@ -15,22 +15,27 @@ from nats.js.kv import KeyValue as NatsKeyValue
 
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import (
+from penstock.protocol.transport.loop_thread import Pending
+from penstock.protocol.transport.nats_connection import (
     BOOTSTRAP,
     ERR_FULL,
     ERR_OTHER_REVISION,
     ERR_STORAGE_FULL,
     ERR_SWAP_UNDER_WAY,
+    NO_ANSWER,
+    REQUEST_S,
+    RETRY_S,
+    Connection,
     refusal,
 )
-from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.tail import direct_get
 
 T = TypeVar("T")
 
 _MAX_ENTRIES = 10_000
 _REMOVED = frozenset({"DEL", "PURGE"})  # the values of the header KV-Operation of a key that was deleted
+V = TypeVar("V")
+_SWAPS = 16  # that many writers would have to meet in a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,6 @@ class KeyValue:
 
     @classmethod
     async def bind(cls, connection: Connection, bucket: str) -> KeyValue:
-        """Bind to an existing bucket; raises MissingStream when it was not created."""
         try:
             store = await connection.retry(
                 lambda: connection.js.key_value(bucket), what=f"bucket {bucket}", deadline_s=REQUEST_S
@@ -143,7 +147,6 @@ class KeyValue:
         return self._connection.call(run(), what, REQUEST_S)
 
     async def _full(self, what: str, err: nats.js.errors.APIError) -> StorageFull:
-        """Return the error of a full bucket: its size, its limit and how to raise it."""
         holds, stream = "", f"KV_{self.bucket}"
         with contextlib.suppress(*NO_ANSWER, nats.js.errors.Error):  # the user may lack this right
             info = await self._connection.js.stream_info(stream)
@@ -193,7 +196,6 @@ class KeyValue:
             await asyncio.sleep(RETRY_S)
 
     async def _create_again(self, key: str, value: bytes) -> int:
-        """Write a key that was removed; raises CompareAndSwapFailed for one that exists."""
         try:
             return await self._store.create(key, value)
         except nats.js.errors.KeyWrongLastSequenceError as err:
@@ -215,11 +217,6 @@ class KeyValue:
         ]
 
 
-V = TypeVar("V")
-
-_SWAPS = 16  # that many writers would have to meet in a few milliseconds
-
-
 async def change_value(
     store: KeyValue,
     key: str,
@@ -229,15 +226,8 @@ async def change_value(
 ) -> tuple[V, int | None]:
     """Return the changed value and its revision; ``change`` is called again with what another process wrote meanwhile.
 
-    Nothing is written if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and
-    what ``read`` and ``change`` raise.
-
-    Args:
-        store: The bucket.
-        key: The key of the value.
-        read: Returns the present value and its revision; None: it does not exist.
-        change: Returns the value to write.
-        write: Returns a value as bytes.
+    ``read`` returns the present value and its revision, None: it does not exist; ``write`` returns a value as bytes. Nothing is written
+    if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and what ``read`` and ``change`` raise.
     """
     tries_left = _SWAPS
     while True:

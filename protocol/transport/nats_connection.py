@@ -1,6 +1,7 @@
-"""The connection that all parts of a bus share: its thread, its client, its retries while NATS is unreachable.
+"""The connection that all parts of a bus share: its thread, its client, its retries while NATS is unreachable, its errors.
 
-Everything here but `call`, `close` and the properties runs on the connection's event loop.
+Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are those of the server's own
+list (``server/errors.json`` of nats-server); one that has no fix here becomes a `BusError` with the server's description and code.
 """
 
 from __future__ import annotations
@@ -18,16 +19,59 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.errors import APIError
 
 from penstock.protocol.config.connection import NatsSettings
-from penstock.protocol.errors import BusRefused, BusUnreachable
-from penstock.protocol.transport.nats_errors import ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY
-from penstock.protocol.transport.pending import CallThread, Pending
+from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, StorageFull
+from penstock.protocol.transport.loop_thread import CallThread, Pending
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
+BOOTSTRAP = "create it with: penstock bootstrap run.toml"
+ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
+# of a cluster: it goes on when its servers have elected one
+ERR_NO_LEADER = frozenset({10004, 10008, 10009, 10118, 10119})
+# A majority does not have an earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
+ERR_PUBLICATION_UNDER_WAY = 10158  # a message of the same id
+ERR_SWAP_UNDER_WAY = 10164  # a swap of the same key
+ERR_OTHER_REVISION = 10071  # of the key of a swap
+ERR_STORAGE_FULL = frozenset({10002, 10023, 10028, 10047})  # storage, resources or memory of the account or the server
+
+_LIMIT = "remove finished runs (penstock runs rm RUN), or raise {limit} of the server or of the account"
+_FULL = "its storage is full: " + _LIMIT
+_REMEDIES: dict[int, tuple[type[BusError], str]] = {
+    10002: (StorageFull, _FULL.format(limit="max_file_store and max_mem_store")),
+    10023: (StorageFull, _FULL.format(limit="max_file_store")),
+    10028: (StorageFull, _FULL.format(limit="max_mem_store")),
+    10047: (StorageFull, _FULL.format(limit="max_file_store")),
+    10026: (StorageFull, _LIMIT.format(limit="max_consumers")),
+    10027: (StorageFull, _LIMIT.format(limit="max_streams")),
+    10122: (StorageFull, "raise the account's limit on the bytes of one stream (max_stream_bytes)"),
+    10014: (MissingStream, BOOTSTRAP),
+    10059: (MissingStream, BOOTSTRAP),
+    10035: (BusRefused, "give this user an account that has JetStream"),
+    10039: (BusRefused, "enable JetStream for this user's account in the server's configuration"),
+    10076: (BusRefused, "start nats-server with -js"),
+    10003: (BusError, "the server does not support the request: check that it is 2.12 or newer"),
+    10013: (BusError, "a consumer of that name exists with another purpose: remove it, then run penstock bootstrap"),
+    10058: (BusError, "it exists with other settings: remove it, then run penstock bootstrap"),
+    10065: (BusError, "another stream has these subjects: remove it, or use another run id"),
+    10100: (BusError, "another consumer of this queue reads the same subjects: remove it, then run penstock bootstrap"),
+    10054: (BusError, "the message is larger than the stream's limit; run penstock bootstrap again if an older version created the stream"),
+    10005: (
+        BusRefused,
+        "fewer servers with JetStream answer than nats.replicas: start them, or set it to 1 (docs/guides/nats_cluster.md)",
+    ),
+    10074: (
+        BusRefused,
+        "this server is not a cluster: set nats.replicas = 1, or start a cluster (docs/guides/nats_cluster.md)",
+    ),
+    **dict.fromkeys(
+        (10007, *ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY, ERR_SWAP_UNDER_WAY),
+        (BusUnreachable, "servers of the cluster are missing, or it has no leader yet: try again"),
+    ),
+}  # fmt: skip
 T = TypeVar("T")
 log = structlog.get_logger("protocol.bus")
-
 ATTEMPT_S = 4.0  # one try of one request; a killed server never answers requests in flight
 REQUEST_S = 2 * ATTEMPT_S  # one request with its further tries
 CALL_S = 3 * ATTEMPT_S  # the caller of one request waits this long before the bus's thread counts as stuck
@@ -45,6 +89,15 @@ _NO_GREETING = (TimeoutError, asyncio.TimeoutError, nats.errors.TimeoutError, na
 _CLOSE_S = 0.5
 _NO_JETSTREAM = frozenset({10035, 10039, 10076})
 _MAX_IN_FLIGHT = 64  # requests at a time; more of them make the server slower
+
+
+def refusal(err: APIError, what: str, url: str) -> BusError:
+    """Return the Penstock error for an error of JetStream; ``what`` is the request, with the name of its stream, consumer or bucket."""
+    kind, remedy = _REMEDIES.get(err.err_code or 0, (BusError, ""))
+    if not remedy and err.code == 404:
+        kind, remedy = MissingStream, BOOTSTRAP
+    said = f"NATS at {url} says: {err.description} (error {err.err_code})"
+    return kind(f"{what}: {said}{'; ' if remedy else ''}{remedy}")
 
 
 class Connection:
@@ -74,7 +127,6 @@ class Connection:
         self.num_transitions = 0
 
     def open(self, deadline_s: float) -> None:
-        """Connect, waiting at most ``deadline_s``; raises BusUnreachable or BusRefused."""
         try:
             self.call(self._connect(deadline_s), f"connect to {self.url}", deadline_s).wait()
         except BaseException:
@@ -82,7 +134,6 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Flush and close the connection and end the thread; idempotent."""
         self._thread.close(self._drain)
 
     @property
@@ -104,7 +155,6 @@ class Connection:
 
     @property
     def down_s(self) -> float:
-        """Seconds since the connection was lost; 0.0 while it is up."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     @property
@@ -113,13 +163,11 @@ class Connection:
 
     @property
     def waits_for(self) -> str:
-        """What most publications to full streams wait for; empty when none waits."""
         waited_for = self._waited_for.copy()
         return max(waited_for, key=lambda name: waited_for[name], default="")
 
     @contextlib.contextmanager
     def waiting_for(self, name: str) -> Iterator[None]:
-        """Count a publication that waits for ``name`` during the block."""
         self._waited_for[name] += 1
         try:
             yield
@@ -129,15 +177,12 @@ class Connection:
                 del self._waited_for[name]
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float = CALL_S) -> Pending[T]:
-        """Run a coroutine on the connection's loop; raises BusUnreachable when it is closed."""
         return self._thread.call(action, what, deadline_s)
 
     def spawn(self, action: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background until the connection is closed."""
         self._thread.spawn(action)
 
     def watch(self, event: asyncio.Event) -> None:
-        """Set ``event`` whenever the connection is lost or restored."""
         self._watchers.add(event)
 
     def unwatch(self, event: asyncio.Event) -> None:
@@ -159,11 +204,9 @@ class Connection:
             self._waits.discard(lost)
 
     async def wait_until_up(self) -> None:
-        """Return once the client is connected; the caller sets the deadline."""
         await self._up.wait()
 
     def explain(self, text: str) -> str:
-        """Append to an error's text how long NATS has been unreachable, and its last error."""
         state = (
             f"; NATS at {self._settings.url} has been unreachable for {self.down_s:.0f} s" if self._down_since else ""
         )
@@ -210,7 +253,6 @@ class Connection:
                 pause = min(2 * pause, RETRY_MAX_S)
 
     def _is_for_now(self, err: nats.js.errors.Error) -> bool:
-        """Return True if an error says that the request cannot be decided at the moment."""
         if isinstance(err, nats.js.errors.NoStreamResponseError):
             return self.is_clustered
         return isinstance(err, nats.js.errors.APIError) and err.err_code in {*ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY}
@@ -326,7 +368,6 @@ class Connection:
 
 
 def _name(err: Exception) -> str:
-    """Return why there was no answer, in words that lead to its cause."""
     if isinstance(err, nats.js.errors.NoStreamResponseError):
         return "no server takes it: its stream was not created, or more than half of the servers that store it are down"
     if isinstance(err, nats.js.errors.APIError):

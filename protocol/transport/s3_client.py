@@ -50,6 +50,7 @@ _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _FULL, _FULL_STATUS = {"XMinioStorageFull", "InsufficientStorage"}, 507  # no space left, as MinIO and others say it
 _READS = ("get ", "stat ")  # how requests for one object begin
 _NO_XML_400 = "Response code: 400,"  # how minio reports an answer that is not S3's
+_ADMIN_DEADLINE_S = 30.0
 _ADMIN_RETRY_S = 0.2
 _ADMIN_STATUS = re.compile(r"Status: (\d{3})")  # how minio reports an answer of the admin interface
 _ADMIN_CODE = re.compile(r"Code\W{1,4}(\w{3,80})")  # of its body in XML or JSON
@@ -59,9 +60,7 @@ _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked fo
 def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
     """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
 
-    Args:
-        headers: Of the server's answer; ``Date`` is the server's time.
-        now: This machine's time, with a time zone.
+    ``Date`` of the answer's ``headers`` is the server's time, ``now`` this machine's, with a time zone.
     """
     try:
         theirs = parsedate_to_datetime(headers["Date"])
@@ -79,7 +78,6 @@ def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
 
 
 def _count(status: int | None, code: str | None = None) -> None:
-    """Count an answer that said that the store failed; None is no answer."""
     if status is not None:
         store_errors.count("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
 
@@ -98,7 +96,6 @@ class S3Requests:
     """Requests to one bucket. Thread-safe. Every method raises BlobMissing, BlobStoreRefused, BlobStoreUnreachable or BlobError."""
 
     def __init__(self, settings: S3Settings, tls: ssl.SSLContext | None, *, deadline_s: float) -> None:
-        """Prepare a client; nothing is sent before the first call. ``tls`` is for an endpoint with https."""
         url = urlsplit(settings.endpoint)
         self._settings = settings
         self._deadline_s = deadline_s
@@ -258,9 +255,9 @@ class S3Admin:
     the users there by hand.
     """
 
-    def __init__(self, settings: S3Settings, *, deadline_s: float = 30.0) -> None:
+    def __init__(self, settings: S3Settings) -> None:
         url = urlsplit(settings.endpoint)
-        self._settings, self._deadline_s = settings, deadline_s
+        self._settings = settings
         is_encrypted = url.scheme == "https"
         self._client = MinioAdmin(
             endpoint=url.netloc,
@@ -268,7 +265,7 @@ class S3Admin:
             region=settings.region,
             secure=is_encrypted,
             http_client=urllib3.PoolManager(
-                timeout=urllib3.Timeout(connect=_CONNECT_S, read=deadline_s),
+                timeout=urllib3.Timeout(connect=_CONNECT_S, read=_ADMIN_DEADLINE_S),
                 retries=False,
                 ssl_context=client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None,
             ),
@@ -283,7 +280,7 @@ class S3Admin:
         self._call(f"policy of user {access_key}", lambda: self._client.policy_set(policy, user=access_key))
 
     def _call(self, what: str, request: Callable[[], object]) -> None:
-        endpoint, deadline = self._settings.endpoint, time.monotonic() + self._deadline_s
+        endpoint, deadline = self._settings.endpoint, time.monotonic() + _ADMIN_DEADLINE_S
         while True:
             try:
                 request()
@@ -304,6 +301,6 @@ class S3Admin:
                 return
             if time.monotonic() + _ADMIN_RETRY_S > deadline:
                 raise BlobStoreUnreachable(
-                    f"{what}: {endpoint} gave no valid answer within {self._deadline_s:.0f} s ({problem})"
+                    f"{what}: {endpoint} gave no valid answer within {_ADMIN_DEADLINE_S:.0f} s ({problem})"
                 )
             time.sleep(_ADMIN_RETRY_S)

@@ -26,8 +26,7 @@ from nats.js import api
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import BOOTSTRAP, refusal
+from penstock.protocol.transport.nats_connection import BOOTSTRAP, NO_ANSWER, REQUEST_S, RETRY_S, Connection, refusal
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.stream_admin")
@@ -37,12 +36,15 @@ _FORMER_BUCKET_BYTES = 64 * 1024 * 1024  # of every bucket that an older version
 _BUCKET_DUPLICATE_WINDOW_S = 120.0  # within it a repeated message is recognised
 _MAX_WAITING = 20_000  # pull requests of one consumer; the server's default of 512 is less than a large run has workers
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
+CHUNK_BYTES = 128 * 1024  # below the smallest message that a server of ours takes
+_CHUNK_S = 30.0  # for the next chunk, or for the answer to one; a server under load sends them slowly
+_RESTORED_S = 300.0  # after the last chunk the server unpacks the file and writes the stream
+_NOT_FOUND = 10059
+_EXISTS = 10130
 
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Messages and bytes of a stream."""
-
     num_messages: int
     num_bytes: int
     first_sequence: int
@@ -51,8 +53,6 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerState:
-    """Messages that wait and that are held, as the broker counts them."""
-
     num_pending: int
     num_ack_pending: int
     num_redelivered: int
@@ -67,7 +67,6 @@ class StoreState:
 
 
 async def store_state(connection: Connection) -> StoreState:
-    """Return how full the account of this user is, of all runs and, in a cluster, on all servers together."""
     info = await _ask(connection, connection.js.account_info, "JetStream's account")
     # Limits by tier, as hosted NATS has them, are not summed up: no limit rather than a wrong one.
     limit = info.limits.max_storage or 0
@@ -75,14 +74,12 @@ async def store_state(connection: Connection) -> StoreState:
 
 
 async def stream_state(connection: Connection, stream: str) -> StreamState:
-    """Return the state of a stream; raises MissingStream."""
     info = await _ask(connection, lambda: connection.js.stream_info(stream), f"stream {stream}")
     state = info.state
     return StreamState(state.messages, state.bytes, state.first_seq, state.last_seq)
 
 
 async def consumer_state(connection: Connection, spec: ConsumerSpec) -> ConsumerState:
-    """Return the state of a durable consumer; raises MissingStream."""
     info = await _ask(
         connection,
         lambda: connection.js.consumer_info(spec.stream, spec.durable),
@@ -92,7 +89,6 @@ async def consumer_state(connection: Connection, spec: ConsumerSpec) -> Consumer
 
 
 async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Have all unacknowledged messages of a consumer redelivered at once; raises MissingStream."""
     await _ask(
         connection,
         lambda: connection.js.reset_consumer(spec.stream, spec.durable),
@@ -142,7 +138,6 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
 
 
 async def _remove_other_subjects(connection: Connection, spec: StreamSpec) -> None:
-    """Remove the messages of a work queue that no consumer's filter matches: they would take its places for ever."""
     if spec.retention != "workqueue" or any("*" in subject for subject in spec.subjects):
         return
     what = f"stream {spec.name}"
@@ -161,7 +156,6 @@ def _announcement(spec: StreamSpec) -> api.RePublish | None:
 
 
 async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Create or update a durable consumer; raises MissingStream when its stream does not exist."""
     config = api.ConsumerConfig(
         durable_name=spec.durable,
         filter_subject=spec.filter_subject,
@@ -234,7 +228,6 @@ def _bucket_config(spec: BucketSpec, replicas: int) -> api.StreamConfig:
 
 
 async def delete_stream(connection: Connection, stream: str) -> bool:
-    """Delete a stream with its messages; return False when there was none."""
     try:
         return bool(await _ask(connection, lambda: connection.js.delete_stream(stream), f"stream {stream}"))
     except MissingStream:
@@ -248,13 +241,6 @@ async def _ask(connection: Connection, attempt: Callable[[], Awaitable[T]], what
         raise MissingStream(f"no {what}; {BOOTSTRAP}") from None
     except nats.js.errors.APIError as err:
         raise refusal(err, what, connection.url) from None
-
-
-CHUNK_BYTES = 128 * 1024  # below the smallest message that a server of ours takes
-_CHUNK_S = 30.0  # for the next chunk, or for the answer to one; a server under load sends them slowly
-_RESTORED_S = 300.0  # after the last chunk the server unpacks the file and writes the stream
-_NOT_FOUND = 10059
-_EXISTS = 10130
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +258,10 @@ class Snapshot:
 
 
 async def save(connection: Connection, stream: str, write: Callable[[bytes], object]) -> Snapshot:
-    """Write a snapshot of a stream, chunk by chunk.
+    """Write a snapshot of a stream, chunk by chunk; raises MissingStream.
 
-    Raises:
-        MissingStream: There is no such stream.
-        BusRefused: This login may not make snapshots, or the server says why it cannot.
-        BusUnreachable: The connection was lost; what was written is not whole.
+    Raises BusRefused if this login may not make snapshots, or the server says why it cannot; BusUnreachable if the connection was lost:
+    what was written is not whole.
     """
     what, client = f"snapshot of {stream}", connection.client
     inbox = client.new_inbox()
@@ -303,10 +287,8 @@ async def save(connection: Connection, stream: str, write: Callable[[bytes], obj
 async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunks: Iterable[bytes]) -> None:
     """Make a stream from a snapshot.
 
-    Raises:
-        BusRefused: The stream exists, this login may not restore, or the server says why it cannot.
-        BusError: What was restored has other messages than the snapshot.
-        BusUnreachable: The connection was lost; the server removes what is not whole.
+    Raises BusRefused if it exists, this login may not restore, or the server says why it cannot; BusError if what was restored has other
+    messages than the snapshot; BusUnreachable if the connection was lost: the server removes what is not whole.
     """
     what = f"restore {stream}"
     request = {"config": _config_here(snapshot.config, connection.replicas), "state": snapshot.state}

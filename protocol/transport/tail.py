@@ -1,9 +1,7 @@
-"""Watch a stream: every fact, in order, across restarts of the server.
+"""Watch a stream: every fact, in order, across restarts of the server; or read its messages without a consumer (ADR-31).
 
-A tail has no consumer on the server, so a role that watches needs no right to create one. The server
-announces each stored message to `subjects.stored`; the tail then reads what follows its own position.
-
-Read the messages of a stream without a consumer (ADR-31), so that none is delivered or acknowledged.
+A tail has no consumer on the server, so a role that watches needs no right to create one. The server announces each stored message to
+`subjects.stored`; the tail then reads what follows its own position. No message is delivered or acknowledged by either.
 
 Any server that stores the stream answers a direct get. In a cluster that may be one that lags: what it has is everything up to
 some sequence number. `read_stream` therefore asks the leader for what follows the last message.
@@ -32,7 +30,17 @@ from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Co
 from penstock.protocol.transport.stream_admin import stream_state
 
 _BATCH = 512  # messages of one answer
-_BATCH_BYTES = 8 * 1024 * 1024
+_MAX_BYTES = 8 * 1024 * 1024
+F = TypeVar("F", bound=Fact)
+log = structlog.get_logger("protocol.bus")
+# A stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection.
+_POLL_S = 30.0
+_MAX_MESSAGES = 256  # in one answer to a tail
+_READ_S = 3600.0  # how long a read is retried while the server is unreachable
+_POLL_CLUSTER_S = 5.0  # of a cluster: one between two servers may be, while the connection to one of them lives
+_PAUSE_S = 0.5
+_LAG_PAUSE_S = 0.05  # a replica that lags is asked again after this
+_LAG_S = 5.0  # and no longer than this for one announcement
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,6 @@ class StoredMessage:
 
 
 async def direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
-    """Send one request and return its batch of messages, which a status message ends."""
     reply = connection.client.new_inbox()
     sub = await connection.client.subscribe(reply)
     found: list[Msg] = []
@@ -78,7 +85,7 @@ async def read_stream(
             "seq": (found[-1].sequence if found else after) + 1,
             "next_by_subj": subject,
             "batch": _BATCH if most is None else min(_BATCH, most - len(found)),
-            "max_bytes": _BATCH_BYTES,
+            "max_bytes": _MAX_BYTES,
         }
         try:
             batch = await connection.retry(
@@ -119,69 +126,46 @@ async def _read_on(
         found.append(StoredMessage(msg.seq or 0, msg.subject or "", msg.data or b"", msg.time))
 
 
-F = TypeVar("F", bound=Fact)
-log = structlog.get_logger("protocol.bus")
-
-_POLL_S = (
-    30.0  # a stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection
-)
-_MAX_MESSAGES = 256  # in one answer
-_MAX_BYTES = 8 * 1024 * 1024
-_READ_S = 3600.0  # how long a read is retried while the server is unreachable
-_POLL_CLUSTER_S = 5.0  # of a cluster: one between two servers may be, while the connection to one of them lives
-_PAUSE_S = 0.5
-_LAG_PAUSE_S = 0.05  # a replica that lags is asked again after this
-_LAG_S = 5.0  # and no longer than this for one announcement
-
-
+@dataclass(eq=False)
 class Tail(Generic[F]):
     """A watcher of one stream. It acknowledges nothing; messages that do not decode are logged, reported and skipped."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        stream: str,
-        subject: str,
-        fact: type[F],
-        on_fact: Callable[[F, int, str], None],
-        on_unreadable: Callable[[WireError], None] = lambda _: None,
-        gather_s: float = 0.0,
-    ) -> None:
-        self._connection = connection
-        self._stream = stream
-        self._subject = subject
-        self._fact = fact
-        self._on_fact = on_fact
-        self._on_unreadable = on_unreadable
-        self._gather_s = gather_s
+    connection: Connection
+    stream: str
+    subject: str
+    fact: type[F]
+    on_fact: Callable[[F, int, str], None]
+    on_unreadable: Callable[[WireError], None] = lambda _: None
+    gather_s: float = 0.0
+
+    def __post_init__(self) -> None:
         self._next_sequence = 1
         self._stored = asyncio.Event()  # there may be messages that are not read yet
         self._announced = 0  # highest sequence number that was announced
 
     async def start(self, *, after: int | None) -> None:
-        """Watch in the background what follows a sequence number, or (None) from now on; raises MissingStream."""
-        last = (await stream_state(self._connection, self._stream)).last_sequence
+        last = (await stream_state(self.connection, self.stream)).last_sequence
         if after is not None and after > last:  # the stream was created again: all its messages are unread
             after = 0
         self._next_sequence = 1 + (last if after is None else after)
-        self._connection.spawn(self._watch_until_closed())
+        self.connection.spawn(self._watch_until_closed())
 
     async def _watch_until_closed(self) -> None:
-        announced = await self._connection.client.subscribe(subjects.stored(self._subject), cb=self._on_announcement)
-        self._connection.watch(self._stored)
+        announced = await self.connection.client.subscribe(subjects.stored(self.subject), cb=self._on_announcement)
+        self.connection.watch(self._stored)
         try:
             while True:
                 self._stored.clear()
                 if not await self._read():
-                    log.warning("tail stopped: its stream was deleted", stream=self._stream)
+                    log.warning("tail stopped: its stream was deleted", stream=self.stream)
                     return
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL_CLUSTER_S if self._connection.is_clustered else _POLL_S):
+                    async with asyncio.timeout(_POLL_CLUSTER_S if self.connection.is_clustered else _POLL_S):
                         await self._stored.wait()
-                if self._gather_s:
-                    await asyncio.sleep(self._gather_s)
+                if self.gather_s:
+                    await asyncio.sleep(self.gather_s)
         finally:
-            self._connection.unwatch(self._stored)
+            self.connection.unwatch(self._stored)
             with contextlib.suppress(nats.errors.Error):
                 await announced.unsubscribe()
 
@@ -197,11 +181,11 @@ class Tail(Generic[F]):
         give_up = time.monotonic() + _LAG_S
         while True:
             try:
-                messages = await self._connection.retry(
-                    self._next_messages, what=f"tail of {self._stream}", deadline_s=_READ_S
+                messages = await self.connection.retry(
+                    self._next_messages, what=f"tail of {self.stream}", deadline_s=_READ_S
                 )
             except (BusError, nats.errors.Error, nats.js.errors.Error) as err:
-                log.debug("tail restarts", stream=self._stream, reason=str(err))
+                log.debug("tail restarts", stream=self.stream, reason=str(err))
                 await asyncio.sleep(_PAUSE_S)
                 if await self._is_deleted():
                     return False
@@ -219,17 +203,13 @@ class Tail(Generic[F]):
                 await asyncio.sleep(_LAG_PAUSE_S)
 
     async def _next_messages(self) -> list[Msg]:
-        request = {
-            "seq": self._next_sequence,
-            "next_by_subj": self._subject,
-            "batch": _MAX_MESSAGES,
-            "max_bytes": _MAX_BYTES,
-        }
-        return await direct_get(self._connection, self._stream, request)
+        limits = {"batch": _MAX_MESSAGES, "max_bytes": _MAX_BYTES}
+        request = {"seq": self._next_sequence, "next_by_subj": self.subject, **limits}
+        return await direct_get(self.connection, self.stream, request)
 
     async def _is_deleted(self) -> bool:
         try:
-            await stream_state(self._connection, self._stream)
+            await stream_state(self.connection, self.stream)
         except MissingStream:
             return True
         except BusError:  # unreachable, or refused: the next read tells
@@ -238,19 +218,18 @@ class Tail(Generic[F]):
 
     def _hand_over(self, subject: str, data: bytes, sequence: int) -> None:
         try:
-            fact = decode(data, self._fact)
+            fact = decode(data, self.fact)
             _check_kind(fact, subject)
         except WireError as err:
             log.warning("skipped a message that does not decode", subject=subject, error=str(err))
-            self._on_unreadable(err)
+            self.on_unreadable(err)
             return
         try:
-            self._on_fact(fact, sequence, subject)
+            self.on_fact(fact, sequence, subject)
         except Exception:  # a reader that cannot use one message still gets the others
             log.exception("a reader failed on a message; it gets the next ones", subject=subject, sequence=sequence)
 
 
 def _check_kind(fact: Fact, subject: str) -> None:
-    """Raise MalformedFact for an event under the subject of another kind: a login may publish some kinds only."""
     if isinstance(fact, RunEvent) and fact.kind != subjects.kind_of_event(subject):
         raise MalformedFact(f"an event of kind {fact.kind[:40]!r} was published to {subject}")

@@ -1,17 +1,31 @@
-"""Whom a client trusts when it speaks TLS, and what a failed handshake says to do.
+"""TLS: which authorities clients trust, what a failed handshake means, and the certificates of our own HTTP servers.
 
-A ``ca_file`` names the certificates of the only authorities that are trusted; without one, those of the system are.
+A ``ca_file`` of a setting names the certificates of the only authorities that are trusted; without one, those of the system are.
+Our HTTP servers and clients read three variables:
+
+PENSTOCK_TLS_CERTIFICATE_FILE    of this machine's or container's HTTP servers, with its key in
+PENSTOCK_TLS_KEY_FILE
+PENSTOCK_TLS_CA_FILE             authorities that clients trust too: ca.pem of `penstock certs`
+
+They are no settings of a run: they differ from machine to machine, and all processes of one use the same. A server that
+listens on the loopback alone has no TLS: what could read its packets could read its memory.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import socket
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.protocol.errors import ConfigError
 
 # What OpenSSL says of a server that does not speak TLS at all.
 _PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
+CERTIFICATE, KEY, AUTHORITY = (f"PENSTOCK_TLS_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA"))
 
 
 def client_context(ca_file: Path | None, key: str) -> ssl.SSLContext:
@@ -61,3 +75,101 @@ def _ssl_error(err: BaseException | None) -> ssl.SSLError | None:
             return one
         waiting += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
     return None
+
+
+def listen(host: str, port: int, *, key: str, backlog: int) -> socket.socket:
+    """Return a bound socket that listens, for `asyncio`; at most ``backlog`` connections wait to be accepted.
+
+    Raises ConfigError naming the setting ``key`` when the address cannot be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # asyncio turns Nagle's algorithm off only where the protocol is named. With it on, the body of an answer waits
+        # about 40 ms for the acknowledgement of its headers.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.listen(backlog)
+        except OSError:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as err:  # the second one for a host that no name can be
+        reason = (err.strerror if isinstance(err, OSError) else "") or err
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({reason}); set {key} to a free port, or to 0"
+        ) from None
+    return bound
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFiles:
+    certificate: str
+    key: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"ssl_certfile": self.certificate, "ssl_keyfile": self.key}
+
+    def context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as err:
+            reason = err.reason if isinstance(err, ssl.SSLError) else err.strerror
+            raise ConfigError(
+                f"{CERTIFICATE} = {self.certificate} and {KEY} = {self.key}: no certificate with its key ({reason}); "
+                "make them with: penstock certs FOLDER --service NAME"
+            ) from None
+        return context
+
+
+def server_files(host: str) -> ServerFiles | None:
+    """Return the files of a server that listens on ``host``; None on the loopback, or when no certificate is named.
+
+    Raises ConfigError for a certificate without key, and for files that cannot be used.
+    """
+    certificate, key = os.environ.get(CERTIFICATE, ""), os.environ.get(KEY, "")
+    if is_loopback(host) or not (certificate or key):
+        return None
+    if not (certificate and key):
+        there, missing = (CERTIFICATE, KEY) if certificate else (KEY, CERTIFICATE)
+        raise ConfigError(f"{there} is set and {missing} is not: a server with TLS needs both")
+    files = ServerFiles(certificate, key)
+    files.context()
+    return files
+
+
+def server_options(host: str) -> dict[str, Any]:
+    """Return uvicorn's options for a server that listens on ``host``; empty without TLS. Raises as `server_files`."""
+    files = server_files(host)
+    return {} if files is None else files.options
+
+
+def scheme(host: str) -> str:
+    return "http" if server_files(host) is None else "https"
+
+
+def trust_own_authority(context: ssl.SSLContext) -> ssl.SSLContext:
+    """Let a client's context trust the authority that is named, too; raises ConfigError for a file without certificates."""
+    if file := os.environ.get(AUTHORITY, ""):
+        try:
+            context.load_verify_locations(Path(file))
+        except (OSError, ssl.SSLError) as err:
+            reason = err.strerror if not isinstance(err, ssl.SSLError) else "no certificates in PEM form in it"
+            raise ConfigError(f"{AUTHORITY} = {file}: {reason}; name the ca.pem of penstock certs") from None
+    return context
+
+
+def aiohttp_trust() -> ssl.SSLContext | bool:
+    """Return what aiohttp verifies servers with: True for the system's authorities alone. Raises as `trust_own_authority`."""
+    return trust_own_authority(ssl.create_default_context()) if os.environ.get(AUTHORITY) else True
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches an address; a name is the address that `listen` binds for it."""
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0]
+        return ipaddress.ip_address(address).is_loopback
+    except (OSError, ValueError):  # no address, or nothing that a name can be: it cannot be listened on
+        return False

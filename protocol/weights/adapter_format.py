@@ -17,8 +17,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.errors import MalformedWeights
+from penstock.protocol.groups import first_problem
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
+from penstock.protocol.weights.layout import TensorDigest, weights_digest
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -39,11 +40,9 @@ class AdapterConfig(BaseModel):
 
     @property
     def scale(self) -> float:
-        """The factor of ``B A`` in the served weights: lora_alpha / r."""
         return self.lora_alpha / self.r
 
     def to_json(self) -> bytes:
-        """Return the file, the same bytes for the same adapter."""
         fields = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -70,10 +69,7 @@ class AdapterConfig(BaseModel):
             config = cls.model_validate_json(data)
             fields = json.loads(data, object_pairs_hook=_each_once)
         except ValidationError as err:
-            first = err.errors()[0]
-            raise MalformedWeights(
-                f"{ADAPTER_CONFIG}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-            ) from None
+            raise MalformedWeights(f"{ADAPTER_CONFIG}: {first_problem(err)}") from None
         written = json.loads(config.to_json()) | {"target_modules": list(config.target_modules)}
         other = [name for name in fields if name not in written or fields[name] != written[name]]
         if other:
@@ -105,7 +101,6 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 
 def published_name(name: str) -> str:
-    """Return the published name of a factor, given ``<layer>.lora_A.weight``."""
     return _PREFIX + name
 
 

@@ -4,38 +4,62 @@
 |---|---|---|
 | `none` | nothing | no bit of the bucket changed |
 | `gapabs1` | a `patch_segment` | usually |
-| `raw_zstd` | a `raw_segment` | more than `DENSE_ABOVE` of the words changed |
+| `raw_zstd` | a raw segment: the planes (byte p of every word), compressed separately | more than `DENSE_ABOVE` of the words changed |
 | `safetensors` | a whole file that engines load | full snapshots only; its raw bytes follow `layout.shard_header` |
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import xxhash
+import zstandard
 
 from penstock.protocol.errors import SegmentRefused
-from penstock.protocol.weights import patch_segment, raw_segment
-from penstock.protocol.weights.bucket_diff import Readable, as_bytes, count_if_dense, difference, num_words_of
-from penstock.protocol.weights.patch_segment import Parsed
-from penstock.protocol.weights.raw_segment import ParsedRaw
+from penstock.protocol.weights import patch_segment
+from penstock.protocol.weights.patch_segment import (
+    Bytes,
+    Parsed,
+    Readable,
+    as_bytes,
+    count_if_dense,
+    difference,
+    num_words_of,
+    read_frame,
+)
 
 PatchCodec: TypeAlias = Literal["none", "gapabs1", "raw_zstd"]
 Codec: TypeAlias = Literal["none", "gapabs1", "raw_zstd", "safetensors"]
-Change: TypeAlias = Parsed | ParsedRaw
 
 # Share of changed words above which the whole bucket is sent. Measured on bf16 (`benchmarks/weights/patches.md`): it
 # is decoded faster above a third, but is the larger one; at a half the two balance on a network of 10 Gbit/s.
 DENSE_ABOVE = 0.5
+RAW_MAGIC = b"RAW1"
+_RAW_HEADER = struct.Struct("<4sB3xIIQQ")  # magic, word_bytes, bucket, zero, n_words, n_changed
+_FRAME_LENGTH = struct.Struct("<Q")
+_LEVEL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRaw:
+    """A verified raw segment; ``planes`` are uint8 [num_words] each, lowest byte of the word first."""
+
+    bucket: int
+    word_bytes: int
+    num_words: int
+    num_changed: int  # words
+    planes: tuple[Bytes, ...]
+
+
+Change: TypeAlias = Parsed | ParsedRaw
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One bucket's change, ready to be stored; ``data`` is empty for `none`."""
-
     codec: PatchCodec
     data: bytes
     num_changed: int  # words
@@ -60,16 +84,15 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
             return Encoded("none", b"", 0)
         if num_changed <= DENSE_ABOVE * num_words:
             return Encoded("gapabs1", patch_segment.pack(patch, num_words, bucket=bucket), num_changed)
-    segment = raw_segment.encode(new, word_bytes, bucket=bucket, num_changed=num_changed)
+    segment = encode_whole(new, word_bytes, bucket=bucket, num_changed=num_changed)
     return Encoded("raw_zstd", segment, num_changed)
 
 
 def parse(codec: str, data: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Change:
-    """Verify a stored segment against the bucket it is meant for; raises only SegmentRefused."""
     if codec == "gapabs1":
         return patch_segment.parse(data, num_words=num_words, word_bytes=word_bytes, bucket=bucket)
     if codec == "raw_zstd":
-        return raw_segment.parse(data, num_words=num_words, word_bytes=word_bytes, bucket=bucket)
+        return parse_whole(data, num_words=num_words, word_bytes=word_bytes, bucket=bucket)
     raise SegmentRefused(f"bucket {bucket}: codec {codec!r} has no segment; supported are gapabs1 and raw_zstd")
 
 
@@ -81,7 +104,7 @@ def apply(change: Change, target: Readable) -> None:
     if isinstance(change, Parsed):
         patch_segment.apply(change, target)
     else:
-        raw_segment.apply(change, target)
+        apply_whole(change, target)
 
 
 def squash(changes: Sequence[Change]) -> Encoded:
@@ -99,7 +122,60 @@ def squash(changes: Sequence[Change]) -> Encoded:
         for change in changes[whole[-1] :]:
             apply(change, state)
         num_changed = min(base.num_words, sum(change.num_changed for change in changes))
-        data = raw_segment.encode(state, base.word_bytes, bucket=base.bucket, num_changed=num_changed)
+        data = encode_whole(state, base.word_bytes, bucket=base.bucket, num_changed=num_changed)
         return Encoded("raw_zstd", data, num_changed)
     data, num_changed = patch_segment.squash([change for change in changes if isinstance(change, Parsed)])
     return Encoded("gapabs1", data, num_changed)
+
+
+def encode_whole(new: Readable, word_bytes: int, *, bucket: int = 0, num_changed: int) -> bytes:
+    """Encode the bucket as it is now; raises ValueError when its size is not a multiple of ``word_bytes``."""
+    data = as_bytes(new)
+    num_words = num_words_of(data, word_bytes)
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
+    planes = (np.ascontiguousarray(data[number::word_bytes]) for number in range(word_bytes))
+    frames = [compressor.compress(plane.data) if plane.size else b"" for plane in planes]
+    header = _RAW_HEADER.pack(RAW_MAGIC, word_bytes, bucket, 0, num_words, num_changed)
+    return b"".join([header, *(_FRAME_LENGTH.pack(len(frame)) for frame in frames), *frames])
+
+
+def parse_whole(segment: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> ParsedRaw:
+    """Verify a segment against the bucket it is meant for, and decompress it; raises SegmentRefused only.
+
+    Memory stays below twice the bucket, for any segment.
+    """
+    data = as_bytes(segment).data
+    offset = _RAW_HEADER.size + word_bytes * _FRAME_LENGTH.size
+    if len(data) < offset:
+        raise SegmentRefused(f"segment: {len(data)} bytes are too few for a header")
+    *found, num_changed = _RAW_HEADER.unpack_from(data)
+    expected = [RAW_MAGIC, word_bytes, bucket, 0, num_words]
+    if found != expected or num_changed > num_words:
+        raise SegmentRefused(
+            f"segment: magic, word bytes, bucket, zero, words are {found} with {num_changed} words changed, "
+            f"expected {expected}"
+        )
+    lengths = [
+        _FRAME_LENGTH.unpack_from(data, _RAW_HEADER.size + plane * _FRAME_LENGTH.size)[0] for plane in range(word_bytes)
+    ]
+    if offset + sum(lengths) != len(data):
+        raise SegmentRefused(f"segment: has {len(data)} bytes, its header says {offset + sum(lengths)}")
+    decompressor = zstandard.ZstdDecompressor()
+    planes = []
+    for length in lengths:
+        planes.append(read_frame(decompressor, data[offset : offset + length], num_words))
+        offset += length
+    return ParsedRaw(bucket, word_bytes, num_words, num_changed, tuple(planes))
+
+
+def apply_whole(parsed: ParsedRaw, target: Readable) -> None:
+    """Overwrite a bucket, in place.
+
+    Raises ValueError when ``target`` is not writable or not of the segment's size; nothing is written then.
+    """
+    view = as_bytes(target)
+    expected = parsed.num_words * parsed.word_bytes
+    if view.size != expected or not view.flags.writeable:
+        raise ValueError(f"target: a writable buffer of {expected} bytes is needed, got {view.size} bytes")
+    for number, plane in enumerate(parsed.planes):
+        view[number :: parsed.word_bytes] = plane

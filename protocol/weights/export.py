@@ -23,8 +23,15 @@ from penstock.protocol.weights.adapter_format import (
     AdapterConfig,
     factor_pairs,
 )
-from penstock.protocol.weights.digest import TensorDigest
-from penstock.protocol.weights.layout import Bucket, WeightLayout, bucket_digests, shard_header, shard_index, shard_name
+from penstock.protocol.weights.layout import (
+    Bucket,
+    TensorDigest,
+    WeightLayout,
+    bucket_digests,
+    shard_header,
+    shard_index,
+    shard_name,
+)
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader
@@ -34,8 +41,6 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The two factors of one layer: ``down`` [r, in], ``up`` [out, r]."""
-
     down: Floats
     up: Floats
 
@@ -88,17 +93,14 @@ def merge_into(raw: Bytes, bucket: Bucket, factors: Mapping[str, Factors], scale
             span = raw[placed.byte_offset :][: placed.num_bytes]
             weight = _decode(bucket.dtype, span).reshape(placed.shape)
             change = np.float32(scale) * (pair.up @ pair.down)
-            span[:] = _encode(bucket.dtype, (weight + change).astype(np.float32, copy=False))
+            merged = np.ascontiguousarray((weight + change).astype(np.float32, copy=False))
+            span[:] = _CODECS[bucket.dtype][1](merged).reshape(-1).view(np.uint8)
 
 
 def _decode(dtype: str, raw: Bytes) -> Floats:
     if dtype not in _CODECS:
         raise MalformedWeights(f"adapters of dtype {dtype} cannot be merged; supported are {', '.join(_CODECS)}")
     return _CODECS[dtype][0](np.ascontiguousarray(raw))
-
-
-def _encode(dtype: str, values: Floats) -> Bytes:
-    return _CODECS[dtype][1](np.ascontiguousarray(values)).reshape(-1).view(np.uint8)
 
 
 def _to_bfloat16(values: Floats) -> NDArray[np.uint16]:
@@ -165,7 +167,6 @@ def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightRea
 
 
 def read_adapter(manifest: VersionManifest, reader: WeightReader, blobs: Blobs) -> tuple[AdapterConfig, Bytes]:
-    """Return an adapter's config and its raw bucket, verified; raises one of `version_reader.UNUSABLE`."""
     blob = manifest.model_files[0].blob
     if blob.size_bytes > MAX_CONFIG_BYTES:
         raise MalformedWeights(f"{blob.key}: {blob.size_bytes} bytes, the limit is {MAX_CONFIG_BYTES}")

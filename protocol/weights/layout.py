@@ -1,11 +1,17 @@
-"""The layout of weights: tensors packed into buckets, deterministically.
+r"""The layout of weights: tensors packed into buckets, deterministically; and one digest of a set of weights.
 
-A bucket holds whole tensors of one dtype, without gaps; its raw bytes are exactly the data of one
-safetensors file, so that `shard_header(bucket)` followed by the bucket is a file that engines load. A patch
-numbers the words of a bucket; the layout maps them to tensors.
+A bucket holds whole tensors of one dtype, without gaps; its raw bytes are exactly the data of one safetensors file, so that
+`shard_header(bucket)` followed by the bucket is a file that engines load. A patch numbers the words of a bucket; the layout maps them to
+tensors. The layout's id is the sha256 of its JSON; it changes with any name, dtype, shape or bucket size. Patches exist within one layout only:
+a new layout starts with a full snapshot.
 
-The layout's id is the sha256 of its JSON; it changes with any name, dtype, shape or bucket size. Patches
-exist within one layout only: a new layout starts with a full snapshot.
+The digest is equal wherever it is computed: trainer, worker, audit, replay. Each tensor has an xxh3-128 over its raw bytes (little-endian,
+row-major, as safetensors stores them); the root is a sha256 over all of them with their names, dtypes and shapes, sorted by name:
+
+    sha256( "<name>\0<dtype>\0<d0,d1,...>\0<32 hex digits of xxh3-128>\n" for each tensor, UTF-8 )
+
+Two levels, because a version that changes a few tensors needs only these hashed again, and because xxh3 runs at memory speed. xxh3 detects
+accidental changes; against forgery each object has its own sha256.
 """
 
 from __future__ import annotations
@@ -13,26 +19,71 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+import xxhash
 from pydantic import Field, ValidationError, model_validator
 
 from penstock.protocol.errors import MalformedFact
-from penstock.protocol.facts import Count, Wire
-from penstock.protocol.weights.digest import SAFETENSORS_DTYPES, TensorDigest, tensor_digest, weights_digest
+from penstock.protocol.groups import Count, Wire, first_problem
 
+# The code of a safetensors header: its name as a layout spells it, and bytes per value.
+SAFETENSORS_DTYPES = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "I16": ("int16", 2),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+}
 BUCKET_BYTES = 64 * 1024**2
 MAX_LAYOUT_BYTES = 256 * 1024**2
 _MAX_DIMS = 16  # the product of millions of sizes takes hours
 _ALIGNMENT = 64  # the data of a shard file begins at a multiple of it, so that a mapped file has aligned words
 _DTYPES = {dtype: (code, num_bytes) for code, (dtype, num_bytes) in SAFETENSORS_DTYPES.items()}
-
 TensorName = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00\n]+$")]
 
 
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """One tensor: ``dtype`` as in `SAFETENSORS_DTYPES`, ``xxh3`` as 32 hex digits over its raw bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
+
+
+def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorDigest:
+    return TensorDigest(name, dtype, tuple(shape), xxhash.xxh3_128_hexdigest(data))
+
+
+def weights_digest(tensors: Iterable[TensorDigest]) -> str:
+    """Return the root over all tensors, 64 hex digits; independent of their order.
+
+    Raises ValueError when two tensors share a name, or a name contains a separator.
+    """
+    root = hashlib.sha256()
+    last: str | None = None
+    for tensor in sorted(tensors, key=lambda t: t.name):
+        if tensor.name == last or "\0" in tensor.name or "\n" in tensor.name:
+            raise ValueError(f"tensor {tensor.name!r}: names must be unique, without NUL and line break")
+        shape = ",".join(map(str, tensor.shape))
+        root.update(f"{tensor.name}\0{tensor.dtype}\0{shape}\0{tensor.xxh3}\n".encode())
+        last = tensor.name
+    return root.hexdigest()
+
+
 class TensorSpec(NamedTuple):
-    """A tensor of a model; ``dtype`` as in `digest.SAFETENSORS_DTYPES` ("bfloat16")."""
+    """A tensor of a model; ``dtype`` as in `SAFETENSORS_DTYPES` ("bfloat16")."""
 
     name: str
     dtype: str
@@ -106,37 +157,29 @@ class WeightLayout(Wire):
 
     @property
     def num_bytes(self) -> int:
-        """Raw bytes of all tensors."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def layout_id(self) -> str:
-        """The sha256 of `to_json`; part of its object key too."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def placed(self) -> Iterator[tuple[int, Bucket, PlacedTensor]]:
-        """Yield (number of the bucket, bucket, tensor) of every tensor, in order."""
         for number, bucket in enumerate(self.buckets):
             for tensor in bucket.tensors:
                 yield number, bucket, tensor
 
     def to_json(self) -> bytes:
-        """Return the layout as JSON, the same bytes for the same layout."""
         fields = self.model_dump(mode="json")
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> WeightLayout:
-        """Read a layout; raises MalformedFact with the first offending field."""
         if len(data) > MAX_LAYOUT_BYTES:
             raise MalformedFact(f"weight layout: {len(data)} bytes, the limit is {MAX_LAYOUT_BYTES}")
         try:
             return cls.model_validate_json(data)
         except ValidationError as err:
-            first = err.errors()[0]
-            raise MalformedFact(
-                f"weight layout: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-            ) from None
+            raise MalformedFact(f"weight layout: {first_problem(err)}") from None
 
 
 def build_layout(
@@ -144,16 +187,10 @@ def build_layout(
 ) -> WeightLayout:
     """Pack tensors into buckets of at most ``bucket_bytes``; independent of their order.
 
-    Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a
-    safetensors file of a bucket has its tensors in the usual order of that format. A tensor larger than
-    ``bucket_bytes`` has a bucket of its own.
-
-    Args:
-        tensors: Every tensor once; of tied tensors the one that is stored.
-        bucket_bytes: Raw size that a bucket is filled up to.
-        tied: Name -> name of the stored tensor with the same bytes.
-
-    Raises ValueError for an unknown dtype, a duplicate name, or a tie to a missing tensor.
+    Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a safetensors file of a bucket has its
+    tensors in the usual order of that format. A tensor larger than ``bucket_bytes`` has a bucket of its own. ``tied`` is the name of a
+    tensor that is not stored -> that of the stored one with the same bytes. Raises ValueError for an unknown dtype, a duplicate name,
+    or a tie to a missing tensor.
     """
     buckets: list[Bucket] = []
     placed: list[PlacedTensor] = []
@@ -173,7 +210,6 @@ def build_layout(
 
 
 def shard_name(number: int, count: int) -> str:
-    """Return the file name of a bucket's shard in a model folder of ``count`` buckets."""
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -193,14 +229,12 @@ def shard_header(bucket: Bucket) -> bytes:
 
 
 def shard_index(layout: WeightLayout) -> bytes:
-    """Return ``model.safetensors.index.json`` for a folder with one shard for each bucket."""
     count = len(layout.buckets)
     weight_map = {tensor.name: shard_name(number, count) for number, _, tensor in layout.placed()}
     return json.dumps({"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map}, indent=2).encode()
 
 
 def bucket_digests(bucket: Bucket, data: memoryview) -> list[TensorDigest]:
-    """Digest every tensor of one raw bucket; raises ValueError when ``data`` is not of its size."""
     view = memoryview(data).cast("B")
     if len(view) != bucket.num_bytes:
         raise ValueError(f"the bucket of {bucket.tensors[0].name} has {bucket.num_bytes} bytes, got {len(view)}")
@@ -211,7 +245,6 @@ def bucket_digests(bucket: Bucket, data: memoryview) -> list[TensorDigest]:
 
 
 def state_root(layout: WeightLayout, buckets: Iterable[memoryview]) -> str:
-    """Return the `weights_digest` of a whole state, given its raw buckets in order."""
     digests: list[TensorDigest] = []
     for bucket, data in zip(layout.buckets, buckets, strict=True):
         digests.extend(bucket_digests(bucket, data))

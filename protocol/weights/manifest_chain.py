@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.errors import ChainBroken
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer
-from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, VersionManifest
 
 MAX_HOPS = 256  # manifests walked back; regular full snapshots keep chains far shorter
@@ -26,16 +25,12 @@ MAX_HOPS = 256  # manifests walked back; regular full snapshots keep chains far 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A complete version that a mirror has, with its state root."""
-
     version: PolicyVersion
     state_root: str
 
 
 @dataclass(frozen=True, slots=True)
 class FetchManifest:
-    """This manifest is needed before a plan can be made."""
-
     ref: BlobRef
     version: PolicyVersion
 
@@ -54,7 +49,6 @@ class CatchUp:
 
     @property
     def manifests(self) -> tuple[VersionManifest, ...]:
-        """The manifests in the order they are applied; empty when the mirror is at the target."""
         return self.patches if self.anchor is None else (self.anchor, *self.patches)
 
     def changes_of(self, bucket: int) -> tuple[tuple[VersionManifest, BucketState], ...]:
@@ -78,13 +72,9 @@ def plan_catch_up(
 ) -> FetchManifest | CatchUp:
     """Return the next manifest to fetch, or the plan with the fewest bytes from ``held`` to ``head``.
 
-    Args:
-        head: The target.
-        fetched: Manifests by the sha256 of their bytes, verified against it by the caller.
-        held: The mirror's version; None for an empty one, or one that must be rebuilt.
-        max_hops: Limit of parents to follow, after which only the full snapshot is considered.
-
-    Raises ChainBroken when a manifest differs from what its child states.
+    ``fetched`` are manifests by the sha256 of their bytes, verified against it by the caller; ``held`` is the mirror's version, None for an
+    empty one, or one that must be rebuilt. Beyond ``max_hops`` parents only the full snapshot is considered. Raises ChainBroken when a
+    manifest differs from what its child states.
     """
     if held == Held(PolicyVersion(head.version), head.state_root):
         return CatchUp(head, None, ())
@@ -137,7 +127,6 @@ def verify_head(manifest: VersionManifest, *, run_id: str, version: PolicyVersio
 
 
 def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
-    """Verify that a patch continues the manifest of its parent; raises ChainBroken."""
     named = _ancestors(child)[0]
     _same(child, "parent", (named.version, named.state_root), (parent.version, parent.state_root))
     if child.epoch < parent.epoch:
@@ -146,7 +135,6 @@ def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
 
 
 def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManifest) -> None:
-    """Verify that a patch may be applied to a full snapshot; raises ChainBroken."""
     _same(
         first, "anchor", ("anchor", named.version, named.state_root), (anchor.kind, anchor.version, anchor.state_root)
     )
@@ -154,21 +142,10 @@ def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManife
 
 
 def verify_base(adapter: VersionManifest, base: VersionManifest) -> None:
-    """Verify that a manifest is the model that is an adapter's base; raises ChainBroken."""
     if adapter.base is None:
         raise ChainBroken(f"version {adapter.version} is not an adapter and has no base")
     named = ("anchor", adapter.run_id, adapter.base.version, adapter.base.state_root)
     _same(adapter, "base", named, (base.kind, base.run_id, base.version, base.state_root))
-
-
-def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
-    """Verify that a manifest has exactly the buckets of a layout; raises ChainBroken.
-
-    After this, segments can be verified against the layout's sizes.
-    """
-    _same(manifest, "layout", layout.layout_id, manifest.layout_id)
-    expected = [bucket.num_words for bucket in layout.buckets]
-    _same(manifest, "words by bucket", expected, [bucket.num_words for bucket in manifest.buckets])
 
 
 def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:
@@ -180,7 +157,6 @@ def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:
 def _may_be_cheaper(
     patches: Sequence[VersionManifest], reached: Ancestor, held: Held | None, anchored: CatchUp
 ) -> bool:
-    """Return True if following more parents may still reach the held version with fewer bytes."""
     if held is None or not is_newer(PolicyVersion(reached.version), held.version):
         return False
     return sum(patch.num_bytes for patch in patches) < anchored.num_bytes
@@ -192,7 +168,6 @@ def _same(child: VersionManifest, what: str, expected: object, got: object) -> N
 
 
 def _same_ground(child: VersionManifest, base: VersionManifest) -> None:
-    """Check that both are of one run and layout, and that each bucket of the patch has the base's hash."""
     _same(child, "run and layout", (child.run_id, child.layout_id), (base.run_id, base.layout_id))
     _same(child, "number of buckets", len(child.buckets), len(base.buckets))
     for number, (now, before) in enumerate(zip(child.buckets, base.buckets, strict=True)):

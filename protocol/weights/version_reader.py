@@ -23,24 +23,17 @@ from penstock.protocol.errors import (
     SignatureRefused,
     StateMismatch,
 )
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.layout import MAX_LAYOUT_BYTES, WeightLayout, shard_header
 from penstock.protocol.weights.manifest import MAX_MANIFEST_BYTES, BucketState, VersionManifest
-from penstock.protocol.weights.manifest_chain import (
-    MAX_HOPS,
-    CatchUp,
-    FetchManifest,
-    Held,
-    plan_catch_up,
-    verify_base,
-)
+from penstock.protocol.weights.manifest_chain import MAX_HOPS, CatchUp, FetchManifest, Held, plan_catch_up, verify_base
 from penstock.protocol.weights.patch_segment import Bytes, as_bytes
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
+    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are configured
 
 UNUSABLE = (
     BlobMissing,
@@ -63,13 +56,9 @@ class WeightReader:
     def __init__(
         self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0, trusted_keys: TrustedKeys | None = None
     ) -> None:
-        """Nothing is fetched yet.
+        """Fetch nothing yet. One of ``trusted_keys`` must have signed each manifest; None: signatures are not verified.
 
-        Args:
-            blobs: The object store.
-            run_id: Whose versions are read.
-            cache_bytes: Segments kept in memory, for a caller that applies each to a second copy.
-            trusted_keys: One of them must have signed each manifest; None: signatures are not verified.
+        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy.
         """
         self.num_bytes = 0  # of weights, fetched so far
         self._blobs = blobs
@@ -106,7 +95,6 @@ class WeightReader:
         return version_manifest
 
     def base(self, adapter: VersionManifest) -> VersionManifest:
-        """Return the manifest of an adapter's base model; raises ChainBroken for another version."""
         assert adapter.base is not None
         base_manifest = self.manifest(adapter.base.manifest, PolicyVersion(adapter.base.version))
         verify_base(adapter, base_manifest)
@@ -136,13 +124,11 @@ class WeightReader:
         return weight_layout
 
     def layout_of(self, plan: CatchUp) -> WeightLayout:
-        """Return the layout of a plan's target, compared with what the plan's full snapshot says is stored."""
         if plan.anchor is not None:
             self.layout(plan.anchor)
         return self.layout(plan.target)
 
     def plan(self, target: VersionManifest, held: Held | None) -> CatchUp:
-        """Return the cheapest plan from the held version to another, fetching the manifests it needs."""
         while True:
             step = plan_catch_up(target, self._manifests, held)
             if isinstance(step, CatchUp):
@@ -215,19 +201,16 @@ class WeightReader:
             self._cache.popitem(last=False)
 
     def _header_bytes(self, plan: CatchUp, number: int, data: bytes) -> int:
-        header = shard_header(self.layout(plan.target).buckets[number])
-        if data[: len(header)] != header or len(data) != len(header) + self._raw_bytes(plan, number):
+        bucket = self.layout(plan.target).buckets[number]
+        header = shard_header(bucket)
+        if data[: len(header)] != header or len(data) != len(header) + bucket.num_bytes:
             raise StateMismatch(
                 f"version {plan.target.version}: the full snapshot of bucket {number} does not fit its layout"
             )
         return len(header)
 
-    def _raw_bytes(self, plan: CatchUp, number: int) -> int:
-        return self.layout(plan.target).buckets[number].num_bytes
-
 
 def for_buckets(numbers: Sequence[int], action: Callable[[int], None]) -> None:
-    """Process buckets concurrently; raises the first error, after all started ones have finished."""
     if len(numbers) == 1:
         action(numbers[0])
         return

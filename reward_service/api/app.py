@@ -21,7 +21,7 @@ from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import Exporter
-from penstock.protocol.metrics.samples import Samples
+from penstock.protocol.metrics.table import Samples
 from penstock.reward_service.api import metrics_samples, routes
 from penstock.reward_service.api.api_models import Refusal
 from penstock.reward_service.api.metrics_samples import EndpointState

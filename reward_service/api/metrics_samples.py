@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.protocol.heartbeats import Activity, cpu_seconds
-from penstock.protocol.metrics.samples import Samples
+from penstock.protocol.metrics.table import Samples
 from penstock.reward_service.endpoints.breaker import BreakerState
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
 from penstock.reward_service.metrics import ServiceMetrics, Timings

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query
 from pydantic import ValidationError
 
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.api.api_models import (
     EndpointRecord,

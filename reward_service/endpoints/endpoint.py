@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from penstock.protocol.extensions import Registry
-from penstock.protocol.facts import Finite
+from penstock.protocol.groups import Finite
 from penstock.reward_service.endpoints.dialects.dialect import Dialect, DialectKind
 from penstock.serving.lease import lease_key, server_id
 

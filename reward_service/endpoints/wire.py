@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from penstock.protocol.facts import Finite
+from penstock.protocol.groups import Finite
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.scores import extra_info, ground_truth
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
-from penstock.protocol.loop_thread import LoopThread
+from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress

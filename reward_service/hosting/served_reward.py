@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.loop_thread import LoopThread
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
+from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import hosted_app, registration
@@ -111,7 +111,7 @@ def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> in
     """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward, an option or the registration is wrong."""
     where = address(options, default_name)
     with web_server.listen(where.host, where.port, key="--port") as bound:
-        url = where.url or f"{http_tls.scheme(where.host)}://{where.host}:{bound.getsockname()[1]}/score"
+        url = where.url or f"{tls.scheme(where.host)}://{where.host}:{bound.getsockname()[1]}/score"
         asyncio.run(_serve(reward, where, bound, url))
     return 0
 

@@ -23,10 +23,19 @@ from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.program_tests import test_code, tests_of_row
 from penstock.reward_service.program_tests.test_code import Graded, Proofs
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
-from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure, run_program
 from penstock.sandbox.slots import Slots
 from penstock.sandbox.zygote_command import Launch, SandboxError
-from penstock.sandbox.zygote_process import Limits, Run, Watch, Zygote
+from penstock.sandbox.zygote_process import (
+    OUT_OF_TIME,
+    Limits,
+    Reason,
+    Run,
+    Watch,
+    Zygote,
+    describe,
+    failure,
+    run_program,
+)
 
 
 @dataclass(slots=True)

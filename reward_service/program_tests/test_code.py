@@ -22,9 +22,8 @@ from typing import Any
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.program_tests.tests_of_row import Assertions
 from penstock.sandbox.inside.program_proxy import STUBS
-from penstock.sandbox.outcome import Reason, describe, failure
 from penstock.sandbox.zygote_command import SandboxError
-from penstock.sandbox.zygote_process import Killed, Limits, Run, Watch, Zygote
+from penstock.sandbox.zygote_process import Killed, Limits, Reason, Run, Watch, Zygote, describe, failure
 
 _KNOWN_PROOFS = 4096
 _EMPTY, _ANY_RESULT = set(STUBS), {"opaque", "none"}

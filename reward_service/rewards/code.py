@@ -1,7 +1,7 @@
 """The share of its tests that a program passes (or 1 for all of them, else 0), run in a sandbox.
 
 Parts: ``passed`` and ``tests`` are counts, ``has_code`` is 1 if the completion contains a program, and
-``failed_<reason>`` is 1 for the reason of the first failure (`sandbox.outcome.Reason`).
+``failed_<reason>`` is 1 for the reason of the first failure (`zygote_process.Reason`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.reward_service.program_tests import tests_of_row
 from penstock.reward_service.program_tests.test_code import Graded
 from penstock.reward_service.program_tests.tests_of_row import Tests
 from penstock.reward_service.rewards.reward import SandboxedReward, Verdict
-from penstock.sandbox.outcome import Reason
+from penstock.sandbox.zygote_process import Reason
 
 NAME = "code"
 

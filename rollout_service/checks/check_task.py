@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.facts import SINGLE_TURN, Sampling, Split, Task
+from penstock.protocol.groups import SINGLE_TURN, Sampling, Split, Task
 from penstock.protocol.token_annotations import Routers, routers_of
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 
@@ -21,7 +21,6 @@ class ImageTokens:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ImageTokens | None:
-        """Read the tokens of a config.json; None for a model of text."""
         image, before, behind = (config.get(f"{name}_token_id") for name in ("image", "vision_start", "vision_end"))
         if not isinstance(image, int):
             return None
@@ -30,8 +29,6 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits in the model's ``config.json``; None where it has none."""
-
     vocab_size: int | None
     context_tokens: int | None
     routers: Routers | None = None  # of a mixture of experts
@@ -40,7 +37,6 @@ class ModelLimits:
 
     @classmethod
     def of(cls, folder: Path) -> ModelLimits:
-        """Read the limits of a model folder; raises WeightsUnusable when its config is not a JSON object."""
         path = folder / "config.json"
         try:
             whole = json.loads(path.read_bytes())
@@ -56,7 +52,6 @@ class ModelLimits:
             raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
 
     def within(self, context_tokens: int | None) -> ModelLimits:
-        """Return the limits of an engine that was started with a shorter context."""
         known = [tokens for tokens in (self.context_tokens, context_tokens) if tokens is not None]
         return replace(self, context_tokens=min(known, default=None))
 

@@ -1,22 +1,30 @@
-"""Check before every update that a folder holds complete, finite weights of the same model.
+"""Check before every update that a folder holds complete, finite weights of the same model, or a PEFT adapter for the base weights.
 
 SGLang 0.5.23 crashes on a truncated file or a tensor of another shape, keeps an old tensor where one is missing, and
 generates garbage from a NaN, all under the new version's number. So every folder is compared with the first one that
 this worker loaded, and every value is checked to be finite, before a server loads it. Reading takes about 1 s for 2 GB
 of bfloat16, while generation continues.
+
+A layer's weight W [out, in] computes as ``W + (lora_alpha / r) B A`` with A [r, in] and B [out, r] (LoRA, arXiv 2106.09685). SGLang reads ``r``,
+``lora_alpha`` and ``target_modules`` and ignores all other options of PEFT; it crashes at the first request when a shape is wrong, and
+silently ignores tensors that it has no name for. So an adapter has two tensors for every layer it names, and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.errors import WeightsUnusable
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_names
+from penstock.rollout_service.errors import AdapterUnfit, WeightsNotApplied, WeightsUnusable
 
 Shape: TypeAlias = tuple[str, tuple[int, ...]]  # dtype by its safetensors code, sizes
 _MAX_HEADER = 100 * 1024 * 1024
@@ -32,18 +40,35 @@ _FLOATS = {
     "F8_E4M3": (np.uint8, 0x7F),
 }
 _SIZES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # tensor name → sizes
+_TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+_NOT_LAYERS = {"lm_head", "embed_tokens"}  # what "all-linear" leaves out, as PEFT does
+# Target → those that must be targets too.
+_TOGETHER = {"q_proj": {"v_proj"}, "k_proj": {"q_proj", "v_proj"}, "v_proj": {"q_proj"}, "up_proj": {"gate_proj"}}
+# Other options of PEFT → the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "bias": ("none", None),
+    "modules_to_save": ([], None),
+    "fan_in_fan_out": (False, None),
+    "layers_to_transform": ([], None),
+    "exclude_modules": ([], None),
+    "target_parameters": ([], None),
+    "trainable_token_indices": ([], {}, None),
+}
 
 
 class WeightsCheck:
     """Names, dtypes and shapes of a worker's model, and the check against them. Blocking: reads whole folders."""
 
     def __init__(self) -> None:
-        """The first folder that is checked sets the names, dtypes and shapes."""
         self._standard: dict[str, Shape] | None = None
         self._passed: PolicyVersion | None = None
 
     def check(self, folder: Path, version: PolicyVersion) -> None:
-        """Raise WeightsUnusable when a folder is incomplete, of another model, or holds values that are not finite."""
         if version == self._passed:
             return
         try:
@@ -70,7 +95,6 @@ def _read_folder(folder: Path) -> dict[str, Shape]:
 
 
 def read_file(file: Path) -> dict[str, Shape]:
-    """Return the tensors of one file; raises ValueError for a truncated file, an infinity or a NaN."""
     header, start = read_header(file)
     data = np.memmap(file, mode="r", offset=start) if file.stat().st_size > start else np.empty(0, np.uint8)
     found: dict[str, Shape] = {}
@@ -86,7 +110,6 @@ def read_file(file: Path) -> dict[str, Shape]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's header and the offset of its data; raises ValueError for a truncated file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -112,3 +135,96 @@ def _difference(found: dict[str, Shape], standard: dict[str, Shape]) -> str:
         return f"{len(unknown)} tensors are new that earlier versions had not, such as {unknown[0]}"
     name = next(name for name in sorted(found) if found[name] != standard[name])
     return f"{name} is {found[name]}, in earlier versions {standard[name]}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    rank: int
+    scale: float  # lora_alpha / rank
+    targets: frozenset[str] | None  # last words of the adapted layers' names; None: every linear layer
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    down: str  # A [r, in]
+    up: str  # B [out, r]
+
+
+def read_config(raw: Any) -> AdapterConfig:
+    if not isinstance(raw, dict) or str(raw.get("peft_type", "")).lower() != "lora":
+        raise AdapterUnfit(f"{ADAPTER_CONFIG} does not describe a LoRA adapter (peft_type)")
+    rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise AdapterUnfit(f"{ADAPTER_CONFIG}: r is {rank!r}, expected a whole number above 0")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise AdapterUnfit(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}, expected a finite number")
+    for name, neutral in _NEUTRAL.items():
+        if raw.get(name) not in neutral:
+            raise AdapterUnfit(f"{ADAPTER_CONFIG}: {name} = {raw[name]!r} is not computed by every engine")
+    if targets == "all-linear":
+        return AdapterConfig(rank, alpha / rank, None)
+    if (
+        not isinstance(targets, list)
+        or not targets
+        or not all(isinstance(target, str) and target.isidentifier() for target in targets)
+    ):
+        raise AdapterUnfit(
+            f"{ADAPTER_CONFIG}: target_modules is {targets!r}, expected 'all-linear' or last words of layers' names, such as "
+            "['q_proj', 'v_proj']: every layer of that name is adapted"
+        )
+    for word, partners in _TOGETHER.items():
+        if word in targets and not partners <= set(targets):
+            raise AdapterUnfit(
+                f"{ADAPTER_CONFIG}: target_modules has {word} without {' and '.join(sorted(partners - set(targets)))}: SGLang "
+                "fuses them and crashes; adapt all of them, or none"
+            )
+    return AdapterConfig(rank, alpha / rank, frozenset(targets))
+
+
+def pair_tensors(config: AdapterConfig, found: Shapes, weights: Shapes) -> dict[str, Pair]:
+    """Return the tensors of every adapted layer: the layer's name in the model → its pair.
+
+    ``found`` are the adapter's tensors, ``weights`` the model's by their Hugging Face names. Raises AdapterUnfit
+    for a layer whose tensors are missing, a tensor of no layer, and shapes that fit neither the rank nor the weight.
+    """
+    adapted = _adapted_layers(config, weights)
+    pairs = {layer: Pair(*factor_names(layer)) for layer in adapted}
+    expected = {pair.down: (config.rank, adapted[layer][1]) for layer, pair in pairs.items()}
+    expected |= {pair.up: (adapted[layer][0], config.rank) for layer, pair in pairs.items()}
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing:
+        raise AdapterUnfit(f"{len(missing)} tensors are missing, such as {missing[0]}")
+    if unknown:
+        reason = "adapts no layer that target_modules names" if _TENSOR.fullmatch(unknown[0]) else "is none of LoRA's"
+        raise AdapterUnfit(f"{len(unknown)} tensors are unknown, such as {unknown[0]}, which {reason}")
+    for name, shape in expected.items():
+        if tuple(found[name]) != shape:
+            raise AdapterUnfit(f"{name} has shape {tuple(found[name])}, expected {shape}")
+    return pairs
+
+
+def _adapted_layers(config: AdapterConfig, weights: Shapes) -> dict[str, tuple[int, ...]]:
+    layers = {
+        name.removesuffix(".weight"): tuple(shape)
+        for name, shape in weights.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
+    words = {layer: layer.rpartition(".")[2] for layer in layers}
+    targets = frozenset(words.values()) - _NOT_LAYERS if config.targets is None else config.targets
+    if tables := sorted(targets & _NOT_LAYERS):
+        raise AdapterUnfit(f"target_modules names {tables[0]}, which is not computed by every engine")
+    if idle := sorted(targets - set(words.values())):
+        raise AdapterUnfit(f"target_modules names {idle[0]}, which the model does not have")
+    return {layer: shape for layer, shape in layers.items() if words[layer] in targets}
+
+
+def check_adapter(folder: Path, version: PolicyVersion, base: Path) -> None:
+    try:
+        config = read_config(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+        shapes = {name: sizes for name, (_, sizes) in read_file(folder / ADAPTER_WEIGHTS).items()}
+        weights: dict[str, tuple[int, ...]] = {}
+        for file in sorted(base.glob("*.safetensors")):
+            weights |= {name: tuple(entry["shape"]) for name, entry in read_header(file)[0].items()}
+        pair_tensors(config, shapes, weights)
+    except (OSError, ValueError, KeyError, TypeError, AdapterUnfit) as err:
+        raise WeightsNotApplied(f"adapter of version {version} in {folder}: {err}") from None

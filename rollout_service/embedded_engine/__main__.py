@@ -11,14 +11,17 @@ import socket
 import sys
 
 from penstock.protocol.files import atomic_write
-from penstock.rollout_service.embedded_engine.process import exit_with_parent, keep_freed_memory
-from penstock.rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
+from penstock.rollout_service.embedded_engine.process import (
+    EngineSettings,
+    exit_with_parent,
+    keep_freed_memory,
+    parse_arguments,
+)
 
 _DEFAULT_THREADS = EngineSettings.model_fields["threads"].default
 
 
 def main() -> int:
-    """Run until stopped; return the exit status."""
     arguments = sys.argv[1:]
     if arguments == ["--prepare"]:
         arguments = _prepared()
@@ -61,9 +64,9 @@ def _announce(settings: EngineSettings, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     if settings.port_file is not None:
         atomic_write(settings.port_file, f"{port}\n")
-    from penstock.protocol.transport import http_tls  # noqa: PLC0415  after OMP_NUM_THREADS is set
+    from penstock.protocol.transport import tls  # noqa: PLC0415  after OMP_NUM_THREADS is set
 
-    scheme = http_tls.scheme(settings.host)
+    scheme = tls.scheme(settings.host)
     print(f"embedded engine ready on {scheme}://{settings.host}:{port}", flush=True)  # noqa: T201
 
 

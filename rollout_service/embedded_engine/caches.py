@@ -55,7 +55,6 @@ class PrefixCache:
     """The keys and values of up to ``max_tokens`` tokens. For one thread."""
 
     def __init__(self, max_tokens: int) -> None:
-        """Start empty; with ``max_tokens`` 0 nothing is ever kept."""
         self.num_tokens = 0
         self.num_evicted = 0  # tokens, since the start; those that new weights make useless are not counted
         self._max_tokens = max_tokens
@@ -107,7 +106,6 @@ class PrefixCache:
             self.num_tokens -= sum(len(node.tokens) for node in _all(self._trees.pop(key)))
 
     def clear(self) -> None:
-        """Drop everything: other weights compute other values."""
         self._trees.clear()
         self.num_tokens = 0
 
@@ -115,7 +113,6 @@ class PrefixCache:
         return prefix[0] in self._trees and len(prefix[1]) >= FEWEST_TOKENS
 
     def _path(self, key: _Key, ids: np.ndarray) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes along ``ids`` and how many of the tokens of each are equal; only of the last one it may be fewer than all."""
         nodes, at = self._trees.get(key, {}), 0
         while at < len(ids) and (node := nodes.get(int(ids[at]))) is not None:
             count = _num_equal(node.tokens, ids[at:])
@@ -125,7 +122,6 @@ class PrefixCache:
             nodes, at = node.children, at + count
 
     def _evict(self) -> None:
-        """Remove leaves, those used longest ago first, until an eighth of the memory is free."""
         nodes = (node for tree in self._trees.values() for node in _all(tree))
         leaves = [(node.used, number, node) for number, node in enumerate(nodes) if not node.children]
         heapq.heapify(leaves)
@@ -167,7 +163,6 @@ def _array(tokens: tuple[int, ...]) -> np.ndarray:
 
 
 def _num_equal(first: np.ndarray, second: np.ndarray) -> int:
-    """Return how many elements at the beginning are equal."""
     shorter = min(len(first), len(second))
     differ = first[:shorter] != second[:shorter]
     at = int(differ.argmax()) if shorter else 0
@@ -175,15 +170,12 @@ def _num_equal(first: np.ndarray, second: np.ndarray) -> int:
 
 
 class ImageFeatureCache:
-    """Features of images. For one thread."""
-
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._found: OrderedDict[int, torch.Tensor] = OrderedDict()  # used longest ago first
 
     def find(self, number: int) -> torch.Tensor | None:
-        """Return the features [tokens, hidden] of an image; None if they have to be computed."""
         features = self._found.get(number)
         if features is not None:
             self._found.move_to_end(number)
@@ -200,6 +192,5 @@ class ImageFeatureCache:
             self.num_bytes -= dropped.numel() * dropped.element_size()
 
     def clear(self) -> None:
-        """Drop everything: other weights compute other features."""
         self._found.clear()
         self.num_bytes = 0

@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """The result of a weight update; without ``success`` the old weights are still served."""
-
     success: bool
     message: str
     num_paused: int = 0
@@ -40,8 +38,6 @@ class UpdateOutcome:
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """Checked weights, queued behind the jobs before them."""
-
     weights: Weights
     version: str | None  # None: keep the label, as SGLang does
     model_path: str
@@ -52,8 +48,6 @@ class WeightUpdate:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Counters since the engine started; written by its thread, read by /metrics, /v1/loads and /server_info."""
-
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -65,8 +59,6 @@ class EngineMetrics:
 
 
 class _Command:
-    """A control action for the engine thread, and the future of its result."""
-
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
         self.outcome: Future[Any] = Future()
@@ -85,7 +77,6 @@ class EngineThread:
     def __init__(
         self, runner: Runner, limits: Limits, *, version: str, model_path: str, on_failure: Callable[[], None]
     ) -> None:
-        """Prepare; nothing runs before ``start``. ``on_failure`` is called in the engine thread when it fails."""
         self.version = version
         self.model_path = model_path
         self.limits = limits
@@ -137,26 +128,17 @@ class EngineThread:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of ended sequences and prompts whose keys and values are kept."""
         return self._runner.kept.num_tokens
 
     @property
     def num_evicted_tokens(self) -> int:
-        """Tokens whose kept keys and values had to make room for others, since the start."""
         return self._runner.kept.num_evicted
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its ``on_done`` is called in the engine thread."""
-        with self._changed:
-            self._refuse_if_stopped()
-            self._inbox.append(job)
-            self._changed.notify()
+        self._append(self._inbox, job)
 
     def update(self, update: WeightUpdate) -> Future[UpdateOutcome]:
-        with self._changed:
-            self._refuse_if_stopped()
-            self._inbox.append(update)
-            self._changed.notify()
+        self._append(self._inbox, update)
         return update.outcome
 
     def pause(self, mode: str) -> Future[int]:
@@ -185,13 +167,11 @@ class EngineThread:
         return self._command(command)
 
     def abort(self, *, prefix: str, everything: bool) -> Future[int]:
-        """End sequences whose rid starts with ``prefix`` (or all) with the tokens they have."""
         return self._command(
             lambda: self._abort(lambda item: everything or item.rid.startswith(prefix), "Abort by /abort_request")
         )
 
     def cancel(self, job: Job) -> Future[int]:
-        """End the sequences of a job whose client has disconnected."""
         return self._command(lambda: self._abort(lambda item: item.job is job, "Client disconnected"))
 
     def flush(self) -> Future[bool]:
@@ -210,15 +190,15 @@ class EngineThread:
 
     def _command(self, action: Callable[[], T]) -> Future[T]:
         command = _Command(action)
-        with self._changed:
-            self._refuse_if_stopped()
-            self._commands.append(command)
-            self._changed.notify()
+        self._append(self._commands, command)
         return command.outcome
 
-    def _refuse_if_stopped(self) -> None:
-        if self._stopping or self.failure is not None:
-            raise EngineStopped(f"the engine thread has ended ({self.failure or 'shutdown'}); restart the process")
+    def _append(self, queue: deque[Any], item: object) -> None:
+        with self._changed:
+            if self._stopping or self.failure is not None:
+                raise EngineStopped(f"the engine thread has ended ({self.failure or 'shutdown'}); restart the process")
+            queue.append(item)
+            self._changed.notify()
 
     def _run(self) -> None:
         try:
@@ -233,7 +213,6 @@ class EngineThread:
             self._fail_all(EngineStopped("the engine is shutting down"))
 
     def _wait_for_work(self) -> bool:
-        """Block until there is work, run the commands; return False when asked to stop."""
         with self._changed:
             while not (self._commands or self._inbox or self._can_compute() or self._stopping):
                 self._changed.wait()
@@ -317,7 +296,6 @@ class EngineThread:
         return len(ended)
 
     def _abort_sequences(self, sequences: list[Sequence], message: str) -> None:
-        """End running, waiting or queued sequences with the tokens they have."""
         reason = FinishReason("abort", message=message)
         for sequence in sequences:
             sequence.finish = reason

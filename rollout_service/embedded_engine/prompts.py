@@ -26,7 +26,6 @@ class Prompt:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All of its tokens, those of images marked."""
         return self.prefix[1]
 
     @property
@@ -35,7 +34,6 @@ class Prompt:
 
     @property
     def new_tokens(self) -> tuple[int, ...]:
-        """The tokens to compute, at least one: the hidden state of the last is needed."""
         return self.tokens[self.reused.length :]
 
 
@@ -76,14 +74,11 @@ def packed(prompts: Items[Prompt], merge_size: int) -> tuple[np.ndarray, np.ndar
 
 
 def _rope_positions(prompt: Prompt, merge_size: int) -> np.ndarray:
-    """Return the positions [new tokens, 3] of what is to be computed of a prompt."""
     places = None if prompt.images is None else prompt.images.places
     return rope_positions(len(prompt.tokens), places, merge_size)[:, prompt.reused.length :].T
 
 
 class ShownPart(NamedTuple):
-    """A part of an image among the packed tokens."""
-
     row: int  # of its first token
     image: Image
     start: int  # tokens [start, end) of the image

@@ -15,15 +15,13 @@ import uvicorn
 from penstock.protocol import errors as protocol_errors
 from penstock.protocol.images import admission
 from penstock.protocol.images.processor import read_processor
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
 from penstock.rollout_service.embedded_engine.http.app import build_app
-from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
-from penstock.rollout_service.embedded_engine.http.images import ImageReader
-from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry, JobRunner
-from penstock.rollout_service.embedded_engine.http.server_state import ServerState
-from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.http.bodies import ImageReader
+from penstock.rollout_service.embedded_engine.http.build_job import ServedModel, Text
+from penstock.rollout_service.embedded_engine.http.server_state import AdapterRegistry, JobRunner, ServerState
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, prepare_adapter, read_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import (
@@ -31,12 +29,11 @@ from penstock.rollout_service.embedded_engine.model.model_config import (
     read_eos_token_ids,
     read_model_config,
 )
-from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights, read_checkpoint
+from penstock.rollout_service.embedded_engine.process import EngineSettings
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
-from penstock.rollout_service.embedded_engine.settings import EngineSettings
 
 _DEFAULT_KV_BYTES = 2 * 1024**3
 _DEFAULT_KEPT_BYTES = 512 * 1024**2
@@ -47,9 +44,7 @@ log = structlog.get_logger("embedded_engine.run_engine")
 def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callable[[], None]) -> int:
     """Serve on ``listener`` until a signal ends the process, or the engine thread fails (then return 1).
 
-    Raises:
-        UnsupportedModel: the model folder's architecture or features are not served here.
-        CheckpointRefused: the first weights are not complete and finite.
+    Raises UnsupportedModel, and CheckpointRefused if the first weights are not complete and finite.
     """
     torch.set_num_threads(settings.threads)
     config = read_model_config(settings.model_path)
@@ -148,7 +143,7 @@ def _http_config(
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=2,
-        **http_tls.server_options(settings.host),
+        **tls.server_options(settings.host),
     )
 
 
@@ -165,13 +160,11 @@ class _Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Fail unfinished requests, then close the connections."""
         await asyncio.to_thread(self._on_stop)
         await super().shutdown(sockets)
 
 
 def _image_reader(folder: Path) -> ImageReader:
-    """Return the reader of a model's images; raises UnsupportedModel, and ConfigError without Pillow."""
     try:
         processor = read_processor(folder)
     except protocol_errors.UnsupportedModel as error:

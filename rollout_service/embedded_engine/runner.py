@@ -28,12 +28,14 @@ from penstock.rollout_service.embedded_engine.scheduler import padded_rows
 from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Image, Sequence
 
 NO_TOKEN = -1  # pads `Rows.stop_ids`
+_LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
+# of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
+_MAX_FEATURE_BYTES = 256 * 2**20
+_KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
 
 
 @dataclass(slots=True)
 class Rows:
-    """Per-row numbers of the running sequences; only the first n entries are meaningful."""
-
     last_token: np.ndarray  # int64, sampled, not yet in the cache
     position: np.ndarray  # int64, position of the last token; equals the number of tokens in the cache
     # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
@@ -93,12 +95,6 @@ class Rows:
             array[targets] = array[sources]
 
 
-_LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
-# of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
-_MAX_FEATURE_BYTES = 256 * 2**20
-_KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
-
-
 class Runner:
     """The running sequences with their keys and values. For one thread."""
 
@@ -151,7 +147,6 @@ class Runner:
         return torch.inference_mode()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
-        """Compute the prompts of ``admitted`` sequences and sample one token each; return those that finished."""
         prompts = prompts_of(admitted, self.kept)
         first, copies = len(self.running), [len(one.sequences) for one in prompts]
         # Those that run count too: a rectangle at its limit is reallocated with exactly these rows and columns.
@@ -182,7 +177,6 @@ class Runner:
         return self._advance(logits, first)
 
     def step(self) -> list[Sequence]:
-        """Compute and sample one token for every running sequence; return those that finished."""
         num, rows = len(self.running), padded_rows(len(self.running))
         running = self._rows.position[:num]
         columns = int(running.max()) + 1
@@ -202,7 +196,6 @@ class Runner:
         return self._advance(logits, 0)
 
     def remove(self, leaving: Collection[Sequence]) -> None:
-        """Remove sequences; the last rows move into their places."""
         if not leaving:
             return
         gone = set(map(id, leaving))
@@ -222,13 +215,11 @@ class Runner:
         del self.running[kept:]
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Drop the tensors of an adapter with which no sequence runs, and what was computed with it."""
         self.kept.drop_adapter(adapter.number)
         for numbers in [numbers for numbers in self._mixes if adapter.number in numbers]:
             del self._mixes[numbers]
 
     def _image_tokens(self, prompts: list[Prompt]) -> ImageTokens | None:
-        """Return the image tokens of packed prompts with their features; None when there are none."""
         parts = shown_parts(prompts)
         if not parts:
             return None
@@ -244,7 +235,6 @@ class Runner:
         return features
 
     def _rotary_positions(self, num_rows: int) -> torch.Tensor | None:
-        """Return the positions for rotary embeddings of the running sequences and of padding rows; None: those in the cache."""
         num = len(self.running)
         if not self._rows.skipped[:num].any():
             return None
@@ -252,7 +242,6 @@ class Runner:
         return self._to_device(self._rows.position[:num_rows] - self._rows.skipped[:num_rows])
 
     def _prompt_adapters(self, prompts: list[Prompt]) -> RowAdapters | None:
-        """Return the adapters of packed prompts; None when none has one."""
         adapters = [prompt.sequences[0].adapter for prompt in prompts]
         given = [adapter for adapter in adapters if adapter is not None]
         if not given:
@@ -263,7 +252,6 @@ class Runner:
         return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))
 
     def _running_adapters(self, num_rows: int) -> RowAdapters | None:
-        """Return the adapters of the running sequences and of the padding rows; None when none has one."""
         num, numbers = len(self.running), self._rows.adapter
         if not numbers[:num].any():
             return None
@@ -306,7 +294,6 @@ class Runner:
             sequence.input_top_logprobs = tops if sequence.num_top_logprobs else None
 
     def _advance(self, logits: torch.Tensor, first: int) -> list[Sequence]:
-        """Sample one token for each running sequence from row ``first`` on; return those that finished."""
         rows, here = self._rows, slice(first, len(self.running))
         self._forbid_early_stops(logits, here)
         chosen, their_logprobs = sample(logits, self._choice(here))

@@ -49,15 +49,11 @@ def are_admitted(num_free: int, num_waiting: int, num_running: int, max_running:
     return not num_running or num_free >= min(num_waiting, max(1, max_running // 8))
 
 
-def _none_known(prefix: Prefix) -> int:
-    return 0
-
-
 def choose_admissions(
     waiting: deque[Sequence],
     running: Iterable[Sequence],
     limits: Limits,
-    num_known: Callable[[Prefix], int] = _none_known,
+    num_known: Callable[[Prefix], int] = lambda _: 0,
 ) -> list[Sequence]:
     """Return the head of ``waiting`` that starts now, possibly empty; removes nothing.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:  # what schedules sequences needs no torch
     import numpy as np
 
-    from penstock.protocol.facts import RowImages
+    from penstock.protocol.groups import RowImages
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 
 NO_ADAPTER = 0  # number of sequences and rows without an adapter
@@ -26,8 +26,6 @@ Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample and when to stop one sequence; already validated and resolved."""
-
     max_new_tokens: int
     min_new_tokens: int = 0
     temperature: float = 1.0
@@ -63,8 +61,6 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a sequence ended; serialised as SGLang does."""
-
     type: str  # "stop" | "length" | "abort"
     matched: int | str | None = None
     message: str = ""
@@ -81,8 +77,6 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Output tokens [start, end) were sampled by weights ``version``."""
-
     version: str
     start: int
     end: int
@@ -145,7 +139,6 @@ class Sequence:
         return (self.extra_key, self.adapter_number), tokens
 
     def close_span(self, version: str) -> None:
-        """Attribute every token since the last span to ``version``."""
         start = self.spans[-1].end if self.spans else 0
         end = len(self.output_ids)
         if end == start and (self.spans or self.finish is None):

@@ -10,8 +10,8 @@ import structlog
 
 from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
 from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
@@ -30,19 +30,12 @@ class AttachedEngine:
     One worker for each server: a second one would replace the weights while requests of the first one run.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        start_deadline_s: float,
-        unreachable_limit_s: float = UNREACHABLE_LIMIT_S,
-    ) -> None:
+    def __init__(self, client: EngineClient, *, start_deadline_s: float) -> None:
         self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self.client = client
         self._start_deadline_s = start_deadline_s
-        self._unreachable_limit_s = unreachable_limit_s
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._loading = asyncio.Lock()
         self._answered_at = time.monotonic()
@@ -93,7 +86,6 @@ class AttachedEngine:
         await self.client.unload_adapter(version)
 
     async def _inspect(self, folder: Path) -> None:
-        """Refuse a server that was started with flags that the contract does not allow; note its limits."""
         report = await self.client.inspect()
         if report.objections:
             raise EngineMisconfigured(
@@ -109,16 +101,14 @@ class AttachedEngine:
         return await self.client.weights_checksum()
 
     async def check_health(self) -> None:
-        """Check now whether the server still serves what it loaded."""
         await self._check()
 
     async def run(self) -> None:
-        """Watch the server; raises EngineUnreachable when it does not answer for too long."""
         while True:
             await asyncio.sleep(_POLL_S)
             problem = await self._check()
-            if problem is not None and time.monotonic() - self._answered_at > self._unreachable_limit_s:
-                raise EngineUnreachable(f"{problem}; no answer for {self._unreachable_limit_s:.0f} s")
+            if problem is not None and time.monotonic() - self._answered_at > UNREACHABLE_LIMIT_S:
+                raise EngineUnreachable(f"{problem}; no answer for {UNREACHABLE_LIMIT_S:.0f} s")
 
     async def stop(self) -> None:
         await self.client.close()
@@ -131,7 +121,6 @@ class AttachedEngine:
         return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _check(self) -> EngineError | None:
-        """Load the weights again when the server lost them; returns why it cannot be used, None when it can."""
         async with self._loading:
             try:
                 served = await self.client.served_version()

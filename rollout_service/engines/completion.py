@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.protocol.facts import FinishReason
-from penstock.protocol.seeds import derived_seed
+from penstock.protocol.groups import FinishReason, derived_seed
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.trajectory import LOWEST_SAMPLED_LOGPROB
 from penstock.protocol.versions import PolicyVersion, VersionRun
@@ -44,7 +43,6 @@ class EngineChecksum:
 
 
 def read_version(label: object) -> PolicyVersion | None:
-    """Translate an engine's weight version label into a policy version; None for any other label."""
     if isinstance(label, str) and label.isascii() and label.isdecimal():
         return PolicyVersion(int(label))
     return None
@@ -72,7 +70,6 @@ def check_tokens(
 
 
 def read_version_runs(spans: Any, num_tokens: int, *, engine: str) -> tuple[VersionRun, ...]:
-    """Read ``[{"version", "start", "end"}, …]``; raises ReplyRefused unless the spans cover every token exactly once."""
     runs: list[VersionRun] = []
     position = 0
     for span in spans if isinstance(spans, list) else ():
@@ -112,15 +109,12 @@ def sampled_by_adapter(completion: Completion, adapter: PolicyVersion, base: Pol
 
 
 def shorten(value: object) -> str:
-    """Return at most 300 characters of a reply, for an error message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 @dataclass(slots=True)
 class Resumption:
-    """One sequence and the parts of its completion, in order."""
-
     prompt: Sequence[int]
     max_new_tokens: int
     seed: int | None = None  # of all samples of its prompt; None: random

@@ -5,27 +5,165 @@ as many tokens as its own spelling of the string has, reports the limit of token
 update of the weights interrupted the request. Tokens after the end are dropped here. What remains was sampled exactly as if the engine had
 ended there, since a token depends on none after it. A stop string is searched in the text with special tokens, so that the text of one,
 such as "<|im_end|>", can be given.
+
+`AdapterTable` holds the LoRA adapters of one server, whichever engine it runs: which it confirmed, and which requests use them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol.weights.adapter_format import adapter_name, version_of
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
-from penstock.rollout_service.engines.adapter_loader import AdapterTable
 from penstock.rollout_service.engines.completion import Completion, Resumption, sampled_by_adapter
-from penstock.rollout_service.errors import EngineMisconfigured, EngineTimeout, WeightsUnverified
+from penstock.rollout_service.errors import (
+    EngineMisconfigured,
+    EngineRefused,
+    EngineTimeout,
+    WeightsNotApplied,
+    WeightsUnverified,
+)
 
 Decode = Callable[[Sequence[int]], str]  # of token ids, special tokens included
+
+
+@dataclass(slots=True)
+class _Entry:
+    base: PolicyVersion  # the weights on which it was loaded
+    num_requests: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while no request names it
+    is_leaving: bool = False
+
+
+class AdapterTable:
+    def __init__(self) -> None:
+        self._entries: dict[PolicyVersion, _Entry] = {}
+
+    def __contains__(self, version: object) -> bool:
+        """Return True if the server confirmed a version and has not unloaded it since."""
+        return version in self._entries
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The loaded versions, those that are being unloaded included."""
+        return list(self._entries)
+
+    def confirm(self, version: PolicyVersion, base: PolicyVersion) -> None:
+        entry = self._entries[version] = _Entry(base)
+        entry.idle.set()
+
+    def forget(self, version: PolicyVersion) -> None:
+        self._entries.pop(version, None)
+
+    @contextlib.contextmanager
+    def using(self, version: PolicyVersion) -> Iterator[PolicyVersion]:
+        """Count a request with a version; yields the base weights that it is computed with.
+
+        Raises EngineRefused, before anything is sent, for a version that is not loaded: SGLang reloads an unloaded
+        adapter from its last folder when a request names it.
+        """
+        entry = self._entries.get(version)
+        if entry is None or entry.is_leaving:
+            have = ", ".join(map(str, self._entries)) or "none"
+            raise EngineRefused(f"the adapter of version {version} is not loaded; loaded are: {have}")
+        entry.num_requests += 1
+        entry.idle.clear()
+        try:
+            yield entry.base
+        finally:
+            entry.num_requests -= 1
+            if not entry.num_requests:
+                entry.idle.set()
+
+    async def leave(self, version: PolicyVersion, deadline_s: float) -> None:
+        """Refuse a version to new requests and wait for those under way; raises EngineTimeout when they take too long."""
+        entry = self._entries[version]
+        entry.is_leaving = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                await entry.idle.wait()
+        except TimeoutError:
+            raise EngineTimeout(
+                f"{entry.num_requests} requests still use the adapter of version {version} after {deadline_s:g} s"
+            ) from None
+
+
+class AdapterCalls(ABC):
+    @abstractmethod
+    async def load(self, name: str, folder: Path) -> None:
+        """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
+
+    @abstractmethod
+    async def unload(self, name: str) -> None:
+        """Unload an adapter; raises EngineRefused when the server refuses."""
+
+    @abstractmethod
+    async def list_names(self) -> list[object]: ...
+
+
+@dataclass(eq=False)
+class AdapterLoader:
+    """The adapters of one server. Loads and unloads run one at a time; requests continue meanwhile."""
+
+    url: str
+    calls: AdapterCalls
+    served_version: Callable[[], Awaitable[PolicyVersion | None]]
+    _: KW_ONLY
+    request_deadline_s: float
+
+    def __post_init__(self) -> None:
+        self.table = AdapterTable()
+        self.turn = asyncio.Lock()  # also held while base weights are loaded
+
+    async def load(self, folder: Path, version: PolicyVersion) -> None:
+        async with self.turn:
+            if version in self.table:
+                return
+            base = await self.served_version()
+            if base is None:
+                raise WeightsNotApplied(
+                    f"{self.url} serves weights without a policy version; load weights before adapter {version}"
+                )
+            await self.calls.load(adapter_name(version), folder)
+            self.table.confirm(version, base)
+
+    async def unload(self, version: PolicyVersion) -> None:
+        if version not in self.table:
+            return
+        await self.table.leave(version, self.request_deadline_s)
+        async with self.turn:
+            if version in self.table:
+                await self.calls.unload(adapter_name(version))
+                self.table.forget(version)
+
+    async def drop_all(self) -> None:
+        for version in self.table.versions:
+            await self.table.leave(version, self.request_deadline_s)
+        async with self.turn:
+            for version in await self.listed():
+                await self.calls.unload(adapter_name(version))
+            for version in self.table.versions:
+                self.table.forget(version)
+
+    async def forget_lost(self) -> None:
+        async with self.turn:
+            have = await self.listed()
+            for version in self.table.versions:
+                if version not in have:
+                    self.table.forget(version)
+
+    async def listed(self) -> set[PolicyVersion]:
+        return {version for name in await self.calls.list_names() if (version := version_of(name)) is not None}
 
 
 def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> int | None:
@@ -44,7 +182,6 @@ def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> 
 
 
 def ended_at(completion: Completion, count: int) -> Completion:
-    """Return the first ``count`` tokens of a completion, which a stop string ends."""
     runs = [
         VersionRun(run.version, run.start, min(run.end, count)) for run in completion.version_runs if run.start < count
     ]
@@ -63,8 +200,6 @@ def _without_last(experts: ExpertChoices | None, num: int) -> ExpertChoices | No
 
 
 class Detokenizer:
-    """The ``tokenizer.json`` of a model folder, where it has one."""
-
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer  # noqa: PLC0415  (most workers never decode)
 
@@ -76,7 +211,6 @@ class Detokenizer:
         return self._tokenizer is not None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text; an empty text without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -102,31 +236,22 @@ class SampleParts(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class CompletionSampler:
-    """Samples whole completions with one engine's `SampleParts`."""
+    url: str
+    sample: SampleParts
+    adapters: AdapterTable
+    _: KW_ONLY
+    request_deadline_s: float
+    returns_text: bool = True  # False: the engine returns token ids only, which are decoded here
 
-    def __init__(
-        self,
-        url: str,
-        sample: SampleParts,
-        adapters: AdapterTable,
-        *,
-        request_deadline_s: float,
-        returns_text: bool = True,
-    ) -> None:
-        """``returns_text`` is False for an engine that returns token ids only: they are decoded here."""
+    def __post_init__(self) -> None:
         self.folder: Path | None = None  # of the last weights, whose tokenizer decodes
-        self._url = url
-        self._sample = sample
-        self._adapters = adapters
-        self._request_deadline_s = request_deadline_s
-        self._returns_text = returns_text
         self._num_unverified = 0
         self._unverified_reason: str | None = None
         self._detokenizer: Detokenizer | None = None
 
     def mark_unverified(self, reason: str) -> None:
-        """Refuse running and new requests until `mark_verified`."""
         self._num_unverified += 1
         self._unverified_reason = reason
 
@@ -163,10 +288,9 @@ class CompletionSampler:
         return sequence
 
     async def _complete(self, sequences: Sequence[Resumption], request: SampleRequest) -> None:
-        """Sample the parts of sequences until none is cut by an update."""
-        num_unverified, deadline_s, adapter = self._num_unverified, self._request_deadline_s, request.adapter
+        num_unverified, deadline_s, adapter = self._num_unverified, self.request_deadline_s, request.adapter
         try:
-            with self._adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
+            with self.adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
                 async with asyncio.timeout(deadline_s):
                     unfinished = sequences
                     while unfinished:
@@ -175,13 +299,13 @@ class CompletionSampler:
                         is_over = request.single is not None and request.single.is_abandoned
                         unfinished = [] if is_over else [sequence for sequence in unfinished if sequence.is_cut]
         except TimeoutError:
-            raise EngineTimeout(f"{self._url} gave no answer within {deadline_s:g} s") from None
+            raise EngineTimeout(f"{self.url} gave no answer within {deadline_s:g} s") from None
 
     async def _add_parts(
         self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_unverified: int
     ) -> None:
         self._refuse_if_unverified(num_unverified)
-        parts = await self._sample(sequences, request)
+        parts = await self.sample(sequences, request)
         self._refuse_if_unverified(num_unverified)
         for sequence, part in zip(sequences, parts, strict=True):
             if request.adapter is not None:
@@ -191,7 +315,7 @@ class CompletionSampler:
     def _refuse_if_unverified(self, num_unverified: int) -> None:
         if self._unverified_reason is not None or num_unverified != self._num_unverified:
             raise WeightsUnverified(
-                f"{self._url}: {self._unverified_reason or 'an update of its weights failed during the request'}"
+                f"{self.url}: {self._unverified_reason or 'an update of its weights failed during the request'}"
             )
 
     async def whole(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
@@ -201,12 +325,11 @@ class CompletionSampler:
         """
         if stop:
             return await asyncio.to_thread(self._stopped, sequence, stop)
-        if self._returns_text and len(sequence.parts) == 1 and sequence.parts[0].finish_reason != "abort":
+        if self.returns_text and len(sequence.parts) == 1 and sequence.parts[0].finish_reason != "abort":
             return sequence.parts[0]
         return sequence.joined(await asyncio.to_thread(self._decode, sequence))
 
     def _stopped(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
-        """Return a completion that ends with the first of the stop strings, whichever engine sampled it."""
         tokenizer = self._tokenizer()
         if not tokenizer.has_tokenizer:
             raise EngineMisconfigured(
@@ -222,10 +345,10 @@ class CompletionSampler:
 
     def _decode(self, sequence: Resumption) -> str:
         tokenizer = self._tokenizer()
-        if not tokenizer.has_tokenizer and (not self._returns_text or any(p.text for p in sequence.parts)):
+        if not tokenizer.has_tokenizer and (not self.returns_text or any(p.text for p in sequence.parts)):
             reason = (
                 "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or publish it"
-                if self._returns_text
+                if self.returns_text
                 else "this engine returns token ids only; publish it with the weights"
             )
             raise EngineMisconfigured(f"no tokenizer.json among the published weights ({self.folder}): {reason}")

@@ -2,7 +2,7 @@
 
 A *managed* engine (`managed_engine.py`) is a child process: when it exits or hangs, it is restarted with the newest
 weights it was given. An *attached* one (`attached_engine.py`) is a server at a URL that the worker did not start: when
-it was restarted and lost the weights, they are loaded again. Several of either act as one in `engine_pool.py`.
+it was restarted and lost the weights, they are loaded again. Several of either act as one in `engine_kind.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.protocol.versions import PolicyVersion, is_newer, newest_of
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine_client import EngineClient, Generates, UpdateMode
 from penstock.rollout_service.errors import EngineError, EngineUnreachable
@@ -24,9 +24,7 @@ _POLL_S = 0.05
 class Readiness(Protocol):
     """The part of `asyncio.Event` that others may use."""
 
-    def is_set(self) -> bool:
-        """Return True if the engine can be asked to generate."""
-        ...
+    def is_set(self) -> bool: ...
 
     async def wait(self) -> bool: ...
 
@@ -125,7 +123,6 @@ async def wait_until_it_answers(client: EngineClient, deadline_s: float, *, gene
 
 
 async def metrics_or_none(client: EngineClient) -> dict[str, float]:
-    """Return an engine's metrics; empty when it has no metrics page, or does not answer now."""
     try:
         return await client.metrics()
     except EngineError:
@@ -142,12 +139,7 @@ class ServedVersion:
 
     @property
     def value(self) -> PolicyVersion | None:
-        """The newest version, as weights or as an adapter; None before the first."""
-        newest = self.base
-        for version in self._adapters:
-            if is_newer(version, newest):
-                newest = version
-        return newest
+        return newest_of([self.base, *self._adapters])
 
     @property
     def adapters(self) -> Mapping[PolicyVersion, Path]:
@@ -171,7 +163,6 @@ class ServedVersion:
         self._adapters.pop(version, None)
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
-        """Wait until ``version`` or a newer one is served."""
         while is_newer(version, self.value):
             await self._changed.wait()
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from penstock.protocol.facts import AbandonedCompletion, RowImages, Sampling
+from penstock.protocol.groups import AbandonedCompletion, RowImages, Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from penstock.rollout_service.engines.redundancy import Redundancy
 
 UpdateMode = Literal["drain", "retract", "in_place", "abort"]
+_SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
+_SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 def mode_of(wanted: UpdateMode, serving: PolicyVersion | None, version: PolicyVersion) -> UpdateMode:
@@ -64,8 +66,6 @@ def mode_of(wanted: UpdateMode, serving: PolicyVersion | None, version: PolicyVe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePrompt(Sequence[int]):
-    """Token ids with all tokens of their images, and the images."""
-
     token_ids: Sequence[int]
     images: RowImages
     data: Mapping[str, bytes]  # by sha256
@@ -74,7 +74,6 @@ class ImagePrompt(Sequence[int]):
         return len(self.token_ids)
 
     def __getitem__(self, at: Any) -> Any:
-        """Return a token, or a list of them, without images."""
         return self.token_ids[at]
 
     def __iter__(self) -> Iterator[int]:
@@ -88,10 +87,6 @@ def refuse_images(prompts: Sequence[Sequence[int]], engine: str) -> None:
             "images_unsupported",
             f"a prompt has images, and {engine} gets token ids alone: use the embedded engine or SGLang, or data without images",
         )
-
-
-_SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
-_SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 def read_samples(exposition: str, *, prefix: str, names: Mapping[str, str]) -> dict[str, float]:
@@ -183,7 +178,6 @@ class GeneratesRedundantly(Protocol):
 
 
 def able_to_abandon(client: Generates) -> GeneratesRedundantly:
-    """Return the client of an engine that can end single completions; raises TaskRefused for any other."""
     if not isinstance(client, GeneratesRedundantly):
         raise TaskRefused(
             "redundancy_unsupported",
@@ -195,8 +189,6 @@ def able_to_abandon(client: Generates) -> GeneratesRedundantly:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """How a server was started, as far as it reports it."""
-
     objections: list[str] = field(default_factory=list)  # why it cannot be used; each names the flag
     untested_version: str = ""  # its version, where the contract tests never ran against it
     context_tokens: int | None = None  # the context it was limited to; None: the model's own

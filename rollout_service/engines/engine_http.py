@@ -11,12 +11,16 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.adapter_loader import AdapterLoader
 from penstock.rollout_service.engines.completion import Completion, Resumption, read_version, shorten
-from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
+from penstock.rollout_service.engines.completion_sampler import (
+    AdapterCalls,
+    AdapterLoader,
+    CompletionSampler,
+    SampleRequest,
+)
 from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.errors import EngineRefused, EngineTimeout, EngineUnreachable, ReplyRefused
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections
@@ -64,17 +68,9 @@ class EngineHttp:
             ) from None
 
 
-class HttpAdapterCalls(ABC):
+class HttpAdapterCalls(AdapterCalls):
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
-
-    @abstractmethod
-    async def load(self, name: str, folder: Path) -> None:
-        """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
-
-    @abstractmethod
-    async def unload(self, name: str) -> None:
-        """Unload an adapter; raises EngineRefused when the server refuses."""
 
     async def list_names(self) -> list[object]:
         answer = await self._http.call("GET", "/v1/models", None, PROBE_S)

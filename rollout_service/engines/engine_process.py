@@ -19,6 +19,12 @@ from penstock.protocol import parent_death
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineUnreachable
 
+LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
+_NOT_PASSED = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # the worker's import path, its passwords, its environment
+_POLL_S = 0.02
+_STOP_S = 5.0
+_TAIL_BYTES = 4000
+
 
 class PreparedProcess:
     """A process started with the words of a program and one flag; it reads the words after these from stdin, as a JSON line."""
@@ -34,12 +40,7 @@ class PreparedProcess:
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=environ,
-                start_new_session=True,
+                *words, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, env=environ, start_new_session=True
             )
         return cls(process, words, log_start)
 
@@ -48,7 +49,6 @@ class PreparedProcess:
         return self._process.pid
 
     async def become(self, command: Sequence[str]) -> asyncio.subprocess.Process | None:
-        """Let it go on as this command; None when it has exited, or the command is of another program."""
         if list(command[: len(self._program)]) != self._program:
             await self.stop()
             return None
@@ -67,14 +67,6 @@ class PreparedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
-
-
-LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
-
-_NOT_PASSED = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # the worker's import path, its passwords, its environment
-_POLL_S = 0.02
-_STOP_S = 5.0
-_TAIL_BYTES = 4000
 
 
 def with_parent(parent_pid: int, port_file: Path) -> list[str]:
@@ -152,11 +144,9 @@ class EngineProcess:
         self._members = group_members(self.pid)
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of its running processes and their ended children."""
         return sum(map(process_cpu_seconds, self._members))
 
     async def wait(self) -> str:
-        """Wait until the process has exited and kill its group; returns how it exited, with the tail of its log."""
         code = await self._process.wait()
         if not self._group_ended:  # once only: the number may belong to another process by now
             self._group_ended = True
@@ -166,13 +156,11 @@ class EngineProcess:
         return f"the engine (pid {self.pid}) {how}; end of {self._log}:\n{self._tail()}"
 
     def kill(self) -> None:
-        """SIGKILL the process group; `wait` then returns."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Terminate the process, or kill it after a deadline; idempotent."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
@@ -219,7 +207,6 @@ def group_members(group: int) -> list[int]:
 
 
 def process_cpu_seconds(pid: int) -> float:
-    """Return user and system seconds of a running process and its ended children; 0.0 when it has exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

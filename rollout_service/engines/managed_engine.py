@@ -13,8 +13,8 @@ import structlog
 
 from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
 from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
@@ -83,7 +83,6 @@ class ManagedEngine:
         return self._serving.value
 
     async def prepare(self) -> None:
-        """Start the process without weights, if the engine can be: the first `load` then waits less."""
         if self._prepare and self._process is None:
             self._prepared = await PreparedProcess.start(self._prepare, log=self._log_file, environ=self._environ)
 
@@ -211,7 +210,6 @@ class ManagedEngine:
             await self.client.close()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of this process, its running engine and its ended engines."""
         of_prepared = process_cpu_seconds(self._prepared.pid) if self._prepared else 0.0
         return cpu_seconds() + of_prepared + (self._process.cpu_seconds() if self._process else 0.0)
 
@@ -219,7 +217,6 @@ class ManagedEngine:
         return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _watch(self, process: EngineProcess) -> str:
-        """Wait until a process exits and return how, checking every few seconds that it serves what it loaded."""
         ending = asyncio.create_task(process.wait())
         try:
             while not ending.done():
@@ -241,7 +238,6 @@ class ManagedEngine:
             self._discard()
 
     def _discard(self) -> None:
-        """Kill an engine whose weights are unknown; `run` starts another from the newest weights."""
         assert self._process is not None
         self.ready.clear()
         self._discarded = True
@@ -327,7 +323,6 @@ class ManagedEngine:
 
 
 async def _while_running(process: EngineProcess, answering: Coroutine[Any, Any, None]) -> None:
-    """Wait for an engine's first answer; raises EngineUnreachable as soon as its process has exited."""
     first = asyncio.create_task(answering)
     ending = asyncio.create_task(process.wait())
     try:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.protocol.facts import AbandonedCompletion, Sampling
+from penstock.protocol.groups import AbandonedCompletion, Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
 from penstock.rollout_service.engines.completion import Resumption
@@ -21,11 +21,12 @@ from penstock.rollout_service.engines.completion_sampler import CompletionSample
 from penstock.rollout_service.engines.engine_client import KeptCompletions
 from penstock.rollout_service.errors import EngineError, TaskRefused
 
+Abort = Callable[[str], Awaitable[None]]  # ends the request of a name: its reply holds the tokens that it has
+_ABORT_AGAIN_S = 0.5  # a request may reach the engine after the abort that was meant for it
+
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """How many completions of a prompt are started, and when they are enough."""
-
     enough: int  # a group is complete with so many
     extra: int = 0  # started besides
     # How much longer the rest may take, as a share of the time in which ``enough`` ended; 0: none of it is kept.
@@ -46,7 +47,6 @@ class RedundantGroup:
     enough_at: float | None = None  # when ``enough`` had ended
 
     def end(self, number: int, now: float) -> None:
-        """Record that a completion has ended; completions that end together are given by number."""
         self.ended.append(number)
         if len(self.ended) == self.redundancy.enough:
             self.enough_at = now
@@ -70,11 +70,6 @@ class RedundantGroup:
         """The completions of the group, by number: the first ``enough`` that ended, or with a ``wait`` all that have ended."""
         most = len(self.ended) if self.redundancy.wait else self.redundancy.enough
         return sorted(self.ended[:most])
-
-
-Abort = Callable[[str], Awaitable[None]]  # ends the request of a name: its reply holds the tokens that it has
-
-_ABORT_AGAIN_S = 0.5  # a request may reach the engine after the abort that was meant for it
 
 
 async def generate_redundantly(
@@ -106,7 +101,6 @@ class _Prompts:
     abort: Abort
 
     async def group(self, prompt: Sequence[int]) -> KeptCompletions:
-        """Sample one group; raises EngineError, and then nothing of it runs any more."""
         name = uuid.uuid4().hex
         requests = [SingleRequest(f"{name}-{number:04d}") for number in range(self.redundancy.started)]
         tasks = [
@@ -125,7 +119,6 @@ class _Prompts:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait(self, tasks: Sequence[asyncio.Task[Resumption]]) -> list[int]:
-        """Wait until the group is closed; return the numbers of the completions that are kept."""
         now = asyncio.get_running_loop().time
         group = RedundantGroup(self.redundancy, now())
         running = dict(enumerate(tasks))
@@ -138,7 +131,6 @@ class _Prompts:
         return group.kept
 
     async def _abandon(self, tasks: Sequence[asyncio.Task[Resumption]], requests: Sequence[SingleRequest]) -> None:
-        """Abort what still runs, and wait for its replies."""
         running = {task: request for task, request in zip(tasks, requests, strict=True) if not task.done()}
         for request in running.values():
             request.is_abandoned = True

@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
 from penstock.rollout_service.engines.engine_client import ImagePrompt, KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.environments.build_trajectory import build_trajectory
 from penstock.rollout_service.environments.environment import (
     Environment,
     KeptTrajectories,
     Sampler,
     SamplesRedundantly,
+    build_trajectory,
 )
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.run_images import RunImages
 
 
 class SingleTurn(Environment):
-    """The environment ``single_turn``."""
-
     name = "single_turn"
 
     def __init__(self) -> None:

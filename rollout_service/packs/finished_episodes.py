@@ -19,12 +19,12 @@ import structlog
 from penstock.protocol import blob_keys
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ImageRefused, PackError, PenstockError
-from penstock.protocol.facts import BlobRef, Task
+from penstock.protocol.groups import BlobRef, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs, BlobStat
 from penstock.protocol.versions import is_fresh
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.environments.build_trajectory import build_group, rows_of
+from penstock.rollout_service.environments.environment import build_group, rows_of
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.run_images import RunImages
 
@@ -39,12 +39,9 @@ class ContinuedEpisode(Episode):
 
 
 class FinishedEpisodes:
-    """The stored episodes of one worker's packs. For one event loop."""
-
     def __init__(
         self, blobs: Blobs, engine: Engine, metrics: WorkerMetrics, *, run_id: str, images: RunImages | None = None
     ) -> None:
-        """Prepare; nothing is read before `load`. Without ``images`` no episode that shows some is continued."""
         self._blobs = blobs
         self._engine = engine
         self._metrics = metrics
@@ -92,7 +89,6 @@ class FinishedEpisodes:
         return taken
 
     async def keep(self, task: Task, episode: Episode) -> None:
-        """Store an episode that has ended; a failure is counted and logged, and costs nothing but its protection."""
         runs = [run for row in rows_of(episode) for run in row.version_runs]
         if any(run.version not in self._engine.applied for run in runs):
             return  # its pack is refused as a whole
@@ -124,14 +120,12 @@ class FinishedEpisodes:
         return self._blobs.put(blob_keys.finished_episode(prefix, _kind(task), episode.index, sha256), data)
 
     def _stored(self, task: Task, vocab_size: int | None) -> tuple[list[str], list[tuple[str, Episode]]]:
-        """Return the keys below a task's prefix, and the kinds and episodes of those that hold one."""
         prefix = blob_keys.finished_episodes_prefix(self._run_id, task.group_id, task.attempt)
         stats = sorted(self._blobs.list(prefix), key=lambda stat: stat.key)
         read = (self._read(stat, prefix, task, vocab_size) for stat in stats)
         return [stat.key for stat in stats], [one for one in read if one is not None]
 
     def _read(self, stat: BlobStat, prefix: str, task: Task, vocab_size: int | None) -> tuple[str, Episode] | None:
-        """Return the kind and the episode of an object; None if it is not one of this task."""
         name = _NAME.fullmatch(stat.key.removeprefix(prefix))
         try:
             if name is None or stat.size_bytes > MAX_BYTES:
@@ -157,7 +151,6 @@ class FinishedEpisodes:
         return is_fresh(served, episode.oldest_version, max_staleness) if served is not None else False
 
     async def _has_own_images(self, episode: Episode) -> bool:
-        """Return True unless an episode has images, and they were placed by another processor than this worker's."""
         processors = {row.images.processor for row in rows_of(episode) if row.images is not None}
         if not processors:
             return True
@@ -168,5 +161,4 @@ class FinishedEpisodes:
 
 
 def _kind(task: Task) -> str:
-    """Return whose episodes these are: those of the group, or the greedy one that it is compared with."""
     return "greedy" if task.sampling.temperature == 0 else "sampled"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,77 +14,69 @@ import structlog
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import AbandonedCompletion, Task, TaskList, decode
+from penstock.protocol.facts import TaskList, decode
+from penstock.protocol.groups import AbandonedCompletion, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits, check_task
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.environments.build_trajectory import as_baseline, build_group, rows_of
-from penstock.rollout_service.environments.environment import Environment, KeptTrajectories, Sampler
+from penstock.rollout_service.environments.environment import (
+    Environment,
+    KeptTrajectories,
+    Sampler,
+    as_baseline,
+    build_group,
+    rows_of,
+)
 from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
 from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
+from penstock.rollout_service.packs.pack_loops import ReceivedPack
 from penstock.rollout_service.packs.settlement import Settlement
-from penstock.rollout_service.packs.task_source import ReceivedPack
 from penstock.rollout_service.retry import retry
 from penstock.rollout_service.run_images import RunImages
 from penstock.rollout_service.teachers.teacher import Teacher
-from penstock.rollout_service.weights.servable_versions import ServableVersions
-from penstock.rollout_service.weights.version_gate import VersionGate
+from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
 log = structlog.get_logger("rollout.packs")
 
 
+@dataclass(eq=False, kw_only=True)
 class PackGenerator:
-    def __init__(  # noqa: PLR0913  the parts of a worker that generating needs
-        self,
-        *,
-        engine: Engine,
-        environments: Mapping[str, Environment],
-        weights: WeightFollower,
-        servable: ServableVersions,
-        gate: VersionGate,
-        blobs: Blobs,
-        settlement: Settlement,
-        activity: Activity,
-        episodes: FinishedEpisodes,
-        teacher: Teacher | None = None,
-        images: RunImages | None = None,
-    ) -> None:
+    engine: Engine
+    environments: Mapping[str, Environment]
+    weights: WeightFollower
+    servable: ServableVersions
+    gate: VersionGate
+    blobs: Blobs
+    settlement: Settlement
+    activity: Activity
+    episodes: FinishedEpisodes
+    teacher: Teacher | None = None
+    images: RunImages | None = None
+
+    def __post_init__(self) -> None:
         self.limits = ModelLimits(None, None)
-        self._engine = engine
-        self._environments = environments
-        self._weights = weights
-        self._servable = servable
-        self._gate = gate
-        self._blobs = blobs
-        self._settlement = settlement
-        self._activity = activity
-        self._episodes = episodes
-        self._teacher = teacher
-        self._images = images
 
     def use_model(self, folder: Path) -> None:
-        """Read a model folder's limits, and let the environments read what they need; raises WeightsUnusable."""
         self.limits = ModelLimits.of(folder)
-        if self._images is not None:
-            self._images.use_model(folder)
-        for environment in self._environments.values():
+        if self.images is not None:
+            self.images.use_model(folder)
+        for environment in self.environments.values():
             environment.use_model(folder, self.limits.context_tokens)
 
     async def check_teacher(self, folder: Path, *, start_deadline_s: float) -> None:
-        """Wait for the teacher, if there is one, and compare its vocabulary with that of a model folder (`Teacher.check`)."""
-        if self._teacher is not None:
-            with self._activity.working("waiting for the teacher"):
-                await self._teacher.check(folder, start_deadline_s=start_deadline_s)
+        if self.teacher is not None:
+            with self.activity.working("waiting for the teacher"):
+                await self.teacher.check(folder, start_deadline_s=start_deadline_s)
 
     async def close(self) -> None:
-        for environment in self._environments.values():
+        for environment in self.environments.values():
             await environment.close()
-        if self._teacher is not None:
-            await self._teacher.close()
+        if self.teacher is not None:
+            await self.teacher.close()
 
     async def generate(self, received: ReceivedPack) -> list[Group]:
         """Return the groups of a pack, without those whose tasks were refused.
@@ -93,19 +86,17 @@ class PackGenerator:
         tasks = await self._accepted_tasks(received)
         try:
             if received.delivery.num_delivered > 1:
-                await self._episodes.load(
-                    tasks, vocab_size=self.limits.vocab_size, max_staleness=self._kept_staleness()
-                )
+                await self.episodes.load(tasks, vocab_size=self.limits.vocab_size, max_staleness=self._kept_staleness())
             return await self._generate(received, tasks)
         except BaseException:
-            await self._episodes.forget([task.group_id for task in tasks], delete=False)
+            await self.episodes.forget([task.group_id for task in tasks], delete=False)
             raise
 
     async def announced(self, groups: Sequence[Group]) -> None:
-        await self._episodes.forget([group.group_id for group in groups], delete=True)
+        await self.episodes.forget([group.group_id for group in groups], delete=True)
 
     def _kept_staleness(self) -> dict[str, int]:
-        limits = {name: environment.kept_staleness for name, environment in self._environments.items()}
+        limits = {name: environment.kept_staleness for name, environment in self.environments.items()}
         return {name: versions for name, versions in limits.items() if versions is not None}
 
     async def _generate(self, received: ReceivedPack, tasks: Sequence[Task]) -> list[Group]:
@@ -115,40 +106,37 @@ class PackGenerator:
         groups: list[Group] = []
         for pin, same in by_pin.items():
             async with self._version_held(pin, issued_for=max(task.issued_version for task in same)):
-                sampler = self._servable.sampler(None if pin is None else PolicyVersion(pin))
-                with self._activity.working("generating"):
+                sampler = self.servable.sampler(None if pin is None else PolicyVersion(pin))
+                with self.activity.working("generating"):
                     made, refused = await self._roll_out(same, sampler)
             groups += await self._taught(same, made)
             for task, reason in refused:
-                await self._settlement.refuse(received, [task], reason)
+                await self.settlement.refuse(received, [task], reason)
             if refused:
-                await self._episodes.forget([task.group_id for task, _ in refused], delete=True)
+                await self.episodes.forget([task.group_id for task, _ in refused], delete=True)
         return groups
 
     async def _taught(self, tasks: Sequence[Task], groups: Sequence[Group]) -> Sequence[Group]:
-        """Return the groups with the log-probabilities of the teacher that their tasks ask for; raises TeacherFailed."""
         wanted = {task.group_id: task.teacher_top_k for task in tasks}
         top_ks = [wanted[group.group_id] for group in groups]
-        if self._teacher is None or all(top_k is None for top_k in top_ks):
+        if self.teacher is None or all(top_k is None for top_k in top_ks):
             return groups
-        with self._activity.working("asking the teacher"):
-            return await self._teacher.score(groups, top_ks, vocab_size=self.limits.vocab_size)
+        with self.activity.working("asking the teacher"):
+            return await self.teacher.score(groups, top_ks, vocab_size=self.limits.vocab_size)
 
     async def _accepted_tasks(self, received: ReceivedPack) -> Sequence[Task]:
         fact = received.delivery.fact
         tasks = fact.tasks
         if fact.tasks_blob is not None:
             ref = fact.tasks_blob
-            data = await retry(
-                lambda: asyncio.to_thread(self._blobs.get, ref), f"read the tasks of pack {fact.pack_id}"
-            )
+            data = await retry(lambda: asyncio.to_thread(self.blobs.get, ref), f"read the tasks of pack {fact.pack_id}")
             tasks = decode(data, TaskList).tasks
         accepted: list[Task] = []
         refused: dict[str, tuple[TaskRefused, list[Task]]] = {}
         for task in tasks:
             try:
-                check_task(task, limits=self.limits, split=received.split, environments=self._environments)
-                if task.teacher_top_k is not None and self._teacher is None:
+                check_task(task, limits=self.limits, split=received.split, environments=self.environments)
+                if task.teacher_top_k is not None and self.teacher is None:
                     raise TaskRefused(
                         "no_teacher",
                         f"{task.group_id} needs a teacher's log-probabilities, and this worker's run file has no teacher.url",
@@ -158,18 +146,18 @@ class PackGenerator:
             else:
                 accepted.append(task)
         for reason, refused_tasks in refused.values():
-            await self._settlement.refuse(received, refused_tasks, reason)
+            await self.settlement.refuse(received, refused_tasks, reason)
         return accepted
 
     @contextlib.asynccontextmanager
     async def _version_held(self, pin: int | None, *, issued_for: int) -> AsyncIterator[None]:
         if pin is None:
-            with self._gate.ordinary_waiting():
-                await self._weights.wait_for_version(PolicyVersion(issued_for))
-                await self._gate.wait_for_ordinary()
+            with self.gate.ordinary_waiting():
+                await self.weights.wait_for_version(PolicyVersion(issued_for))
+                await self.gate.wait_for_ordinary()
             yield
         else:
-            async with self._weights.pinned(PolicyVersion(pin)):
+            async with self.weights.pinned(PolicyVersion(pin)):
                 yield
 
     async def _roll_out(
@@ -185,13 +173,13 @@ class PackGenerator:
         try:
             async with asyncio.TaskGroup() as rolling:
                 rolled = [
-                    rolling.create_task(self._roll_out_in(self._environments[name], same, sampler))
+                    rolling.create_task(self._roll_out_in(self.environments[name], same, sampler))
                     for name, same in by_environment.items()
                 ]
         except* PenstockError as failures:
             engine, _ = failures.split(EngineError)
             if engine is not None:
-                await self._engine.check_health()
+                await self.engine.check_health()
             raise (engine or failures).exceptions[0] from None
         done = [one.result() for one in rolled]
         return [group for groups, _ in done for group in groups], [one for _, refused in done for one in refused]
@@ -244,14 +232,13 @@ class PackGenerator:
         return groups
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
-        """Raise ReplyRefused for tokens that this model, or this version of it, cannot have sampled."""
         highest = max((int(row.token_ids.max()) for row in trajectories), default=0)
         if self.limits.vocab_size is not None and highest >= self.limits.vocab_size:
             raise ReplyRefused(
                 f"{task.group_id}: token id {highest}, but the model has {self.limits.vocab_size} tokens"
             )
         for run in itertools.chain.from_iterable(row.version_runs for row in trajectories):
-            if run.version not in self._engine.applied:
+            if run.version not in self.engine.applied:
                 raise ReplyRefused(
                     f"{task.group_id}: tokens of version {run.version}, which this worker never loaded; "
                     "another process changes this engine's weights: give each engine to one worker"
@@ -275,7 +262,6 @@ def _members(rolled: Sequence[Trajectory | Episode] | TaskRefused) -> _Members |
 
 
 def _lacks_experts(task: Task, rows: Sequence[Trajectory]) -> TaskRefused | None:
-    """Return why a group cannot be trained on: the trainer wants to know the experts of each token, and was not told."""
     if task.sampling.routers is None or all(row.experts is not None for row in rows):
         return None
     return TaskRefused(

@@ -1,4 +1,4 @@
-"""Loops that each take a pack, have it generated and take the next: a fixed number, or as many as the engine makes use of.
+"""Loops that each fetch a pack, have it generated and fetch the next: a fixed number, or as many as the engine makes use of.
 
 Too few packs leave the engine's slots empty. Too many wait in its queue, where no other worker can take them, and a swap
 that drains waits for them too. `PackLimit` follows from what the engine reports:
@@ -10,21 +10,35 @@ that drains waits for them too. `PackLimit` follows from what the engine reports
    limit grows, by an eighth at a time.
 
 Nothing is learned from a worker that has a free place: the tasks are what limits it.
+
+`TaskSource` asks the evaluation queue first, then the training queue. A request for a pack is outstanding for one second, never longer: what
+the server assigned to an older one would wait here while this worker is busy. While there is no pack, idle workers make these requests as
+often as they write heartbeats: the more workers there are, the longer each pauses between two of them. All together still have about a
+hundred outstanding.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
+from penstock.protocol import heartbeats
+from penstock.protocol.facts import TaskIssued
+from penstock.protocol.groups import Split
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.packs.task_source import ReceivedPack, TaskSource
 
+_FETCH_S = 1.0  # the cost of a fetch that NATS, having been killed, never answers
+_IDLE_SHARE = 0.2  # a new pack waits at most so much of the time for which there was none
+_PRIORITY: tuple[Split, ...] = ("eval", "train")
 MOST_PACKS = 64
 SAMPLE_S = 1.0  # between two samples
 _FIRST_PACKS = 2
@@ -33,12 +47,107 @@ _WEIGHT = 0.3  # of a new sample in the mean of its bucket, and in the mean queu
 _BUCKETS_PER_OCTAVE = 3
 _REMEMBERED_S = 120.0  # then a throughput is measured again: prompts and completions change in a run
 _STEADY = 1.25  # most by which the running sequences differ between the ends of a sample
+log = structlog.get_logger("rollout.pack_loops")
+_NEEDED = ("engine_generated_tokens", "engine_running", "engine_queued")
+_MOST_WITHOUT = 30  # samples in a row without these figures, after which a warning says so
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedPack:
+    split: Split
+    delivery: Delivery[TaskIssued]
+    received_at: float = field(default_factory=time.time)  # seconds since the epoch
+
+    @property
+    def pack_id(self) -> str:
+        return self.delivery.fact.pack_id
+
+
+class TaskSource:
+    """The packs of one worker; fetches only while `take` waits and the engine is ready."""
+
+    def __init__(
+        self,
+        inboxes: Mapping[Split, Inbox[TaskIssued]],
+        engine: Engine,
+        stop: asyncio.Event,
+        *,
+        period_s: Callable[[], float] = lambda: heartbeats.PERIOD_S,
+    ) -> None:
+        self._inboxes: dict[Split, Inbox[TaskIssued]] = {s: inboxes[s] for s in _PRIORITY if s in inboxes}
+        self._engine = engine
+        self._stop = stop
+        self._period_s = period_s
+        self._idle_since = 0.0
+        self._taking = asyncio.Lock()
+        self._fetches: dict[Split, asyncio.Future[list[Delivery[TaskIssued]]]] = {}
+
+    @property
+    def num_held(self) -> int:
+        return sum(inbox.num_held for inbox in self._inboxes.values())
+
+    async def take(self) -> ReceivedPack | None:
+        async with self._taking:
+            self._idle_since = time.monotonic()
+            while not self._stop.is_set():
+                if not self._engine.ready.is_set():
+                    await self._requeue_arrived()  # for a worker whose engine is ready
+                    await _first(self._engine.ready.wait(), self._stop.wait())
+                    self._idle_since = time.monotonic()
+                    continue
+                received = self._arrived()
+                if received is not None:
+                    return received
+                await self._request()
+        return None
+
+    async def close(self) -> None:
+        if self._fetches:
+            await asyncio.wait(self._fetches.values())
+        await self._requeue_arrived()
+
+    async def _request(self) -> None:
+        seconds = pause_s(time.monotonic() - self._idle_since, self._period_s())
+        if seconds and not self._fetches:
+            await _first(asyncio.sleep(seconds * random.uniform(0.8, 1.0)), self._stop.wait())  # noqa: S311  keeps no secret
+            if self._stop.is_set() or not self._engine.ready.is_set():
+                return
+        if not (seconds and self._fetches):  # pausing, it sends its requests together
+            for split, inbox in self._inboxes.items():
+                if split not in self._fetches:
+                    self._fetches[split] = asyncio.ensure_future(inbox.fetch(1, _FETCH_S))
+        await asyncio.wait(self._fetches.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    async def _requeue_arrived(self) -> None:
+        while (received := self._arrived()) is not None:
+            await received.delivery.give_back(0.0)
+
+    def _arrived(self) -> ReceivedPack | None:
+        for split in self._inboxes:
+            fetch = self._fetches.get(split)
+            if fetch is not None and fetch.done():
+                del self._fetches[split]
+                for delivery in fetch.result():
+                    return ReceivedPack(split, delivery)
+        return None
+
+
+def pause_s(idle_s: float, period_s: float) -> float:
+    """Return the pause between two requests of a worker that has been idle for so long; 0 up to a hundred workers."""
+    return max(0.0, min(period_s, _IDLE_SHARE * idle_s) - _FETCH_S)
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's own figures, and what its worker holds, at one moment."""
-
     at: float  # seconds of a monotonic clock
     generated_tokens: float  # since the engine started
     running: float  # sequences that decode
@@ -54,10 +163,7 @@ class _Throughput:
 
 
 class PackLimit:
-    """The limit of one worker; `observe` moves it."""
-
     def __init__(self, *, first: int = _FIRST_PACKS, most: int = MOST_PACKS) -> None:
-        """Start with ``first`` packs; never go beyond ``most`` or below 1."""
         self.value = first
         self._most = most
         self._last: EngineLoad | None = None
@@ -67,9 +173,7 @@ class PackLimit:
     def observe(self, load: EngineLoad, sequences_per_pack: float) -> int:
         """Return the limit after one more sample, `SAMPLE_S` or a little more after the one before.
 
-        Args:
-            load: The sample.
-            sequences_per_pack: Sequences of a pack that has just been taken.
+        ``sequences_per_pack`` is of a pack that has just been taken.
         """
         before, self._last = self._last, load
         if before is None or load.generated_tokens < before.generated_tokens:  # the engine was started again
@@ -120,15 +224,7 @@ class PackLimit:
         self.value = min(self._most, max(1, value))
 
 
-log = structlog.get_logger("rollout.pack_loops")
-
-_NEEDED = ("engine_generated_tokens", "engine_running", "engine_queued")
-_MOST_WITHOUT = 30  # samples in a row without these figures, after which a warning says so
-
-
 class PackLoops:
-    """The loops of one worker; for one event loop."""
-
     def __init__(
         self, tasks: TaskSource, engine: Engine, work: Callable[[ReceivedPack], Awaitable[None]], packs_in_flight: int
     ) -> None:
@@ -144,7 +240,6 @@ class PackLoops:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until `TaskSource.take` returns None; raises what ``work`` raises."""
         async with asyncio.TaskGroup() as loops:
             self._add_loops(loops)
             following = loops.create_task(self._follow(loops)) if self._follows else None

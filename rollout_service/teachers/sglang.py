@@ -16,8 +16,6 @@ _SCORE_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class SglangTeacher:
-    """One server; see `TeacherClient`."""
-
     def __init__(self, url: str, *, api_key: str = "") -> None:
         self.url = url
         self._http = EngineHttp(url, api_key=api_key)
@@ -31,7 +29,6 @@ class SglangTeacher:
         return name
 
     async def encode(self, text: str, deadline_s: float) -> list[int]:
-        """Return the ids of a text's tokens, which a request to score them reports."""
         body = {"text": text, "sampling_params": _SCORE_ONLY, "return_logprob": True, "logprob_start_len": 0}
         reply = await self._http.call("POST", "/generate", body, deadline_s)
         try:
@@ -62,7 +59,6 @@ class SglangTeacher:
 
 
 def read_answer(url: str, question: Question, reply: Any, start: int, top_k: int) -> Answer:
-    """Read one row of a reply; raises ReplyRefused, naming what does not fit."""
     try:
         meta = reply["meta_info"]
         version = str(meta["weight_version"])

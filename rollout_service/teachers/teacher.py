@@ -20,7 +20,7 @@ import structlog
 from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.protocol.errors import PackError
 from penstock.protocol.extensions import Registry
-from penstock.protocol.packs.teacher_columns import num_sampled
+from penstock.protocol.packs.optional_columns import num_sampled
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.rollout_service.errors import (
@@ -31,6 +31,12 @@ from penstock.rollout_service.errors import (
     TeacherFailed,
     TeacherUnfit,
 )
+
+log = structlog.get_logger("rollout.teachers")
+_PROBE_TOKENS = 512  # of the vocabulary, whose text both tokenizers encode
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_BUSY = 429
+_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,17 +93,7 @@ class TeacherKind:
 TEACHERS = Registry("teacher", TeacherKind, package="penstock.rollout_service.teachers", group="penstock.teachers")
 
 
-log = structlog.get_logger("rollout.teachers")
-
-_PROBE_TOKENS = 512  # of the vocabulary, whose text both tokenizers encode
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
-_BUSY = 429
-_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-
-
 class Teacher:
-    """The servers of one teacher. For one event loop; close it."""
-
     def __init__(
         self, clients: Sequence[TeacherClient], *, deadline_s: float, attempts: int, max_requests: int
     ) -> None:
@@ -109,7 +105,6 @@ class Teacher:
 
     @classmethod
     def of(cls, settings: TeacherSettings) -> Teacher | None:
-        """Return the teacher of a run file, None where it names none; raises ConfigError for a kind that there is not."""
         if not settings.urls:
             return None
         connect, key = TEACHERS.find(settings.kind).value.connect, settings.api_key()
@@ -233,7 +228,6 @@ async def _once_it_answers(client: TeacherClient, ends: float, deadline_s: float
 
 
 def _may_pass(err: EngineError) -> bool:
-    """Return True if the same question may be answered later."""
     if isinstance(err, EngineRefused):
         return err.status is not None and (err.status >= 500 or err.status == _BUSY)
     return isinstance(err, EngineTimeout | EngineUnreachable)

@@ -6,13 +6,23 @@ version is written to the other slot, and the engine is given that path. Both pa
 disk space, and each patch is fetched once and applied twice; the alternative, a lock, would need the inference server to respect it.
 
 An evaluation may pin an older version. When neither slot holds it, a further slot is filled from a full snapshot and its patches, and
-removed afterwards. A worker that restarts does not reuse adapter folders, which are small.
+removed afterwards. A worker that restarts does not reuse adapter folders, which are small. A worker's cache folder:
+
+    <cache>/a/ <cache>/b/ …  model folders, see `mirror_slot.py`
+    <cache>/files/           config and tokenizer by their sha256, linked into the model folders
+    <cache>/adapters/        one folder in PEFT's format for each adapter that is served
+    <cache>/lock             locked while the worker's process runs
+
+A killed worker cannot remove its copies, and its id may never be used again. So a worker that starts clears the folders beside its own that
+no running process has locked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import io
 import os
 import shutil
 import time
@@ -24,7 +34,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock.protocol.errors import BlobMissing, ConfigError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_adapter
@@ -32,18 +42,90 @@ from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, verify_head
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.rollout_service.errors import MirrorFull, WeightsUnusable
-from penstock.rollout_service.weights.cache_folder import CacheFolder
 from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS, Slot, nearest_source, slot_to_write
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys
+    from penstock.protocol.weights.manifest import TrustedKeys
+
+
+_SLOTS = ("a", "b", "c", "d")
+_FILES = "files"
+_ADAPTERS = "adapters"
+_LOCK = "lock"
+log = structlog.get_logger("rollout.model_mirror")
+CACHED_SEGMENT_BYTES = 1024**3  # patches fetched for one slot, kept in memory for the other
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class CacheFolder:
+    """Exclusive use of one folder below ``worker.cache_dir``."""
+
+    def __init__(self, path: Path) -> None:
+        """Make and lock the folder, and clear those of workers that no longer run.
+
+        Model folders of an earlier process with this worker id stay; its adapters are removed. Raises ConfigError when
+        the folder cannot be made, or a running worker with the same id uses it.
+        """
+        self.path = path
+        self.slots = tuple(path / name for name in _SLOTS)
+        self.files = path / _FILES
+        self.adapters = path / _ADAPTERS
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+            if lock is None:
+                raise ConfigError(
+                    f"another worker with the same worker.id is running and uses {path}; choose another worker.id"
+                )
+            self._lock = lock
+            for sibling in path.parent.iterdir():
+                _clear_abandoned(sibling)
+            self.files.mkdir(exist_ok=True)
+            shutil.rmtree(self.adapters, ignore_errors=True)
+        except OSError as err:
+            raise ConfigError(
+                f"worker.cache_dir: cannot create {path} ({err.strerror}); choose a folder that can be written to"
+            ) from None
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    def close(self) -> None:
+        if not self._lock.closed:
+            _clear(self.path)
+            self.unlock()
+
+    def unlock(self) -> None:
+        self._lock.close()
+
+
+def _lock(folder: Path) -> io.FileIO | None:
+    """Lock a folder for as long as the returned file is open; None when another process has locked it."""
+    file = io.FileIO(folder / _LOCK, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def _clear_abandoned(folder: Path) -> None:
+    if (folder / _LOCK).exists():
+        lock = _lock(folder)
+        if lock is not None:
+            _clear(folder)
+            lock.close()
+
+
+def _clear(folder: Path) -> None:
+    for name in (_FILES, _ADAPTERS, *_SLOTS):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).with_suffix(".json").unlink(missing_ok=True)
 
 
 class AdapterMirror:
-    """The adapter folders of one worker. Blocking; one thread at a time."""
-
     def __init__(self, reader: WeightReader, blobs: Blobs, *, folder: Path) -> None:
-        """Write below ``folder``, which must not hold adapters of another process."""
         self._reader = reader
         self._blobs = blobs
         self._folder = folder
@@ -64,7 +146,6 @@ class AdapterMirror:
         return folder
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
-        """Remove the adapters whose version is not in ``keep``."""
         for version, folder in self._folders().items():
             if version not in keep:
                 shutil.rmtree(folder)
@@ -74,7 +155,6 @@ class AdapterMirror:
 
     @property
     def oldest_needed(self) -> PolicyVersion | None:
-        """The version that is being fetched; None when none is."""
         return self._fetching
 
     def _folders(self) -> dict[PolicyVersion, Path]:
@@ -83,22 +163,14 @@ class AdapterMirror:
         return {PolicyVersion(int(path.name)): path for path in self._folder.iterdir() if path.name.isdecimal()}
 
 
-log = structlog.get_logger("rollout.model_mirror")
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How one slot is brought to a version."""
-
     source: Slot | None  # copied into the slot first; None: start from what the slot holds, or from a full snapshot
     chain: CatchUp
 
 
 class ModelMirror:
-    """The model folders of one worker. Blocking; one thread at a time."""
-
     def __init__(self, reader: WeightReader, blobs: Blobs, *, slots: Sequence[Path], files: Path) -> None:
-        """``files`` is the folder for config and tokenizer files, which the slots share."""
         self.num_file_bytes = 0  # of config and tokenizer files, fetched so far
         self._reader = reader
         self._blobs = blobs
@@ -129,7 +201,6 @@ class ModelMirror:
         return slot.folder
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
-        """Remove the models beyond two whose version is not in ``keep``."""
         for slot in self._slots[NUM_REGULAR_SLOTS:]:
             if slot.base is not None and slot.version not in keep:
                 slot.remove()
@@ -139,7 +210,6 @@ class ModelMirror:
 
     @property
     def oldest_needed(self) -> PolicyVersion | None:
-        """The oldest version whose objects may still be read; None when there is none."""
         bases = [slot.base.version for slot in self._slots if slot.base is not None]
         return min([*bases, *([] if self._oldest_read is None else [self._oldest_read])], default=None)
 
@@ -170,7 +240,6 @@ class ModelMirror:
             slot.remove()
 
     def _link(self, file: ModelFile, folder: Path) -> None:
-        """Link a config or tokenizer file into a model folder, fetching it unless another version has it too."""
         kept, path = self._files / file.blob.sha256, folder / file.name
         if not kept.exists() or kept.stat().st_size != file.blob.size_bytes:
             self._blobs.get_file(file.blob, kept)
@@ -180,10 +249,6 @@ class ModelMirror:
                 return
             path.unlink()
         os.link(kept, path)
-
-
-CACHED_SEGMENT_BYTES = 1024**3  # patches fetched for one slot, kept in memory for the other
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +327,10 @@ class Mirror:
 
     @property
     def oldest_needed(self) -> PolicyVersion | None:
-        """The oldest version whose objects a fetch of this worker may still read; None before the first."""
         needed = (self._models.oldest_needed, self._adapters.oldest_needed)
         return min((version for version in needed if version is not None), default=None)
 
     def close(self) -> None:
-        """Remove all copies and unlock the folder; idempotent."""
         self._cache.close()
 
     def _mirrored(

@@ -21,17 +21,29 @@ import numpy as np
 from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError, StateMismatch
-from penstock.protocol.facts import BlobRef, Count, Sha256, Wire
 from penstock.protocol.files import atomic_write
+from penstock.protocol.groups import BlobRef, Count, Sha256, Wire
 from penstock.protocol.versions import PolicyVersion, is_newer
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
-from penstock.protocol.weights.layout import Bucket, WeightLayout, bucket_digests, shard_header, shard_index, shard_name
+from penstock.protocol.weights.layout import (
+    Bucket,
+    TensorDigest,
+    WeightLayout,
+    bucket_digests,
+    shard_header,
+    shard_index,
+    shard_name,
+    weights_digest,
+)
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, Held
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
 
 NUM_REGULAR_SLOTS = 2  # the version that is served, and the next one; further slots hold pinned versions
+_INDEX = "model.safetensors.index.json"
+_SHARDS = "*.safetensors"
+_JOURNAL_BLOCK = 4096  # bytes written at once: a journal is padded to a multiple of it
+Link = Callable[[ModelFile, Path], None]  # puts a config or tokenizer file of a version into a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +64,14 @@ def slot_to_write(slots: Sequence[SlotContents], in_use: Collection[PolicyVersio
     if not usable:
         held = [slot.servable for slot in slots]
         raise ConfigError(f"all {len(slots)} model folders are in use at once, by versions {held}; please report this")
-    return max(usable, key=lambda number: _base_version(slots[number]))
+    bases = [-1 if slot.base is None else slot.base.version for slot in slots]
+    return max(usable, key=lambda number: bases[number])
 
 
 def nearest_source(slots: Sequence[SlotContents], target: PolicyVersion) -> int | None:
-    """Return the slot with the newest servable version that is not newer than ``target``; None when there is none."""
     servable = {n: slot.servable for n, slot in enumerate(slots) if slot.servable is not None}
     candidates = {number: version for number, version in servable.items() if not is_newer(version, target)}
     return max(candidates, key=lambda number: candidates[number], default=None)
-
-
-def _base_version(slot: SlotContents) -> int:
-    return -1 if slot.base is None else slot.base.version
-
-
-_INDEX = "model.safetensors.index.json"
-_SHARDS = "*.safetensors"
-_JOURNAL_BLOCK = 4096  # bytes written at once: a journal is padded to a multiple of it
-
-Link = Callable[[ModelFile, Path], None]  # puts a config or tokenizer file of a version into a folder
 
 
 class HeldVersion(Wire):
@@ -116,7 +117,6 @@ class Slot:
         return SlotContents(base=self.base, servable=self.version)
 
     def holds(self, target: VersionManifest) -> bool:
-        """Return True if ``target`` can be served from here."""
         return self.version is not None and self.base == Held(PolicyVersion(target.version), target.state_root)
 
     def verify(self, reader: WeightReader) -> None:
@@ -164,7 +164,6 @@ class Slot:
         self._digests = digests
 
     def copy(self, other: Slot) -> None:
-        """Copy a folder that can be served, which costs less than fetching a full snapshot."""
         self._empty()
         self._write(SlotState(holds=None, becoming=other.state.holds))
         for path in other.folder.iterdir():
@@ -185,7 +184,6 @@ class Slot:
         self.folder.mkdir()
 
     def _lay_out(self, layout: WeightLayout, files: Sequence[ModelFile], link: Link) -> None:
-        """Create every file of the folder, shards at their full size; remove files of other versions."""
         self.folder.mkdir(exist_ok=True)
         count = len(layout.buckets)
         wanted = {_INDEX, *(file.name for file in files), *(shard_name(n, count) for n in range(count))}
@@ -232,7 +230,6 @@ def _read(journal: Path) -> SlotState:
 
 
 def _make_shard(path: Path, bucket: Bucket) -> None:
-    """Create a file with the bucket's header and space for its bytes, unless it exists already."""
     header = shard_header(bucket)
     size = len(header) + bucket.num_bytes
     if path.exists() and path.stat().st_size == size:

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import structlog
 
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BusUnreachable, WireError
-from penstock.protocol.facts import BlobRef, Head, WeightsPublished, decode
+from penstock.protocol.facts import Head, WeightsPublished, decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
@@ -24,10 +26,8 @@ from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.errors import EngineDisagrees, TaskRefused, WeightsUnusable
 from penstock.rollout_service.retry import retry
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
-from penstock.rollout_service.weights.published_versions import PublishedVersions
-from penstock.rollout_service.weights.servable_versions import ServableVersions
-from penstock.rollout_service.weights.version_gate import VersionGate
-from penstock.rollout_service.weights.weight_announcements import Disagreement, WeightAnnouncements
+from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
+from penstock.rollout_service.weights.weight_announcements import Disagreement, PublishedVersions, WeightAnnouncements
 from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 log = structlog.get_logger("rollout.weight_follower")
@@ -40,33 +40,24 @@ ISSUED_VERSION_DEADLINE_S = 30.0  # how long a pack waits for the version it was
 _PIN_POLL_S = 0.05
 
 
+@dataclass(eq=False, kw_only=True)
 class WeightFollower:
     """Keeps one worker's engine at the newest version, or at the one an evaluation pins."""
 
-    def __init__(
-        self,
-        *,
-        bus: Bus,
-        mirror: Mirror,
-        engine: Engine,
-        servable: ServableVersions,
-        gate: VersionGate,
-        announcements: WeightAnnouncements,
-        swap: WeightSwap,
-        run_id: str,
-    ) -> None:
-        self._bus = bus
-        self._mirror = mirror
-        self._engine = engine
-        self._servable = servable
-        self._gate = gate
-        self._announcements = announcements
-        self._swap = swap
-        self._run_id = run_id
+    bus: Bus
+    mirror: Mirror
+    engine: Engine
+    servable: ServableVersions
+    gate: VersionGate
+    announcements: WeightAnnouncements
+    swap: WeightSwap
+    run_id: str
+
+    def __post_init__(self) -> None:
         self._published = PublishedVersions()
         self._announced = asyncio.Event()  # a version beyond the head was
         self._changed = asyncio.Event()  # a version was published, a pin released, or an adapter is unused
-        servable.on_unused = self._changed.set
+        self.servable.on_unused = self._changed.set
         self._fetching = asyncio.Lock()
         self._check = WeightsCheck()
         self._newest: MirroredVersion | None = None  # the last that was applied as the newest
@@ -84,28 +75,27 @@ class WeightFollower:
         def on_published(fact: WeightsPublished) -> None:  # on the bus's thread
             loop.call_soon_threadsafe(self._note_announcement, PolicyVersion(fact.version), fact.manifest)
 
-        state = await self._bus.key_value(streams.state_bucket(self._run_id).bucket)
-        await self._bus.tail(
-            f"{self._run_id}-weights",
-            subjects.weights_published(self._run_id),
+        state = await self.bus.key_value(streams.state_bucket(self.run_id).bucket)
+        await self.bus.tail(
+            f"{self.run_id}-weights",
+            subjects.weights_published(self.run_id),
             WeightsPublished,
             on_published,
             from_start=True,
         )
         self._state = state
-        self._announcements.on_disagreement = self._changed.set
-        await self._announcements.start()
+        self.announcements.on_disagreement = self._changed.set
+        await self.announcements.start()
         while True:
             await self._read_head(state)
             mirrored = await self._fetch_newest()
             if mirrored is not None and await self._apply_or_refuse(mirrored):
                 self._next = None
                 return mirrored
-            log.info("waiting for the trainer to publish weights", run_id=self._run_id)
+            log.info("waiting for the trainer to publish weights", run_id=self.run_id)
             await self._wait_for_change()
 
     async def run(self) -> None:
-        """Follow until cancelled; raises EngineDisagrees when the engine serves other weights than the verified files."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read_announced_heads())
             tasks.create_task(self._follow())
@@ -114,14 +104,14 @@ class WeightFollower:
         while True:
             if not await self._wait_for_change():
                 await self._read_head(self._state)
-            if self._published.newest() != self._engine.version or self._gate.serves_older:
+            if self._published.newest() != self.engine.version or self.gate.serves_older:
                 mirrored = await self._fetch_newest()
                 if mirrored is not None:
-                    keeps_model = self._servable.shares_model(mirrored) and not self._gate.serves_older
-                    async with contextlib.nullcontext() if keeps_model else self._gate.swap():
+                    keeps_model = self.servable.shares_model(mirrored) and not self.gate.serves_older
+                    async with contextlib.nullcontext() if keeps_model else self.gate.swap():
                         await self._apply_or_refuse(mirrored)
                     self._next = None
-            if (found := self._announcements.take_disagreement()) is not None:
+            if (found := self.announcements.take_disagreement()) is not None:
                 await self._check_engine(found)
             await self._remove_unused()
 
@@ -131,23 +121,23 @@ class WeightFollower:
         A worker whose engine serves what is in the verified files goes on, whatever others announce.
         """
         served, is_due = self._newest, time.monotonic() - self._engine_checked_at >= ENGINE_CHECK_S
-        if served is None or served.version != self._engine.version or self._servable.adapters or not is_due:
+        if served is None or served.version != self.engine.version or self.servable.adapters or not is_due:
             return
         self._next = served.version  # its folder stays
-        async with self._gate.swap():
-            if self._gate.serves_older:  # an evaluation came first
+        async with self.gate.swap():
+            if self.gate.serves_older:  # an evaluation came first
                 await self._apply(served)
-            is_right = await self._swap.is_as_loaded(served)
+            is_right = await self.swap.is_as_loaded(served)
         self._next, self._engine_checked_at = None, time.monotonic()
-        own_id = self._announcements.worker_id
+        own_id = self.announcements.worker_id
         if not is_right:
             text = f"the engine of worker {own_id} serves other weights than its verified files as version {served.version}"
             text = str(found) if own_id in found.minority else text
-            await self._announcements.raise_alarm(text)
+            await self.announcements.raise_alarm(text)
             raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
         log.warning("this engine serves what is in its verified files; others differ", policy_version=served.version)
         if own_id in found.minority:
-            await self._announcements.raise_alarm(
+            await self.announcements.raise_alarm(
                 f"{found}, and loaded the verified files again with the same result: the other announcements are false, or this "
                 "host loads weights wrongly"
             )
@@ -162,9 +152,9 @@ class WeightFollower:
         return True
 
     async def _remove_unused(self) -> None:
-        await self._swap.unload_unused(self._needed)
+        await self.swap.unload_unused(self._needed)
         async with self._fetching:
-            await asyncio.to_thread(self._mirror.trim, self._in_use())
+            await asyncio.to_thread(self.mirror.trim, self._in_use())
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
         """Wait until the engine serves ``version`` or a newer one; of several engines one suffices.
@@ -173,10 +163,10 @@ class WeightFollower:
         it: an older one would make it stale early. The wait ends after `ISSUED_VERSION_DEADLINE_S`, or at once when the
         version cannot be used: then the pack is generated by what is served, and the trainer's staleness rule decides.
         """
-        if not is_newer(version, self._engine.version):
+        if not is_newer(version, self.engine.version):
             return
         waiting = {
-            asyncio.ensure_future(self._engine.wait_for_version(version)),
+            asyncio.ensure_future(self.engine.wait_for_version(version)),
             asyncio.ensure_future(self._published.wait_until_refused(version)),
         }
         try:
@@ -194,17 +184,17 @@ class WeightFollower:
         await self._wait_until_published(version)
 
         async def load() -> None:
-            if self._engine.version != version:
+            if self.engine.version != version:
                 await self._apply(mirrored)
 
         self._pins.append(version)
         try:
             mirrored = await self._fetch(version)
-            if self._servable.shares_model(mirrored):
+            if self.servable.shares_model(mirrored):
                 await self._apply(mirrored)
                 yield
                 return
-            async with self._gate.pinned(version, load, is_older=lambda: version != self._published.newest()):
+            async with self.gate.pinned(version, load, is_older=lambda: version != self._published.newest()):
                 yield
         except WeightsUnusable as err:
             raise TaskRefused("weights_gone", f"evaluation is pinned to version {version}, but {err}") from None
@@ -225,7 +215,6 @@ class WeightFollower:
             await self._read_head(self._state)
 
     async def _wait_for_change(self) -> bool:
-        """Wait for a change, but no longer than `HEAD_POLL_S`; returns False when there was none."""
         try:
             # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
             async with asyncio.timeout(HEAD_POLL_S):
@@ -254,7 +243,6 @@ class WeightFollower:
             self._changed.set()
 
     async def _fetch_newest(self) -> MirroredVersion | None:
-        """Fetch the newest usable version; None when there is none yet."""
         while (version := self._published.newest()) is not None:
             try:
                 self._next = version
@@ -270,7 +258,7 @@ class WeightFollower:
         manifest = self._published.manifest(version)
 
         def fetch() -> MirroredVersion:
-            mirrored = self._mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
+            mirrored = self.mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
             model = mirrored.base or mirrored
             self._check.check(model.folder, model.version)
             return mirrored
@@ -282,28 +270,25 @@ class WeightFollower:
         return await retry(attempt, f"fetch the weights of version {version}")
 
     def _needed(self) -> set[PolicyVersion]:
-        """Return the versions that an evaluation pins, or that wait for their swap."""
         return {*self._pins, *([] if self._next is None else [self._next])}
 
     def _in_use(self) -> set[PolicyVersion]:
-        served = (self._servable.model, self._engine.version, *self._servable.adapters)
+        served = (self.servable.model, self.engine.version, *self.servable.adapters)
         return self._needed() | {version for version in served if version is not None}
 
     async def _refuse(self, version: PolicyVersion, err: WeightsUnusable) -> None:
-        """Report a version that cannot be loaded; the engine continues with the one before."""
         self._published.refuse(version)
-        log.error("weights refused", policy_version=version, serving=self._engine.version, error=str(err))
-        await self._announcements.announce_refused(
-            version, self._published.manifest(version), err, serving=self._engine.version
+        log.error("weights refused", policy_version=version, serving=self.engine.version, error=str(err))
+        await self.announcements.announce_refused(
+            version, self._published.manifest(version), err, serving=self.engine.version
         )
 
     async def _apply(self, mirrored: MirroredVersion) -> None:
-        swapped = await self._swap.load(mirrored)
+        swapped = await self.swap.load(mirrored)
         if swapped is not None:
-            await self._swap.announce(swapped)
+            await self.swap.announce(swapped)
 
     async def _wait_until_published(self, version: PolicyVersion) -> None:
-        """Wait for a version's announcement; raises TaskRefused when the version is too old to be known."""
         deadline = time.monotonic() + PIN_DEADLINE_S
         while version not in self._published:
             newest = self._published.newest()

@@ -1,17 +1,26 @@
-"""One swap: a permit where pauses are long, then the engine's load, its checksum, and the announcement."""
+"""One swap: a permit where pauses are long, then the engine's load, its checksum, and the announcement.
+
+A new version reaches every worker at the same moment. If all engines paused for it together, generation would stop. So only a share of them
+swaps at a time, at least one: a permit is a key in NATS that expires when its holder is killed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
+import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 
 import structlog
 
+from penstock.protocol import streams
+from penstock.protocol.errors import BusError, CompareAndSwapFailed
 from penstock.protocol.facts import WeightsApplied
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
@@ -20,51 +29,127 @@ from penstock.rollout_service.errors import EngineDisagrees, EngineError, Weight
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
-from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore
 from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
 
 log = structlog.get_logger("rollout.weight_swap")
 
+PERMIT_DEADLINE_S = 60.0  # then the worker swaps without a permit: that costs less than serving an old version
+_COUNT_PERIOD_S = 5.0
+_FIRST_POLL_S = 0.005
+_LONGEST_POLL_S = 0.2
 _MIRROR = "mirror"  # layout of a checksum that is the mirror's, not an engine's
-
 NEEDS_PERMIT_S = 0.5  # a shorter pause costs the run less than other workers waiting for its end
+
+
+class SwapSemaphore:
+    def __init__(
+        self, bus: Bus, *, run_id: str, worker_id: str, max_share: float, deadline_s: float = PERMIT_DEADLINE_S
+    ) -> None:
+        self._bus = bus
+        self._run_id = run_id
+        self._worker_id = worker_id
+        self._max_share = max_share
+        self._deadline_s = deadline_s
+        self._leases: KeyValue | None = None
+        self._num_permits = 1
+        self._counted_at = -_COUNT_PERIOD_S
+
+    @contextlib.asynccontextmanager
+    async def permit(self) -> AsyncIterator[None]:
+        """Hold a permit inside the block; without one when none is free within the deadline."""
+        key, revision = await self._acquire()
+        if key is None:
+            yield
+            return
+        renewing = asyncio.create_task(self._renew(key, revision))
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await self._release(key)
+
+    async def _acquire(self) -> tuple[str | None, int]:
+        deadline = time.monotonic() + self._deadline_s
+        poll_s = _FIRST_POLL_S
+        while True:
+            try:
+                if (acquired := await self._try_acquire()) is not None:
+                    return acquired
+                problem = "all permits are taken"
+            except BusError as err:
+                problem = str(err)
+            if time.monotonic() > deadline:
+                log.warning("swapping without a permit", waited_s=self._deadline_s, reason=problem)
+                return None, 0
+            await asyncio.sleep(poll_s * random.uniform(0.5, 1.5))  # noqa: S311  spreads the workers, keeps no secret
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+    async def _try_acquire(self) -> tuple[str | None, int] | None:
+        """Return a permit's key and revision; a key of None: no permit is needed; None: none is free."""
+        if self._leases is None:
+            self._leases = await self._bus.key_value(streams.lease_bucket(self._run_id).bucket)
+        if time.monotonic() - self._counted_at > _COUNT_PERIOD_S:
+            await self._count_workers()
+        if self._num_permits == 0:
+            return None, 0
+        taken = {entry.key for entry in await self._leases.entries()}
+        for number in range(self._num_permits):
+            key = streams.swap_permit_key(number)
+            if key not in taken:
+                with contextlib.suppress(CompareAndSwapFailed):
+                    return key, await self._leases.swap(key, self._worker_id.encode(), None)
+        return None
+
+    async def _count_workers(self) -> None:
+        live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
+        own = streams.heartbeat_key("rollout", self._worker_id)
+        others = {e.key for e in await live.entries() if e.key.startswith(streams.heartbeat_key("rollout", ""))} - {own}
+        self._num_permits = num_permits(len(others) + 1, self._max_share)
+        self._counted_at = time.monotonic()
+
+    async def _renew(self, key: str, revision: int) -> None:
+        assert self._leases is not None
+        while True:
+            await asyncio.sleep(streams.LEASE_RENEWAL_S)
+            try:
+                revision = await self._leases.swap(key, self._worker_id.encode(), revision)
+            except CompareAndSwapFailed:
+                return  # NATS was unreachable for longer than the lease lasts, and another worker has the permit
+            except BusError as err:
+                log.debug("permit not renewed", error=str(err))
+
+    async def _release(self, key: str) -> None:
+        assert self._leases is not None
+        with contextlib.suppress(BusError):  # the key then expires
+            entry = await self._leases.get(key, may_lag=True)
+            if entry is not None and entry.value == self._worker_id.encode():
+                await self._leases.delete(key)
+
+
+def num_permits(num_workers: int, max_share: float) -> int:
+    """Return how many of ``num_workers`` engines may pause at once; 0 for a single worker, which needs no permit."""
+    return 0 if num_workers == 1 else max(1, int(max_share * num_workers))
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """A version that an engine serves now, and how long it paused for it."""
-
     mirrored: MirroredVersion
     previous: PolicyVersion | None
     pause_s: float
 
 
+@dataclass(eq=False, kw_only=True)
 class WeightSwap:
-    """Loads and unloads the weights of this worker's engine; nothing else does."""
+    engine: Engine
+    servable: ServableVersions
+    semaphore: SwapSemaphore
+    announcements: WeightAnnouncements
+    metrics: WorkerMetrics
+    check_every: int  # versions, after which the engine is asked for its checksum; 0: never
+    update_mode: UpdateMode  # of running generations, when a newer version is loaded
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        servable: ServableVersions,
-        semaphore: SwapSemaphore,
-        announcements: WeightAnnouncements,
-        metrics: WorkerMetrics,
-        check_every: int,
-        update_mode: UpdateMode,
-    ) -> None:
-        """Ask the engine for its checksum at every ``check_every``-th version; 0: never.
-
-        ``update_mode`` defines what happens to running generations when a newer version is loaded.
-        """
-        self._engine = engine
-        self._servable = servable
+    def __post_init__(self) -> None:
         self._loading = asyncio.Lock()
-        self._semaphore = semaphore
-        self._announcements = announcements
-        self._metrics = metrics
-        self._check_every = check_every
-        self._update_mode: UpdateMode = update_mode
         self._pause_s = math.inf  # of the last swap; unknown before the first
 
     async def load(self, mirrored: MirroredVersion) -> Swapped | None:
@@ -74,63 +159,61 @@ class WeightSwap:
         that the engine refuses.
         """
         async with self._loading:
-            previous = self._engine.version
+            previous = self.engine.version
             if mirrored.base is None:
-                if previous == mirrored.version or (self._servable.adapters and self._servable.shares_model(mirrored)):
+                if previous == mirrored.version or (self.servable.adapters and self.servable.shares_model(mirrored)):
                     return None
                 return Swapped(mirrored, previous, await self._load_model(mirrored, previous))
             pause_s = 0.0
-            if not self._servable.shares_model(mirrored):
+            if not self.servable.shares_model(mirrored):
                 pause_s = await self._load_model(mirrored.base, previous)
-            is_here = mirrored.version in self._servable.adapters
+            is_here = mirrored.version in self.servable.adapters
             if not is_here:
                 await self._load_adapter(mirrored)
             return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
 
     async def is_as_loaded(self, mirrored: MirroredVersion) -> bool:
-        """Have the engine load the model that it serves again; return True unless its checksum was another one before."""
         async with self._loading:
-            before = await self._engine.weights_checksum()
-            await self._engine.load(mirrored.folder, mirrored.version)
-            after = await self._engine.weights_checksum()
+            before = await self.engine.weights_checksum()
+            await self.engine.load(mirrored.folder, mirrored.version)
+            after = await self.engine.weights_checksum()
         return before is None or after is None or before.layout != after.layout or before.value == after.value
 
     async def unload_unused(self, needed: Callable[[], Collection[PolicyVersion]]) -> None:
         """Unload the adapters that no request uses and that are not ``needed``; the next call retries a failure."""
         async with self._loading:
-            for version in self._servable.unused_adapters(needed()):
-                self._servable.remove_adapter(version)
+            for version in self.servable.unused_adapters(needed()):
+                self.servable.remove_adapter(version)
                 try:
-                    await self._engine.unload_adapter(version)
+                    await self.engine.unload_adapter(version)
                 except EngineError as err:
-                    self._servable.add_adapter(version)
+                    self.servable.add_adapter(version)
                     log.warning("adapter not unloaded", policy_version=version, error=str(err))
 
     async def _load_adapter(self, mirrored: MirroredVersion) -> None:
         try:
-            await self._engine.load_adapter(mirrored.folder, mirrored.version)
+            await self.engine.load_adapter(mirrored.folder, mirrored.version)
         except WeightsNotApplied as err:
             raise WeightsUnusable(str(err)) from None
-        self._servable.add_adapter(mirrored.version)
+        self.servable.add_adapter(mirrored.version)
 
     async def _load_model(self, mirrored: MirroredVersion, previous: PolicyVersion | None) -> float:
-        """Have the engine load a model; returns how long it paused, in seconds."""
         if previous is None:  # nothing runs before the first version
-            await self._engine.load(mirrored.folder, mirrored.version)
-            self._servable.set_model(mirrored.version)
+            await self.engine.load(mirrored.folder, mirrored.version)
+            self.servable.set_model(mirrored.version)
             return 0.0
-        async with self._semaphore.permit() if self._pause_s > NEEDS_PERMIT_S else contextlib.nullcontext():
+        async with self.semaphore.permit() if self._pause_s > NEEDS_PERMIT_S else contextlib.nullcontext():
             started = time.monotonic()
-            mode = mode_of(self._update_mode, previous, mirrored.version)
-            await self._engine.load(mirrored.folder, mirrored.version, mode)
+            mode = mode_of(self.update_mode, previous, mirrored.version)
+            await self.engine.load(mirrored.folder, mirrored.version, mode)
             self._pause_s = time.monotonic() - started
-        self._servable.set_model(mirrored.version)
+        self.servable.set_model(mirrored.version)
         return self._pause_s
 
     async def announce(self, swapped: Swapped) -> None:
         """Publish which version is served now, with the engine's own checksum; requests need not wait for this."""
         mirrored = swapped.mirrored
-        self._metrics.weights_applied += 1
+        self.metrics.weights_applied += 1
         log.info(
             "weights applied",
             policy_version=mirrored.version,
@@ -140,10 +223,10 @@ class WeightSwap:
             num_bytes=mirrored.num_bytes,
         )
         checksum = await self._checksum(mirrored)
-        await self._announcements.announce_applied(
+        await self.announcements.announce_applied(
             WeightsApplied(
-                run_id=self._announcements.run_id,
-                worker_id=self._announcements.worker_id,
+                run_id=self.announcements.run_id,
+                worker_id=self.announcements.worker_id,
                 version=mirrored.version,
                 previous_version=swapped.previous,
                 pause_s=swapped.pause_s,
@@ -161,13 +244,13 @@ class WeightSwap:
         Raises EngineDisagrees when it can be compared with the manifest and is another one.
         """
         reported = None
-        if mirrored.base is None and self._check_every and self._metrics.weights_applied % self._check_every == 0:
+        if mirrored.base is None and self.check_every and self.metrics.weights_applied % self.check_every == 0:
             try:
-                reported = await self._engine.weights_checksum()
+                reported = await self.engine.weights_checksum()
             except EngineError as err:  # an engine that exited or hangs is noticed by `Engine.run`
                 log.warning("the engine did not report its checksum", error=str(err))
         if reported is not None and reported.is_of_files and reported.value != mirrored.checksum:
-            text = f"the engine of worker {self._announcements.worker_id} serves other weights than those of version {mirrored.version}"
-            await self._announcements.raise_alarm(text)
+            text = f"the engine of worker {self.announcements.worker_id} serves other weights than those of version {mirrored.version}"
+            await self.announcements.raise_alarm(text)
             raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
         return reported or EngineChecksum(mirrored.checksum, _MIRROR, is_of_files=True)

@@ -17,22 +17,9 @@ from penstock.sandbox.inside import values
 STUBS = ("opaque", "none", "missing")  # a new object equal to nothing; None; NameError, as an empty program
 # Modules that tests import the program from.
 PROGRAM_MODULES = [
-    "solution",
-    "solutions",
-    "main",
-    "program",
-    "submission",
-    "answer",
-    "candidate",
-    "implementation",
-    "module",
-    "your_module",
-    "my_module",
-    "mymodule",
-    "your_solution",
-    "my_solution",
-    "user_solution",
-]
+    "solution", "solutions", "main", "program", "submission", "answer", "candidate", "implementation", "module",
+    "your_module", "my_module", "mymodule", "your_solution", "my_solution", "user_solution",
+]  # fmt: skip
 _MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer
 # If a called function raises one of these, it would end a loop or the tests instead of failing them.
 _SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -52,16 +39,13 @@ class Answers(Protocol):
 
     def attribute(self, handle: int, name: str) -> Any: ...
 
-    def look_up(self, name: str) -> Any:
-        """Return a name of the program: a plain value, an exception class, or a proxy."""
-        ...
+    def look_up(self, name: str) -> Any: ...
 
 
 class Program:
     """The channel to the program in the other process: one line for a call, one for its answer."""
 
     def __init__(self, answers: io.BufferedReader, calls: Any, say: Callable[[dict[str, Any]], None]) -> None:
-        """``say`` is told about the program's first answer."""
         self._answers = answers
         self._calls = calls
         self._say = say
@@ -69,7 +53,6 @@ class Program:
         self._exceptions: dict[str, type[Exception]] = {}
 
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function of the program; its changes of the arguments are copied into the tests' objects."""
         sent = values.encode(list(arguments), _handle_of)
         answer = self._exchange({**where, "arguments": sent, "named": values.encode(named, _handle_of)})
         value = self._value(answer)
@@ -172,7 +155,6 @@ class Stub:
         return self._object()
 
     def look_up(self, name: str) -> Any:
-        """Return a proxy; the stand-in has every name."""
         return Remote(self, name=name, handle=0)
 
     def _object(self) -> Remote:
@@ -216,8 +198,6 @@ def module_of(program: Answers, name: str, exported: list[str]) -> types.ModuleT
 
 
 def _awaited(function: Remote) -> Callable[..., Any]:
-    """Return a coroutine function: the program's own runs to its end within the call."""
-
     async def call(*arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
@@ -231,7 +211,6 @@ def from_program(err: Exception) -> Exception:
 
 
 def is_of_program(err: BaseException) -> bool:
-    """Return True if the program raised an exception."""
     return bool(getattr(err, "is_of_program", False))
 
 
@@ -244,7 +223,6 @@ def _handle_of(thing: Any) -> int:
 
 
 def _update(argument: Any, now: Any) -> None:
-    """Copy a function's changes of its arguments into the tests' objects."""
     if type(argument) is not type(now):
         return
     if isinstance(argument, list):

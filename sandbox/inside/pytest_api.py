@@ -46,20 +46,16 @@ mark = _Marks()
 
 
 class Parameters:
-    """One set of arguments of a parametrized test."""
-
     def __init__(self, arguments: tuple[Any, ...], marks: Any) -> None:
         self.values = arguments
         self.marks: list[Mark] = [marks] if isinstance(marks, Mark) else list(marks)
 
 
 def param(*arguments: Any, marks: Any = (), id: str | None = None) -> Parameters:
-    """Return one set of arguments for ``parametrize``."""
     return Parameters(arguments, marks)
 
 
 def fixture(function: Callable[..., Any] | None = None, **named: Any) -> Any:
-    """Make a function a fixture; its scope is always one test."""
     if named.get("params"):
         raise BadTests("the tests use a fixture with params, which is not supported; use pytest.mark.parametrize")
 
@@ -71,8 +67,6 @@ def fixture(function: Callable[..., Any] | None = None, **named: Any) -> Any:
 
 
 class ExceptionInfo:
-    """What ``with raises(...) as info`` gives: the exception, after the block."""
-
     value: Any = None
 
     @property
@@ -80,7 +74,6 @@ class ExceptionInfo:
         return type(self.value)
 
     def match(self, pattern: str) -> bool:
-        """Search a pattern in the exception's text; raises AssertionError if it is not there."""
         assert re.search(pattern, str(self.value)), f"{pattern!r} is not in {str(self.value)[:200]!r}"
         return True
 
@@ -108,24 +101,15 @@ def raises(expected: Any, *call: Any, match: str | None = None, **named: Any) ->
     """Expect an exception: as a context manager, or of ``call[0](*call[1:])``."""
     if not call:
         return _Raises(expected, match)
-    found = _Raises(expected, match)
-    with found as info:
+    with _Raises(expected, match) as info:
         call[0](*call[1:], **named)
     return info
 
 
 class approx:  # noqa: N801 pytest's name
-    """Numbers, or sequences and mappings of numbers, that are equal to others within a tolerance."""
-
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        expected: Any,
-        rel: float | None = None,
-        abs: float | None = None,
-        nan_ok: bool = False,
-    ) -> None:
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
         self.expected, self._nan_ok = expected, nan_ok
         self._rel = 1e-6 if rel is None and abs is None else (rel or 0.0)
         self._abs = 1e-12 if abs is None else abs
@@ -204,7 +188,6 @@ def _arguments(names: list[str], row: Any) -> dict[str, Any] | None:
 
 
 def is_left_out(one: Mark) -> bool:
-    """Return True if a test with this mark is not run."""
     if one.name == "skipif":
         conditions = [*one.args, one.kwargs.get("condition", False)]
         return any(condition for condition in conditions if not isinstance(condition, str))

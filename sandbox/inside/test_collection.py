@@ -26,8 +26,6 @@ _CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tests that run together; ``run`` reports each."""
-
     count: int
     run: Callable[[Report], None]
 
@@ -58,7 +56,6 @@ def raise_if_bad(err: BaseException) -> None:
 
 
 def describe(err: BaseException) -> str:
-    """Return an exception as text; its own text may be impossible to make."""
     try:
         text = str(err)
     except BaseException as other:
@@ -78,13 +75,9 @@ def has_statements(tree: ast.Module) -> bool:
 def collect(
     names: dict[str, Any], before: dict[str, Any], tree: ast.Module, candidate: Callable[[], Any]
 ) -> list[Found]:
-    """Return the tests among the names that a piece of code has defined.
+    """Return the tests among the names that a piece of code has defined, given the namespace after and before it ran, and its syntax.
 
-    Args:
-        names: The namespace after it ran.
-        before: The same before it ran.
-        tree: Its syntax.
-        candidate: Returns the function that ``check(candidate)`` gets; raises BadTests when the row does not name it.
+    ``candidate`` returns the function that ``check(candidate)`` gets; it raises BadTests when the row does not name it.
     """
     new = {name: thing for name, thing in names.items() if before.get(name) is not thing}
     used = _used_at_top_level(tree)
@@ -148,8 +141,6 @@ def _suite(kind: type[unittest.TestCase]) -> Found:
 
 
 class _Results(unittest.TestResult):
-    """Reports every test as it ends; a failure in ``setUpClass`` is reported for its class."""
-
     def __init__(self, report: Report) -> None:
         super().__init__()
         self.bad: BadTests | None = None
@@ -222,7 +213,6 @@ def _methods(kind: type, names: dict[str, Any]) -> list[Found]:
 def _cases(
     function: Any, names: dict[str, Any], bind: Callable[[], Callable[..., Any]], kind: type | None
 ) -> list[Found]:
-    """Return a test function's cases: one, or one for each set of its parameters."""
     marks = [*getattr(kind, pytest_api.MARKS, []), *getattr(function, pytest_api.MARKS, [])]
     if any(pytest_api.is_left_out(mark) for mark in marks):
         return []
@@ -254,7 +244,6 @@ def _with_fixtures(
 
 
 def _set_up(names: dict[str, Any], owner: Any, test: Any, ending: contextlib.ExitStack) -> None:
-    """Call xunit-style set-ups, and their counterparts at the end."""
     for place, scope in ((names, "module"), (names, "function"), (owner, "class"), (owner, "method")):
         for prefix in ("setup", "teardown"):
             name = f"{prefix}_{scope}"

@@ -20,20 +20,12 @@ import unittest
 from typing import Any
 
 from penstock.sandbox.inside import pytest_api, test_collection
-from penstock.sandbox.inside.program_proxy import (
-    PROGRAM_MODULES,
-    Answers,
-    BadTests,
-    Program,
-    Stub,
-    module_of,
-)
+from penstock.sandbox.inside.program_proxy import PROGRAM_MODULES, Answers, BadTests, Program, Stub, module_of
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
 
 
 def run() -> int:
-    """Run the tests of the job read from descriptor 3; return the exit code."""
     with os.fdopen(JOB, "rb") as pipe:
         job = json.load(pipe)
     sys.modules["pytest"] = pytest_api
@@ -57,8 +49,6 @@ def run() -> int:
 
 
 class _Session:
-    """One run of all pieces of test code, in one namespace after ``setup``."""
-
     def __init__(self, job: dict[str, Any], program: Answers, label: dict[str, Any]) -> None:
         self._texts: list[str] = job["tests"]
         self._setup: str = job["setup"]
@@ -68,7 +58,6 @@ class _Session:
         self._has_failed = False
 
     def run(self) -> None:
-        """Run the tests and report each; raises BadTests when there are none, or when they cannot be run."""
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         names = module.__dict__
@@ -86,7 +75,6 @@ class _Session:
             )
 
     def _piece(self, place: int, tree: ast.Module, names: dict[str, Any], functions: list[str]) -> int:
-        """Run one piece of test code; return its number of tests."""
         before = dict(names)
         code = compile(tree, f"test {place}", "exec", dont_inherit=True)
         why = test_collection.attempt(lambda: exec(code, names), may_exit=True)  # noqa: S102
@@ -163,7 +151,6 @@ def _starred(trees: list[ast.Module], missing: list[str]) -> set[str]:
 
 
 def _free_names(trees: list[ast.Module]) -> list[str]:
-    """Return the names that test code reads and does not define, in order of appearance."""
     read: dict[str, None] = {}
     defined: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):

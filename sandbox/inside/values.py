@@ -16,6 +16,21 @@ from typing import Any
 
 _PLAIN_BITS = 1024
 _MAX_DRAWN = 100_000  # items taken from an iterator
+_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "iterator": lambda items: iter(list(items)),
+}
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "bytes": bytes.fromhex,
+    "complex": lambda parts: complex(*parts),
+    "fraction": lambda parts: Fraction(int(parts[0], 16), int(parts[1], 16)),
+    "decimal": Decimal,
+    "range": lambda parts: range(*(int(part, 16) for part in parts)),
+}
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -62,21 +77,13 @@ def _float(value: float, _: Callable[[Any], int]) -> Any:
     return plain if math.isfinite(plain) else {"~": "float", "v": repr(plain)}
 
 
-def _dict(value: dict[Any, Any], keep: Callable[[Any], int]) -> Any:
-    return {"~": "dict", "v": [[encode(key, keep), encode(item, keep)] for key, item in dict.items(value)]}
-
-
-def _iterator(value: Iterator[Any], keep: Callable[[Any], int]) -> Any:
-    return {"~": "iterator", "v": [encode(item, keep) for item in itertools.islice(value, _MAX_DRAWN)]}
-
-
 _FORMS: list[tuple[Any, Callable[[Any, Callable[[Any], int]], Any]]] = [
     (int, _int),
     (float, _float),
     (str, lambda value, _: str.__str__(value)),
     (list, _items("list")),
     (tuple, _items("tuple")),
-    (dict, _dict),
+    (dict, lambda value, keep: {"~": "dict", "v": [[encode(k, keep), encode(v, keep)] for k, v in dict.items(value)]}),
     (frozenset, _items("frozenset")),
     ((set, type({}.keys())), _items("set")),
     ((bytes, bytearray), lambda value, _: {"~": "bytes", "v": bytes(value).hex()}),
@@ -85,20 +92,8 @@ _FORMS: list[tuple[Any, Callable[[Any, Callable[[Any], int]], Any]]] = [
     (Decimal, lambda value, _: {"~": "decimal", "v": str(value)}),
     (range, lambda value, _: {"~": "range", "v": [hex(value.start), hex(value.stop), hex(value.step)]}),
     (type({}.values()), _items("list")),
-    (Iterator, _iterator),
+    (
+        Iterator,
+        lambda value, keep: {"~": "iterator", "v": [encode(v, keep) for v in itertools.islice(value, _MAX_DRAWN)]},
+    ),
 ]
-_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "iterator": lambda items: iter(list(items)),
-}
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": float,
-    "bytes": bytes.fromhex,
-    "complex": lambda parts: complex(*parts),
-    "fraction": lambda parts: Fraction(int(parts[0], 16), int(parts[1], 16)),
-    "decimal": Decimal,
-    "range": lambda parts: range(*(int(part, 16) for part in parts)),
-}

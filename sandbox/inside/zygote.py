@@ -1,24 +1,38 @@
-"""The zygote: programs are forked from this process, which has common modules imported. It reads no program, test or output.
+"""The zygote, which has common modules imported and forks the processes of programs, and what such a process does.
 
     service ── socket: limits as JSON, with the pipes' descriptors ──▶ zygote ── fork ──▶ program, confined
             ◀── {"pid"}, then {"status", "cpu_s"} ──
 
-Forking takes a tenth of the time of starting an interpreter, and the child inherits only this module's state: the
-program is read from a pipe by the child, after it is confined. One program runs at a time; any message meanwhile, or
+The zygote reads no program, test or output. Forking takes a tenth of the time of starting an interpreter, and the child inherits only this
+module's state: the program is read from a pipe by the child, after it is confined. One program runs at a time; any message meanwhile, or
 the end of the socket, kills it.
+
+All output of a program's process is untrusted, because the program may have written it. Descriptors: 0 to 2 the standard ones, 3 the job
+(JSON), 4 answers, 5 calls. Modes (and ``tests``, see `tests`):
+
+- ``stdin``: run the program as ``__main__``; its output is the answer.
+- ``function``: define the program, call one function with JSON arguments, write the JSON result to 4.
+- ``serve``: define the program, then answer the calls of a test process, one JSON text per line (`values`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
+import inspect
 import json
 import os
 import select
 import signal
 import socket
 import sys
+import threading
+import traceback
+import types
+from typing import Any
 
-from penstock.sandbox.inside import confine, program, tests
+from penstock.sandbox.inside import confine, tests, values
 
 WARM = (
     "array bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re "
@@ -26,6 +40,8 @@ WARM = (
 )  # the modules that programs import most, imported in advance
 _MAX_DESCRIPTORS = 16
 _MAX_MESSAGE = 4096
+JOB, ANSWERS, CALLS = 3, 4, 5
+FILE = "program.py"
 
 
 def main(descriptor: int, settings: str) -> None:
@@ -45,10 +61,10 @@ def main(descriptor: int, settings: str) -> None:
         if not message:
             return
         if pipes:  # without pipes it is a kill that arrived after the program had exited
-            _serve(line, confinement, message, pipes)
+            _fork_program(line, confinement, message, pipes)
 
 
-def _serve(line: socket.socket, confinement: confine.Confinement, message: bytes, pipes: list[int]) -> None:
+def _fork_program(line: socket.socket, confinement: confine.Confinement, message: bytes, pipes: list[int]) -> None:
     confirmed, confirm = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -56,7 +72,8 @@ def _serve(line: socket.socket, confinement: confine.Confinement, message: bytes
     os.close(confirm)
     for fd in pipes:
         os.close(fd)
-    problem = _read_all(confirmed)
+    with os.fdopen(confirmed, "rb") as pipe:
+        problem = pipe.read()
     watch = os.pidfd_open(pid)
     line.send(json.dumps({"pid": pid}).encode())
     poll = select.poll()
@@ -74,7 +91,6 @@ def _serve(line: socket.socket, confinement: confine.Confinement, message: bytes
 
 
 def _child(confinement: confine.Confinement, request: dict[str, object], pipes: list[int]) -> None:
-    """Confine this process, report that, and run the program; does not return."""
     mode = str(request.pop("mode"))
     confirm = len(pipes) - 1
     code = 1
@@ -88,11 +104,129 @@ def _child(confinement: confine.Confinement, request: dict[str, object], pipes: 
         os._exit(1)
     os.close(confirm)
     try:
-        code = tests.run() if mode == "tests" else program.run(mode)
+        code = tests.run() if mode == "tests" else run_program(mode)
     finally:
         os._exit(code)
 
 
-def _read_all(fd: int) -> bytes:
-    with os.fdopen(fd, "rb") as pipe:
-        return pipe.read()
+def run_program(mode: str) -> int:
+    code = 0
+    try:
+        with os.fdopen(JOB, "rb") as pipe:
+            job = json.load(pipe)
+        {"stdin": lambda job: _define(job, "__main__"), "function": _function, "serve": _serve}[mode](job)
+    except SystemExit as end:
+        code = _exit_code(end.code)
+    except BaseException:  # reported with its traceback
+        code = 1
+        _report()
+    return _finish(code)
+
+
+def _define(job: dict[str, Any], name: str) -> dict[str, Any]:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(job["program"], FILE, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 its purpose
+    return module.__dict__
+
+
+def _function(job: dict[str, Any]) -> None:
+    names = _define(job, "program")
+    function = _find(names, job["function"])
+    result = json.dumps(function(*job["arguments"]))
+    _write(ANSWERS, result.encode())
+
+
+def _find(names: dict[str, Any], function: str) -> Any:
+    if function in names:
+        return names[function]
+    if "Solution" not in names:
+        raise NameError(f"the program does not define {function}")
+    return getattr(names["Solution"](), function)
+
+
+def _serve(job: dict[str, Any]) -> None:
+    names = _define(job, "program")
+    handles: dict[int, Any] = {}
+    with os.fdopen(CALLS, "rb") as calls:
+        for line in calls:
+            call = json.loads(line)
+            _write(ANSWERS, json.dumps(_answer(call, names, handles)).encode() + b"\n")
+
+
+def _answer(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]) -> dict[str, Any]:
+    def keep(thing: Any) -> int:
+        handles[len(handles)] = thing
+        return len(handles) - 1
+
+    try:
+        target = _target(call, names, handles)
+        if "arguments" not in call:
+            return {"value": values.encode(target, keep), **_kind(target)}
+        arguments = values.decode(call["arguments"], handles.__getitem__)
+        named = values.decode(call["named"], handles.__getitem__)
+        result = target(*arguments, **named)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        changed = [values.encode(argument, keep) for argument in arguments]
+        return {"value": values.encode(result, keep), "changed": changed}
+    except BaseException as err:
+        return {"raised": type(err).__name__, "text": _text(err), "types": _names(type(err))}
+
+
+def _kind(target: Any) -> dict[str, Any]:
+    """Return whether tests must await a function, and an exception class's ancestors, which tests expect by name."""
+    if isinstance(target, type) and issubclass(target, BaseException):
+        return {"exception": _names(target)}
+    return {"async": True} if inspect.iscoroutinefunction(target) else {}
+
+
+def _names(kind: type) -> list[str]:
+    return [str(one.__name__) for one in kind.__mro__]
+
+
+def _text(err: BaseException) -> str:
+    try:
+        return str(err)[:1000]
+    except BaseException as other:
+        return f"(its text cannot be shown: {type(other).__name__})"
+
+
+def _target(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]) -> Any:
+    if "name" in call:
+        return _find(names, call["name"])
+    target = handles[call["handle"]]
+    return getattr(target, call["attribute"]) if call.get("attribute") else target
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _report() -> None:
+    try:
+        traceback.print_exc()
+    except BaseException:
+        os.write(2, b"the program raised, and its error cannot be printed\n")
+
+
+def _finish(code: int) -> int:
+    """Run the interpreter's exit handlers, without its finalization."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        return code or 1
+    return code

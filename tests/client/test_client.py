@@ -16,7 +16,7 @@ from penstock.client.events import Event
 from penstock.client.handles import Run
 from penstock.client.processes import RunFailed, State
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.record import run_folder
 from penstock.reward_service.errors import UserFileError
 
 ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]
@@ -78,7 +78,10 @@ def test_a_missing_model_or_file_is_named_before_a_process_starts(client: pensto
 
 def test_a_run_that_is_running_is_not_started_again(client: penstock.Client, tmp_path: Path) -> None:
     """Another process that holds the run's folder is named as the reason."""
-    with run_lock.hold(tmp_path / "runs" / "mine"), pytest.raises(ConfigError, match="run mine is running already"):
+    with (
+        run_folder.hold_lock(tmp_path / "runs" / "mine"),
+        pytest.raises(ConfigError, match="run mine is running already"),
+    ):
         client.train(model="quickstart", data=ROWS, reward="exact_match", run_id="mine")
 
 
@@ -93,10 +96,10 @@ def test_runs_get_the_first_free_name(tmp_path: Path) -> None:
 def test_an_existing_run_is_found_by_its_name(client: penstock.Client, tmp_path: Path) -> None:
     """Its state is that of its folder: running while a process holds it, then as it ended; another name is an error."""
     folder = tmp_path / "runs" / "mine"
-    with run_lock.hold(folder):
+    with run_folder.hold_lock(folder):
         run = client.run("mine")
         assert run.state == "running"
-        pause_request.request(folder)
+        run_folder.request_pause(folder)
         assert run.state == "pausing"
         with pytest.raises(TimeoutError):
             run.wait(0.05)
@@ -107,7 +110,7 @@ def test_an_existing_run_is_found_by_its_name(client: penstock.Client, tmp_path:
     assert run.wait(60.0).state == "paused"
     with pytest.raises(PenstockError, match="only one that is running can be paused"):
         run.pause()
-    pause_request.clear(folder)
+    run_folder.withdraw_pause(folder)
     assert run.state == "stopped"
     with pytest.raises(ConfigError, match=r"has no run\.toml"):
         run.resume()

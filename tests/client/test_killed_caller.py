@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import penstock
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from tests.servers import wait_for
 
 CALLER = """
@@ -42,7 +42,7 @@ def test_a_run_whose_python_is_killed_writes_a_checkpoint_and_leaves_no_process(
         wait_for(lambda: steps_of(folder) >= 3, "three steps", 180.0)
         below = psutil.Process(caller.pid).children(recursive=True)
         caller.kill()
-    wait_for(lambda: not run_lock.is_held(folder), "the run's processes to end", 60.0)
+    wait_for(lambda: not run_folder.is_lock_held(folder), "the run's processes to end", 60.0)
     wait_for(lambda: not any(is_going_on(one) for one in below), "the end of every process that was started", 30.0)
     assert len(below) > 4
     reached = steps_of(folder)

@@ -27,9 +27,9 @@ from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
-from penstock.protocol.loop_thread import LoopThread
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.serving import web_server
 from tests.json_server import JsonServer
 from tests.servers import secret_file
@@ -265,7 +265,7 @@ def test_events_go_on_after_a_restart_of_the_console_until_the_run_is_over(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"settings": {"run": {"dir": str(console.runs)}}, "origins": {}}))
     (folder / "metrics.jsonl").write_text('{"kind": "step", "at": 1.0, "step": 1, "loss": 0.5}\n')
-    with run_lock.hold(folder):
+    with run_folder.hold_lock(folder):
         run = RemoteBackend(console.api, run_streams)
         assert run.state == "running"
         publish(bus, run_streams, 1)

@@ -15,8 +15,7 @@ from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.kind import sglang_command, sglang_environ
-from penstock.rollout_service.engines.sglang.settings import SglangSettings
+from penstock.rollout_service.engines.sglang.kind import SglangSettings, sglang_command, sglang_environ
 
 T = TypeVar("T")
 START_S = 180.0

@@ -9,11 +9,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
-from penstock.rollout_service.engines.vllm.client import VllmClient
-from penstock.rollout_service.engines.vllm.read_reply import read_completions
+from penstock.rollout_service.engines.vllm.client import VllmClient, read_completions
 from penstock.rollout_service.errors import EngineAborted, EngineMisconfigured, ReplyRefused
 from tests.contracts.engine_under_test import embedded_engine
 from tests.contracts.fake_vllm import API, FakeVllm

@@ -18,7 +18,7 @@ from penstock.deploy.early_checks import (
     missing_rewards,
 )
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.commands import train
@@ -194,7 +194,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match=r"folder .*file/r cannot be written \(Not a directory\); .* set run\.dir"),
-        run_lock.hold(tmp_path / "file" / "r"),
+        run_folder.hold_lock(tmp_path / "file" / "r"),
     ):
         pass
 

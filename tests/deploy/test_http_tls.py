@@ -18,7 +18,7 @@ from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.deploy import certificates
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.server import MetricsServer
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.serving import web_server
 from penstock.serving.http_connections import ConnectionFailed, HttpConnections
 from penstock.serving.target_policy import TargetPolicy
@@ -39,9 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def variables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's certificate, and its authority for clients."""
-    monkeypatch.setenv(http_tls.CERTIFICATE, str(folder / "tls" / "api.pem"))
-    monkeypatch.setenv(http_tls.KEY, str(folder / "tls" / "api.key"))
-    monkeypatch.setenv(http_tls.AUTHORITY, str(folder / "tls" / "ca.pem"))
+    monkeypatch.setenv(tls.CERTIFICATE, str(folder / "tls" / "api.pem"))
+    monkeypatch.setenv(tls.KEY, str(folder / "tls" / "api.key"))
+    monkeypatch.setenv(tls.AUTHORITY, str(folder / "tls" / "ca.pem"))
 
 
 def api() -> FastAPI:
@@ -104,7 +104,7 @@ def environment_server(host: str) -> Iterator[str]:
 @pytest.mark.parametrize("server", [metrics, reward_api, environment_server])
 def test_a_server_that_others_reach_speaks_tls_only(variables: None, folder: Path, server) -> None:
     """A client of its authority gets the answer; one without, with another, or without TLS gets none. The loopback is plain."""
-    trusting = http_tls.client_context()
+    trusting = tls.aiohttp_trust()
     with server(ANY) as where:
         assert httpx.get(f"https://{where}", verify=trusting, timeout=60).status_code == 200
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -118,7 +118,7 @@ def test_a_server_that_others_reach_speaks_tls_only(variables: None, folder: Pat
 @pytest.mark.parametrize("name", ["localhost", "127.1"])
 def test_a_name_of_the_loopback_is_plain(variables: None, name: str) -> None:
     """The address that is listened on decides, for the server and for the URL that others are given alike."""
-    assert http_tls.server_options(name) == {}
+    assert tls.server_options(name) == {}
     with MetricsServer(name, 0, lambda _: (b"page", "text/plain"), key="trainer_port") as server:
         assert server.url.startswith("http://")
         assert httpx.get(server.url, timeout=60).status_code == 200
@@ -146,8 +146,8 @@ def test_our_clients_verify(variables: None, monkeypatch: pytest.MonkeyPatch, fo
             assert contexts[0] is contexts[1], "the authorities are read once, not for every request"
         for policy in policies:
             assert asyncio.run(get(f"{url}/v1/rewards", policy)) == 200
-        monkeypatch.setenv(http_tls.AUTHORITY, str(folder / "other" / "ca.pem"))
-        text = f"certificate is refused.*{http_tls.AUTHORITY}"
+        monkeypatch.setenv(tls.AUTHORITY, str(folder / "other" / "ca.pem"))
+        text = f"certificate is refused.*{tls.AUTHORITY}"
         with pytest.raises(RewardServiceError, match=text):
             RewardService(url).call("GET", "/v1/rewards")
         with pytest.raises(ApiRefused, match=text):
@@ -159,17 +159,17 @@ def test_our_clients_verify(variables: None, monkeypatch: pytest.MonkeyPatch, fo
 
 def test_files_that_cannot_be_used_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate without key, the key of another one, and a file without certificates, each named with its variable."""
-    monkeypatch.setenv(http_tls.CERTIFICATE, str(folder / "tls" / "api.pem"))
-    monkeypatch.delenv(http_tls.KEY, raising=False)
-    with pytest.raises(ConfigError, match=f"{http_tls.KEY} is not"):
-        http_tls.server_files(ANY)
+    monkeypatch.setenv(tls.CERTIFICATE, str(folder / "tls" / "api.pem"))
+    monkeypatch.delenv(tls.KEY, raising=False)
+    with pytest.raises(ConfigError, match=f"{tls.KEY} is not"):
+        tls.server_files(ANY)
     for key in (folder / "other" / "api.key", tmp_path / "missing"):
-        monkeypatch.setenv(http_tls.KEY, str(key))
+        monkeypatch.setenv(tls.KEY, str(key))
         with pytest.raises(ConfigError, match="no certificate with its key"):
-            http_tls.server_options(ANY)
+            tls.server_options(ANY)
     (tmp_path / "empty.pem").touch()
-    monkeypatch.setenv(http_tls.AUTHORITY, str(tmp_path / "empty.pem"))
-    with pytest.raises(ConfigError, match=f"{http_tls.AUTHORITY} = .*penstock certs"):
+    monkeypatch.setenv(tls.AUTHORITY, str(tmp_path / "empty.pem"))
+    with pytest.raises(ConfigError, match=f"{tls.AUTHORITY} = .*penstock certs"):
         RewardService("https://127.0.0.1:1").call("GET", "/")
 
 
@@ -178,6 +178,6 @@ def test_a_client_that_makes_no_handshake_delays_no_other(variables: None) -> No
     with metrics(ANY) as where:
         host, port = where.partition("/")[0].split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(8)]
-        assert httpx.get(f"https://{where}", verify=http_tls.client_context(), timeout=60).status_code == 200
+        assert httpx.get(f"https://{where}", verify=tls.aiohttp_trust(), timeout=60).status_code == 200
         for one in silent:
             one.close()

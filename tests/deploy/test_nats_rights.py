@@ -24,7 +24,6 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BusRefused
 from penstock.protocol.facts import (
-    BlobRef,
     GroupGenerated,
     GroupScored,
     Heartbeat,
@@ -35,6 +34,7 @@ from penstock.protocol.facts import (
     WeightsRefused,
     encode,
 )
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.rights import ANY_KEY, Rights, rights
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

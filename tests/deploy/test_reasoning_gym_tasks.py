@@ -18,7 +18,7 @@ from penstock.deploy import config_show
 from penstock.deploy import reasoning_gym_tasks as tasks
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.errors import RewardError
 from penstock.reward_service.registry.user_rewards import UserRewards

@@ -19,7 +19,7 @@ from penstock.deploy.s3_policies import access_key, create_users, policies
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobMissing, BlobStoreRefused, ConfigError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.rights import Role
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion

@@ -17,10 +17,10 @@ from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import DeployError
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobError, BlobStoreRefused, BusRefused, BusUnreachable, ConfigError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.weights.signature import SigningKey, TrustedKeys
+from penstock.protocol.weights.manifest import SigningKey, TrustedKeys
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def test_services_get_encrypted_connections(stack: LocalStack) -> None:
     """The clients of S3 and NATS connect with the settings that ``penstock up --tls`` prints."""
     assert {"PENSTOCK_NATS__CA_FILE", "PENSTOCK_S3__CA_FILE"} <= stack.environment().keys()
     written = (stack.data / "environment").read_text()
-    files = {name: written.partition(f"{name}=")[2].partition("\n")[0] for name in (http_tls.CERTIFICATE, http_tls.KEY)}
-    http_tls.ServerFiles(files[http_tls.CERTIFICATE], files[http_tls.KEY]).context()
-    assert f"export {http_tls.AUTHORITY}={stack.nats.ca_file}\n" in written
+    files = {name: written.partition(f"{name}=")[2].partition("\n")[0] for name in (tls.CERTIFICATE, tls.KEY)}
+    tls.ServerFiles(files[tls.CERTIFICATE], files[tls.KEY]).context()
+    assert f"export {tls.AUTHORITY}={stack.nats.ca_file}\n" in written
     key_file = Path(stack.environment()["PENSTOCK_TRAINER__SIGNING_KEY_FILE"])
     trusted = TrustedKeys.from_file(Path(stack.environment()["PENSTOCK_WORKER__TRUSTED_KEYS_FILE"]), "x")
     trusted.verify(SigningKey.from_file(key_file, "x").sign(b"{}"), "a manifest")

@@ -22,7 +22,7 @@ from penstock.fine_tuning.length import Best, Length, check_warmup
 from penstock.fine_tuning.rm import RewardTask, ScoredBatch
 from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record import pause_request
+from penstock.protocol.record import run_folder
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.errors import CheckpointError, RunIsHeld, TrainingDiverged
 from penstock.trainer.parallel_dims import ParallelDims
@@ -149,7 +149,7 @@ def test_a_result_counts_until_the_training_begins_again(tmp_path: Path) -> None
     assert not curves.is_training_finished(tmp_path, "sft")
     folder.finish({"num_steps": 3})
     assert curves.is_training_finished(tmp_path, "sft")
-    pause_request.request(tmp_path)
+    run_folder.request_pause(tmp_path)
     assert folder.is_pause_requested
     folder.rewind(0)
     assert not curves.is_training_finished(tmp_path, "sft")

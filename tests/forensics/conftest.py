@@ -18,7 +18,7 @@ from penstock.deploy.certificates import signing_key
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import Task
+from penstock.protocol.groups import Task
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs

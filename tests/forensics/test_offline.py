@@ -16,8 +16,13 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.checkpoint_state import committed
-from penstock.protocol.record.rescored import RescoredPiece, find_input, pieces, users
-from penstock.protocol.record.stored_record import StoredRecord
+from penstock.protocol.record.stored_record import (
+    RescoredPiece,
+    StoredRecord,
+    find_input,
+    pieces_of_input,
+    users_of_input,
+)
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.groups.offline import StoredGroups
 from penstock.trainer.settings import TrainerSettings
@@ -69,7 +74,7 @@ def scored_again(run: StoredRun, service: Service) -> str:
 
 
 def stored(run: StoredRun, name: str) -> list[RescoredPiece]:
-    return list(pieces(find_input(name, run.blobs)[0], run.blobs))
+    return list(pieces_of_input(find_input(name, run.blobs)[0], run.blobs))
 
 
 def test_a_run_is_scored_again_by_another_reward(run: StoredRun, scored_again: str) -> None:
@@ -148,7 +153,7 @@ def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
         Command(run.folder, *arguments, "trainer.kill_at=stepped:4").wait(-9)
         Command(run.folder, *arguments).wait()
         assert "the accounting balances" in run.console("audit", run=OFFLINE)
-        assert users("scored-again", run.blobs) == [OFFLINE]
+        assert users_of_input("scored-again", run.blobs) == [OFFLINE]
         delete_run(bus, OFFLINE)
     home = run.folder / "runs" / OFFLINE
     own = StoredRecord.read(OFFLINE, committed(home / "checkpoints")[-1][1].record, run.blobs.get)

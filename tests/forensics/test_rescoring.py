@@ -9,7 +9,7 @@ from tests.groups import make_group
 
 from penstock.forensics.rescore import GroupToScore, Rule, reweight, score_again
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.record.lineage import RecordedGroup
 

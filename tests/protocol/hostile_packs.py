@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.groups import make_group, make_task
 
-from penstock.protocol.facts import AbandonedCompletion, GeneratedGroup, Task
+from penstock.protocol.groups import AbandonedCompletion, GeneratedGroup, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group

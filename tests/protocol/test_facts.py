@@ -14,12 +14,21 @@ from tests.groups import make_group
 
 from penstock.protocol import facts
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema, WireError
+from penstock.protocol.groups import (
+    AbandonedCompletion,
+    BlobRef,
+    GeneratedGroup,
+    RewardRequest,
+    Sampling,
+    ScoredGroup,
+    Task,
+)
 
-BLOB = facts.BlobRef(key="runs/r/groups/v00000001/p.a.parquet", size_bytes=10, sha256="0" * 64)
+BLOB = BlobRef(key="runs/r/groups/v00000001/p.a.parquet", size_bytes=10, sha256="0" * 64)
 
 
-def _generated(group_id: str = "e0.p1.a0", trajectories: int = 2) -> facts.GeneratedGroup:
-    return facts.GeneratedGroup(
+def _generated(group_id: str = "e0.p1.a0", trajectories: int = 2) -> GeneratedGroup:
+    return GeneratedGroup(
         group_id=group_id,
         row_group=0,
         split="train",
@@ -34,14 +43,14 @@ def _generated(group_id: str = "e0.p1.a0", trajectories: int = 2) -> facts.Gener
     )
 
 
-def _task(prompt: int = 3) -> facts.Task:
-    return facts.Task(
+def _task(prompt: int = 3) -> Task:
+    return Task(
         group_id="e0.p1.a0",
         prompt_ids=tuple(range(prompt)),
         prompt_text="sort 31",
         group_size=8,
-        sampling=facts.Sampling(max_new_tokens=9, stop_token_ids=(2,)),
-        reward=facts.RewardRequest(name="exact_match", ground_truth='"13"', extra_info='{"a": [1]}'),
+        sampling=Sampling(max_new_tokens=9, stop_token_ids=(2,)),
+        reward=RewardRequest(name="exact_match", ground_truth='"13"', extra_info='{"a": [1]}'),
         split="train",
         issued_version=1,
     )
@@ -57,7 +66,7 @@ EVERY_FACT = [
         pack_id="p",
         worker_id="w",
         pack=BLOB,
-        groups=(facts.ScoredGroup(generated=_generated(), rewards=(1.0, 0.5), parts={"x": (0.0, 1.0)}, scorer="s@1"),),
+        groups=(ScoredGroup(generated=_generated(), rewards=(1.0, 0.5), parts={"x": (0.0, 1.0)}, scorer="s@1"),),
     ),
     facts.WeightsPublished(run_id="r", version=3, step=3, manifest=BLOB, num_bytes=5),
     facts.WeightsApplied(
@@ -118,15 +127,15 @@ def test_a_wrong_field_is_named(fields: dict, complaint: str):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_must_be_a_finite_number(value: float):
     with pytest.raises(ValueError, match="finite"):
-        facts.ScoredGroup(generated=_generated(), rewards=(value, 0.0), scorer="s")
+        ScoredGroup(generated=_generated(), rewards=(value, 0.0), scorer="s")
 
 
 def test_a_group_has_one_reward_for_each_trajectory():
     """Too few rewards, or too few values of a part, are refused."""
     with pytest.raises(ValueError, match="1 values in rewards, expected one for each of 2"):
-        facts.ScoredGroup(generated=_generated(), rewards=(1.0,), scorer="s")
+        ScoredGroup(generated=_generated(), rewards=(1.0,), scorer="s")
     with pytest.raises(ValueError, match="1 values in format"):
-        facts.ScoredGroup(generated=_generated(), rewards=(1.0, 0.0), parts={"format": (1.0,)}, scorer="s")
+        ScoredGroup(generated=_generated(), rewards=(1.0, 0.0), parts={"format": (1.0,)}, scorer="s")
 
 
 def test_an_oversized_message_is_refused_before_it_is_sent():
@@ -179,9 +188,9 @@ def test_redundant_completions_are_written_only_where_there_are_any():
     assert facts.decode(facts.encode(facts.TaskList(tasks=(task,))), facts.TaskList).tasks == (task,)
     generated = make_group("e0.p0.a0").summary(0)
     assert "abandoned" not in generated.model_dump()
-    one = facts.AbandonedCompletion(reason="surplus", num_tokens=7)
+    one = AbandonedCompletion(reason="surplus", num_tokens=7)
     document = generated.model_dump() | {"abandoned": (one.model_dump(),)}
-    assert facts.GeneratedGroup.model_validate(document).abandoned == (one,)
+    assert GeneratedGroup.model_validate(document).abandoned == (one,)
     episodes = {"rows": (1,) * len(generated.completion_tokens), "row_tokens": 100}
     with pytest.raises(ValidationError, match="1 abandoned completions in a group of episodes, expected none"):
-        facts.GeneratedGroup.model_validate(document | episodes)
+        GeneratedGroup.model_validate(document | episodes)

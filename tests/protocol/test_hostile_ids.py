@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Identifier
+from penstock.protocol.groups import Identifier
 from penstock.protocol.subjects import check_run_id
 from penstock.reward_service.settings import RewardServiceSection
 from penstock.rollout_service.settings import WorkerSettings

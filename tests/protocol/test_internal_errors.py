@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from penstock.protocol.errors import MalformedFact
-from penstock.protocol.facts import BlobRef, decode
+from penstock.protocol.facts import decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.process_end import explain
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from penstock.protocol.loop_thread import LoopThread
+from penstock.protocol.transport.loop_thread import LoopThread
 
 
 async def _add(a: int, b: int) -> int:

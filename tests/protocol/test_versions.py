@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,15 +41,6 @@ def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_s
     bound = max(0, (max_staleness + 1 - lag) * per_step)
     assert more >= 0
     assert outstanding + more == bound or (more == 0 and outstanding >= bound)
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(0, 100))
-def test_runs_give_the_version_of_every_token(tokens: list[int], start: int):
-    runs = versions.runs_from_versions(tokens, start)
-    assert [run.version for run in runs for _ in range(run.start, run.end)] == tokens
-    assert runs[0].start == start
-    assert runs[-1].end == start + len(tokens)
-    assert all(a.end == b.start and a.version != b.version for a, b in itertools.pairwise(runs))
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 4))

@@ -11,7 +11,8 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent, ScoredGroup
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent
+from penstock.protocol.groups import ScoredGroup
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.facts import BlobRef, GroupGenerated
+from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.announce import Announcer, hash_of
 from tests.groups import make_generated, make_group, make_scored

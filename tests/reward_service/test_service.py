@@ -16,7 +16,8 @@ import pytest
 from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import rewards_offered, streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import Heartbeat, RewardRequest, decode, encode
+from penstock.protocol.facts import Heartbeat, decode, encode
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.blobs import Blobs

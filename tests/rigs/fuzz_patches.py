@@ -27,13 +27,13 @@ import zstandard
 
 from penstock.protocol.errors import ChainBroken, MalformedFact, MalformedWeights, SegmentRefused
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights import bucket_codec, patch_segment, raw_segment
+from penstock.protocol.weights import bucket_codec, patch_segment
 from penstock.protocol.weights.adapter_format import AdapterConfig
-from penstock.protocol.weights.bucket_diff import WORD_BYTES
 from penstock.protocol.weights.export import check_fit, merge_into, read_factors
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
+from penstock.protocol.weights.patch_segment import WORD_BYTES
 from tests.protocol.weights.published_weights import (
     ADAPTER,
     ADAPTER_LAYOUT,
@@ -87,7 +87,7 @@ def samples(rng: np.random.Generator) -> list[Sample]:
             hit[-1] = True
             new.reshape(num_words, word_bytes)[hit] += 1
             count = int(hit.sum())
-            raw = raw_segment.encode(new, word_bytes, bucket=1, num_changed=count)
+            raw = bucket_codec.encode_whole(new, word_bytes, bucket=1, num_changed=count)
             found.append(Sample("raw_zstd", raw, word_bytes, old, new))
             found.append(Sample("gapabs1", patch_segment.encode(old, new, word_bytes, bucket=1), word_bytes, old, new))
     return found

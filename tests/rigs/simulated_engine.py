@@ -35,21 +35,18 @@ from penstock.deploy.plan.simulation import EnginePace, LengthMix
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.digest import weights_digest
+from penstock.protocol.weights.layout import weights_digest
 from penstock.rollout_service.embedded_engine.caches import PrefixCache
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.http.app import build_app
-from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
-from penstock.rollout_service.embedded_engine.http.images import ImageReader
-from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry, JobRunner
-from penstock.rollout_service.embedded_engine.http.server_state import ServerState
-from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.http.bodies import ImageReader
+from penstock.rollout_service.embedded_engine.http.build_job import ServedModel, Text
+from penstock.rollout_service.embedded_engine.http.server_state import AdapterRegistry, JobRunner, ServerState
 from penstock.rollout_service.embedded_engine.model.model_config import read_eos_token_ids, read_model_config
-from penstock.rollout_service.embedded_engine.process import exit_with_parent
+from penstock.rollout_service.embedded_engine.process import EngineSettings, exit_with_parent
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
-from penstock.rollout_service.embedded_engine.settings import EngineSettings
 from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from tests.safetensors_digests import safetensors_digests

@@ -15,9 +15,8 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.metrics import WorkerMetrics
-from penstock.rollout_service.packs.announce_pack import PackAnnouncer
-from penstock.rollout_service.packs.settlement import Settlement
-from penstock.rollout_service.packs.task_source import ReceivedPack
+from penstock.rollout_service.packs.pack_loops import ReceivedPack
+from penstock.rollout_service.packs.settlement import PackAnnouncer, Settlement
 from tests.groups import make_group, make_task, make_task_issued
 from tests.otlp_receiver import recorded
 from tests.servers import wait_for

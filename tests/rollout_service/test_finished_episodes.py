@@ -21,7 +21,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.facts import ImageRef, RewardRequest, RouterShape, RowImages, Sampling, Task
+from penstock.protocol.groups import ImageRef, RewardRequest, RouterShape, RowImages, Sampling, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.images.processor import read_processor
 from penstock.protocol.packs import group_pack

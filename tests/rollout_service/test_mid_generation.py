@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights, read_checkpoint
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence

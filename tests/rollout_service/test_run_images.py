@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import ImageRef, RewardRequest, RowImages, Sampling, Task
+from penstock.protocol.groups import ImageRef, RewardRequest, RowImages, Sampling, Task
 from penstock.protocol.images.admission import admit
 from penstock.protocol.images.processor import expanded, read_processor
 from penstock.protocol.transport.blobs import Blobs

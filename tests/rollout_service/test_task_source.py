@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_service.packs import task_source
-from penstock.rollout_service.packs.task_source import TaskSource, pause_s
+from penstock.rollout_service.packs import pack_loops
+from penstock.rollout_service.packs.pack_loops import TaskSource, pause_s
 
 
 @dataclass
@@ -49,8 +49,8 @@ class _Engine:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a request 10 ms long, and pauses as long as a worker was idle."""
-    monkeypatch.setattr(task_source, "_FETCH_S", 0.01)
-    monkeypatch.setattr(task_source, "_IDLE_SHARE", 1.0)
+    monkeypatch.setattr(pack_loops, "_FETCH_S", 0.01)
+    monkeypatch.setattr(pack_loops, "_IDLE_SHARE", 1.0)
 
 
 def _source(inboxes: dict[str, _Inbox], period_s: float) -> tuple[TaskSource, Any, asyncio.Event]:
@@ -84,7 +84,7 @@ async def test_an_idle_worker_asks_once_in_a_period_and_still_gets_its_pack() ->
 @pytest.mark.usefixtures("_quick")
 async def test_a_pausing_worker_stops_at_once_and_asks_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop ends the pause; no request follows that could take a pack from another worker."""
-    monkeypatch.setattr(task_source, "_IDLE_SHARE", 1e12)
+    monkeypatch.setattr(pack_loops, "_IDLE_SHARE", 1e12)
     inboxes = {"eval": _Inbox(), "train": _Inbox()}
     source, _, stop = _source(inboxes, 3600.0)
     taking = asyncio.ensure_future(source.take())

@@ -13,7 +13,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import Child
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests.groups import make_task

@@ -18,18 +18,17 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import (
-    BlobRef,
     DeadLetter,
     GroupGenerated,
     Heartbeat,
     RunEvent,
-    Task,
     TaskIssued,
     WeightsApplied,
     WeightsPublished,
     WeightsRefused,
     decode,
 )
+from penstock.protocol.groups import BlobRef, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs

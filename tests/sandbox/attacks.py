@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from penstock.sandbox.outcome import Reason
+from penstock.sandbox.zygote_process import Reason
 
 R, F, C = Reason.RAISED, Reason.FORBIDDEN, Reason.CRASHED
 M, CPU, WALL, OUT, WRONG = Reason.MEMORY, Reason.CPU_TIME, Reason.WALL_TIME, Reason.OUTPUT, Reason.WRONG

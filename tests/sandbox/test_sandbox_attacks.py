@@ -16,10 +16,9 @@ from tests.sandbox import attacks
 from penstock.reward_service.program_tests.grade import Slot, grade
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.sandbox import canary
-from penstock.sandbox.inside import seccomp
-from penstock.sandbox.outcome import Reason, failure, run_program
+from penstock.sandbox.inside import confine
 from penstock.sandbox.zygote_command import Kind, Launch
-from penstock.sandbox.zygote_process import Limits, Zygote
+from penstock.sandbox.zygote_process import Limits, Reason, Zygote, failure, run_program
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=1024**2, tasks=16)
 IMPATIENT = replace(LIMITS, wall_factor=0.0, wall_min_s=0.5)  # for programs that only wait
@@ -130,9 +129,9 @@ class Place:
         described = self.world.described()
         if kind is Kind.BUBBLEWRAP:  # a process there has no number that could be meant; its own parent has
             described["victim"] = 2
-        numbers = {name: pair[0 if seccomp.machine() == "x86_64" else 1] for name, pair in OTHER_CALLS.items()}
-        for table in (seccomp.ALLOWED, seccomp.CONDITIONAL, seccomp.FATAL):
-            numbers |= seccomp.numbers(table, seccomp.machine())
+        numbers = {name: pair[0 if confine.machine_name() == "x86_64" else 1] for name, pair in OTHER_CALLS.items()}
+        for table in (confine.ALLOWED, confine.CONDITIONAL, confine.FATAL):
+            numbers |= confine.call_numbers(table, confine.machine_name())
         self.prelude = f"{attacks.PRELUDE}\nN = {numbers!r}\nW = {described!r}\nREVERSED_ANSWER = {ANSWER[::-1]!r}\n"
 
     def run(self, statement: str, limits: Limits = LIMITS) -> Reason:
@@ -193,7 +192,7 @@ def test_an_excess_is_stopped_and_reported(place: Place, name: str) -> None:
     place.world.assert_untouched()
 
 
-@pytest.mark.skipif(seccomp.machine() != "x86_64", reason="machine code of x86_64")
+@pytest.mark.skipif(confine.machine_name() != "x86_64", reason="machine code of x86_64")
 @pytest.mark.parametrize("name", attacks.ONLY_ON_X86)
 def test_system_calls_of_another_abi_are_fatal(place: Place, name: str) -> None:
     """The call numbers of the 32-bit and x32 ABIs pass no filter."""

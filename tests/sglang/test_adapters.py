@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from tests.contracts.real_sglang import START_S, WITH_ADAPTERS, managed_sglang
 from tests.contracts.tiny_model import Adapter, Dense, build_model

@@ -12,8 +12,7 @@ import yaml
 
 from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.sglang.kind import sglang_command
-from penstock.rollout_service.engines.sglang.settings import SglangSettings
+from penstock.rollout_service.engines.sglang.kind import SglangSettings, sglang_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 

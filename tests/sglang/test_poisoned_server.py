@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_weights import WeightsCheck
 from penstock.rollout_service.engines.managed_engine import ManagedEngine

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.deploy.processes.child import Child
-from penstock.protocol.facts import Task
+from penstock.protocol.groups import Task
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.engines.engine_process import group_members
 from tests.contracts.real_sglang import START_S

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.protocol.config.run_file import load
-from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, ScoredGroup
+from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, ScoredGroup
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.environments.build_trajectory import build_group
+from penstock.rollout_service.environments.environment import build_group
 from penstock.rollout_service.environments.single_turn import SINGLE_TURN
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt

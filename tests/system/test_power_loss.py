@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import streams, subjects
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.transport.blobs import Blobs

@@ -16,8 +16,7 @@ import pytest
 from penstock.protocol import streams
 from penstock.protocol.facts import Heartbeat, decode
 from penstock.protocol.metrics import exposition
-from penstock.protocol.metrics.samples import Histogram, LabelValues, Samples
-from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.metrics.table import METRICS, Histogram, LabelValues, Samples
 from penstock.protocol.metrics.table import Service as ServiceName
 from tests import servers
 from tests.groups import make_group

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.protocol.record.run_lock import is_locked
+from penstock.protocol.record.run_folder import is_locked
 from penstock.trainer.algorithm.engine_check import MIN_TOKENS
 from tests.console.command import penstock
 from tests.packaging.conftest import HostileFolder

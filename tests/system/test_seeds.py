@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.agents.environments.episode_environment import Begun, group_seed
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.seeds import MAX_SEED, derived_seed
+from penstock.protocol.groups import MAX_SEED, derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion, Resumption
 from penstock.trainer.recovery.recorded_settings import read_settings

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.protocol import blob_keys, rewards_offered, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import BlobRef, GroupScored, Head, ScoredGroup, Task, TaskIssued, TaskList, decode, encode
+from penstock.protocol.facts import GroupScored, Head, TaskIssued, TaskList, decode, encode
+from penstock.protocol.groups import BlobRef, ScoredGroup, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.trajectory import Group, Trajectory

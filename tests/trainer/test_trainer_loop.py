@@ -27,7 +27,7 @@ from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import Task
+from penstock.protocol.groups import Task
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.stopped_batch import read_batch
 from penstock.protocol.record.stored_record import StoredRecord

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.protocol.facts import ImageRef, RowImages
+from penstock.protocol.groups import ImageRef, RowImages
 from penstock.protocol.images.processor import rope_positions
 from penstock.trainer.algorithm.packed_rows import PackedRows, Tokens
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import RewardRequest, RowImages
+from penstock.protocol.groups import RewardRequest, RowImages
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.data.file_notes import FileNotes

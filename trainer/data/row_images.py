@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.protocol.errors import ImageRefused
-from penstock.protocol.facts import RowImages
+from penstock.protocol.groups import RowImages
 from penstock.protocol.images.admission import IMAGE_TYPES, AdmittedImage, Source, admit, image_bytes, take_images
 from penstock.protocol.images.processor import ImageProcessor, expanded
 from penstock.trainer.data.messages import Chat, refuse

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.protocol.config.reward_settings import SuccessThreshold
-from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, ScoredGroup
+from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, ScoredGroup
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import AUTO_REWARD, Prompt, PromptSet

@@ -19,7 +19,8 @@ import structlog
 
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, ReaderKilled
-from penstock.protocol.facts import SINGLE_TURN, BlobRef, DeadLetter, GroupScored, ScoredGroup, Task
+from penstock.protocol.facts import DeadLetter, GroupScored
+from penstock.protocol.groups import SINGLE_TURN, BlobRef, ScoredGroup, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery

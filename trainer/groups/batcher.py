@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from penstock.protocol.errors import ReaderKilled
-from penstock.protocol.facts import DeadLetter, ScoredGroup
+from penstock.protocol.facts import DeadLetter
+from penstock.protocol.groups import ScoredGroup
 from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
 from penstock.trainer.algorithm.group_filters.interface import GroupRule, drop_reason
 from penstock.trainer.algorithm.group_rules import ONCE, Reuse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from penstock.protocol.facts import RouterShape, Task
+from penstock.protocol.groups import RouterShape, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion, last_chance_version, staleness
 from penstock.trainer.data.data_order import DataOrder

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.protocol.facts import AbandonedCompletion, BlobRef, ScoredGroup
+from penstock.protocol.groups import AbandonedCompletion, BlobRef, ScoredGroup
 
 MAX_CLAIMED_TOKENS = 2**32  # 4096 trajectories of 1,000,000 tokens: no group is larger
 

@@ -11,10 +11,10 @@ from typing import Any
 import structlog
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import RouterShape
+from penstock.protocol.groups import RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.record.rescored import mark_use
+from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.trainer.algorithm.group_rules import Reuse, group_rules
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
@@ -52,7 +52,7 @@ def open_stored(
 ) -> GroupSource:
     """Return the group source of a run on ``data.from_run``; raises as `StoredGroups`."""
     stored = StoredGroups(settings, connections.blobs)
-    mark_use(stored.input_name, connections.run_id, connections.blobs)
+    mark_use_of_input(stored.input_name, connections.run_id, connections.blobs)
     if resumed is not None:
         stored.resume(resumed.dispatch)
     issuer = StoredIssuer(stored, groups)

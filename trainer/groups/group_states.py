@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, is_fresh
 from penstock.trainer.errors import GroupStateError

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.protocol.facts import AbandonedCompletion, BlobRef, Split
+from penstock.protocol.groups import AbandonedCompletion, BlobRef, Split
 from penstock.protocol.record.lineage import AccountState, DroppedGroup, EvaluatedGroup, SplitTotals
 from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.learner.step_plan import ReadyGroup

@@ -18,7 +18,7 @@ from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.dispatch import Dispatch

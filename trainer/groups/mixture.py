@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 
 from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
-from penstock.protocol.seeds import derived_seed
+from penstock.protocol.groups import derived_seed
 
 
 class Mixture:

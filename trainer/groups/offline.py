@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import BlobRef, GroupScored
+from penstock.protocol.facts import GroupScored
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import RecordedGroup
-from penstock.protocol.record.rescored import RescoredInput, find_input, pieces
+from penstock.protocol.record.stored_record import RescoredInput, find_input, pieces_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion
@@ -43,7 +44,7 @@ class StoredGroups:
         assert settings.data.from_run is not None
         self._of, self._sha256 = find_input(settings.data.from_run, blobs)
         self._stored: list[StoredGroup] = [
-            (group, piece.packs[group.pack]) for piece in pieces(self._of, blobs) for group in piece.groups
+            (group, piece.packs[group.pack]) for piece in pieces_of_input(self._of, blobs) for group in piece.groups
         ]
         self._algorithm, self._rules = settings.algorithm, group_rules(settings.algorithm)
         self.position = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import PackError, ReaderKilled, TextMismatch, UnpublishedVersion
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion

@@ -16,8 +16,8 @@ from pathlib import Path
 import structlog
 
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import BlobRef
 from penstock.protocol.files import atomic_write
+from penstock.protocol.groups import BlobRef
 
 log = structlog.get_logger("trainer.groups.reading_mark")
 

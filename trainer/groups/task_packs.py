@@ -11,20 +11,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.protocol.facts import (
-    MAX_FACT_BYTES,
-    SINGLE_TURN,
-    BlobRef,
-    RouterShape,
-    Sampling,
-    Split,
-    Task,
-    TaskIssued,
-    TaskList,
-    encode_unbounded,
-)
+from penstock.protocol.facts import MAX_FACT_BYTES, TaskIssued, TaskList, encode_unbounded
+from penstock.protocol.groups import SINGLE_TURN, BlobRef, RouterShape, Sampling, Split, Task, derived_seed
 from penstock.protocol.images.admission import AdmittedImage
-from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import MalformedData

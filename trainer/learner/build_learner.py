@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.protocol.seeds import derived_seed
+from penstock.protocol.groups import derived_seed
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.token_credit import TokenCredit

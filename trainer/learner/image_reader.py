@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ImageRefused, PackError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.images.processor import ImageProcessor, ProcessedImage, read_processor
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.stream_images import StoredImage

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
-from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
+from penstock.protocol.weights.layout import (
+    BUCKET_BYTES,
+    TensorDigest,
+    TensorSpec,
+    WeightLayout,
+    build_layout,
+    weights_digest,
+)
 from penstock.trainer.learner import adapter, experts, vision
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.trainable import Trainable

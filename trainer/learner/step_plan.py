@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import plan_micro_batches, prefixes_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import SINGLE_TURN
+from penstock.protocol.groups import SINGLE_TURN
 from penstock.protocol.images.processor import read_processor
 from penstock.trainer.eval_settings import DATA_EVAL
 from penstock.trainer.settings import TrainerSettings

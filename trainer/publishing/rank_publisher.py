@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.bucket_codec import Encoded
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
-from penstock.protocol.weights.layout import shard_header, shard_name
+from penstock.protocol.weights.layout import TensorDigest, shard_header, shard_name, weights_digest
 from penstock.protocol.weights.manifest import BucketState, StoredRange
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer import crash_points
@@ -35,7 +34,7 @@ from penstock.trainer.rank_orders import RankOrders, order
 from penstock.trainer.ranks import Ranks
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
+    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are configured
 
 
 _COPY_DEADLINE_S = 600.0  # a rank that trails rank 0 by more than this is stuck

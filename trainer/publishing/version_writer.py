@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG
 from penstock.protocol.weights.layout import WeightLayout
@@ -29,7 +29,7 @@ from penstock.trainer.publishing.rank_publisher import StoredObjects
 from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
+    from penstock.protocol.weights.manifest import SigningKey  # its library is imported where a key is configured
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,15 @@ from torch import Tensor
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
-from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, bucket_digests, build_layout
+from penstock.protocol.weights.layout import (
+    BUCKET_BYTES,
+    TensorDigest,
+    TensorSpec,
+    WeightLayout,
+    bucket_digests,
+    build_layout,
+    weights_digest,
+)
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets

@@ -23,7 +23,8 @@ import structlog
 
 from penstock.protocol import blob_keys, heartbeats, streams
 from penstock.protocol.errors import BlobMissing, BusError, CompareAndSwapFailed, PenstockError, WireError
-from penstock.protocol.facts import BlobRef, KeptVersion, KeptVersions, RetirementFloor, decode, encode
+from penstock.protocol.facts import KeptVersion, KeptVersions, RetirementFloor, decode, encode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import BlobStat
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer

@@ -17,9 +17,10 @@ import structlog
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.config.shared_sections import RetentionSettings, expired
 from penstock.protocol.errors import PenstockError, WireError
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, decode
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
-from penstock.protocol.record.rescored import packs_of_input
+from penstock.protocol.record.stored_record import packs_of_input
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.weight_gc import holds_lease
 

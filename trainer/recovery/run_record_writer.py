@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef, encode, encode_unbounded
+from penstock.protocol.facts import encode, encode_unbounded
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import (
     CheckpointCommitted,

@@ -31,7 +31,8 @@ import structlog
 
 from penstock.protocol import blob_keys, files
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
-from penstock.protocol.facts import BlobRef, decode
+from penstock.protocol.facts import decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import (
     PARTIAL,
     STATE_FILE,

@@ -33,7 +33,7 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 
 log = structlog.get_logger("trainer.telemetry.event_writer")

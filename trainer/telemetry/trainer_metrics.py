@@ -16,9 +16,8 @@ from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.errors import BusError
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
-from penstock.protocol.metrics.samples import Histogram, Samples
 from penstock.protocol.metrics.server import MetricsServer
-from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.metrics.table import METRICS, Histogram, Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.stream_admin import StoreState
 from penstock.trainer.learner.step_watch import ALL

@@ -31,7 +31,7 @@ from penstock.agents.environments.play_episode import Played, play_episode
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import Sampler, ServerRegistry
 from penstock.serving import signature
@@ -141,7 +141,7 @@ class Http(EpisodeEnvironment):
             policy=TargetPolicy(chosen.allowed_targets, self._own, key="options.allowed_targets"),
             max_answer_bytes=chosen.max_reply_bytes,
             ca_file=chosen.ca_file,
-            ca_key="options.ca_file" if chosen.ca_file else http_tls.AUTHORITY,
+            ca_key="options.ca_file" if chosen.ca_file else tls.AUTHORITY,
         )
         self._client = EnvironmentClient(connections, chosen.secrets())
         self._servers = Servers(chosen.urls, registered=chosen.registered, version=chosen.version)

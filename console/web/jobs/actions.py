@@ -29,7 +29,7 @@ from penstock.console.web.launchers.launcher import installed, scheduler_options
 from penstock.console.web.problems import Problem
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record import pause_request
+from penstock.protocol.record import run_folder
 
 _CHECK_S = 60.0
 _at_a_time = threading.BoundedSemaphore(2)  # each takes a second of one core
@@ -174,9 +174,9 @@ def pause(web: WebContext, folder: Path) -> RunState:
             job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
         elif state.state in {"running", "waiting"}:
             job_file.write(folder, job.model_copy(update={"intent": "pause"}))
-            pause_request.request(folder)
+            run_folder.request_pause(folder)
         elif state.state == "pausing":
-            pause_request.request(folder)  # an API that was killed may not have written it
+            run_folder.request_pause(folder)  # an API that was killed may not have written it
         elif state.state != "paused":
             raise _wrong_state(folder, state, "pause", "a run that is running or queued", "start it first")
     return read_state(folder)

@@ -26,7 +26,7 @@ from penstock.console.web.launchers.run_process import LAUNCH
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import atomic_write, read_regular
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 
 JOB = "job.json"
 TRAIN = "train"  # the command of a run with rollouts; all others train on given answers
@@ -199,7 +199,7 @@ class RunState:
 
 def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     """Return the state of a run; without ``ask`` no scheduler is asked, and ``launch.json`` decides. Raises Problem."""
-    held = run_lock.is_held(folder)
+    held = run_folder.is_held(folder)
     if job is None:
         return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped")
     launch = read_launch(folder)

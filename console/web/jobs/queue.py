@@ -23,7 +23,7 @@ from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.subjects import RUN_ID
 
 log = structlog.get_logger("console.queue")
@@ -81,13 +81,13 @@ def repeat_pauses(runs_dir: Path) -> None:
     for folder in folders(runs_dir):
         if job_file.intent_of(folder) == "pause" and _has_process(folder):
             with contextlib.suppress(PenstockError):
-                pause_request.request(folder)
+                run_folder.request_pause(folder)
 
 
 def _has_process(folder: Path) -> bool:
     """Return True while the process that the API started runs, here or on another machine, which does not show its lock."""
     launch = job_file.read_launch(folder)
-    return run_lock.is_locked(folder / LOCK) or (launch is not None and launch.ended_at is None)
+    return run_folder.is_locked(folder / LOCK) or (launch is not None and launch.ended_at is None)
 
 
 def command(web: WebContext, folder: Path, job: Job) -> list[str]:
@@ -125,7 +125,7 @@ def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
 
 def _num_running(runs_dir: Path) -> int:
     return sum(
-        run_lock.is_locked(one / LOCK) or run_lock.is_held(one)
+        run_folder.is_locked(one / LOCK) or run_folder.is_lock_held(one)
         for one in runs_dir.iterdir()
         if RUN_ID.fullmatch(one.name)
     )
@@ -137,7 +137,7 @@ def _start(web: WebContext, folder: Path) -> bool:
             return False  # stopped meanwhile
         launcher = installed(job.launcher)
         try:
-            pause_request.clear(folder)
+            run_folder.withdraw_pause(folder)
             start = Start(
                 folder=folder,
                 number=job.starts,

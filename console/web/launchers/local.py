@@ -14,7 +14,7 @@ from penstock.console.web.jobs import job_file
 from penstock.console.web.launchers.launcher import Found, Launcher, Start
 from penstock.console.web.launchers.run_process import LOCK, started_ticks
 from penstock.console.web.problems import Problem
-from penstock.protocol.record.run_lock import is_locked
+from penstock.protocol.record.run_folder import is_locked
 
 LOG = "launch.log"
 _START_S = 10.0

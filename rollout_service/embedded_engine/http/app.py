@@ -31,9 +31,9 @@ from penstock.rollout_service.embedded_engine.http.bodies import (
     UpdateWeightsBody,
 )
 from penstock.rollout_service.embedded_engine.http.build_job import build_job
-from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.server_state import (
     ENGINE_VERSION,
+    AdapterRegistry,
     ServerState,
     checksum_reply,
     json_response,
@@ -44,6 +44,7 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
 )
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_HEALTH_DEADLINE_S = 20.0  # SGLang's
 
 
 def render_metrics(engine: EngineThread) -> str:
@@ -75,11 +76,7 @@ def render_metrics(engine: EngineThread) -> str:
     return "\n".join(lines) + "\n"
 
 
-_HEALTH_DEADLINE_S = 20.0  # SGLang's
-
-
 async def models(request: Request) -> Response:
-    """List the model and the adapters that requests may name: ``/v1/models``."""
     server = server_of(request)
     name = model_name(server)
     cards = [{"id": name, "object": "model", "root": name, "parent": None, "max_model_len": server.model.max_tokens}]
@@ -91,7 +88,6 @@ async def models(request: Request) -> Response:
 
 
 async def model_info(request: Request) -> Response:
-    """Describe the served weights: ``/model_info``."""
     server = server_of(request)
     return json_response(
         {
@@ -113,7 +109,6 @@ async def model_info(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """Describe the process: ``/server_info``."""
     server = server_of(request)
     limits = server.engine.limits
     return json_response(
@@ -133,13 +128,11 @@ async def server_info(request: Request) -> Response:
 
 
 async def weights_checker(request: Request) -> Response:
-    """Return the checksum of the served weights: ``/weights_checker``."""
     await read_body(request, CheckWeightsBody)
     return json_response({"success": True, "message": "", **checksum_reply(server_of(request))})
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine thread runs, paused or not: ``/health``."""
     return Response(status_code=200 if server_of(request).engine.is_alive else 503)
 
 
@@ -156,13 +149,11 @@ async def health_generate(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 while requests are computed, 503 while paused: ``/ready``."""
     engine = server_of(request).engine
     return Response(status_code=200 if engine.is_alive and not engine.paused else 503)
 
 
 async def loads(request: Request) -> Response:
-    """Report running and waiting requests and used tokens: ``/v1/loads``."""
     engine = server_of(request).engine
     running, waiting, used = engine.num_running, engine.num_waiting, engine.num_stored_tokens
     load = {
@@ -179,26 +170,22 @@ async def loads(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Report all metrics for Prometheus: ``/metrics``."""
     return PlainTextResponse(render_metrics(server_of(request).engine), media_type=CONTENT_TYPE)
 
 
 async def pause_generation(request: Request) -> Response:
-    """Stop computing: ``/pause_generation``."""
     body = await read_body(request, PauseBody)
     num = await asyncio.wrap_future(server_of(request).engine.pause(body.mode))
     return json_response({"message": f"Generation paused successfully; {num} sequences were running.", "status": "ok"})
 
 
 async def continue_generation(request: Request) -> Response:
-    """Compute again: ``/continue_generation``."""
     await read_body(request, ContinueBody)
     await asyncio.wrap_future(server_of(request).engine.resume())
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def abort_request(request: Request) -> Response:
-    """End sequences early; their own replies hold the tokens they have: ``/abort_request``."""
     body = await read_body(request, AbortBody)
     if not body.rid and not body.abort_all:
         raise RequestRefused("rid is empty, which would match every request; send abort_all=true to mean that")
@@ -207,7 +194,6 @@ async def abort_request(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    """Drop what is kept of ended sequences: ``/flush_cache``; refused while sequences run or wait."""
     if await asyncio.wrap_future(server_of(request).engine.flush()):
         return PlainTextResponse("Cache flushed.\n")
     return PlainTextResponse("Flush cache failed: requests are running or waiting.\n", status_code=400)
@@ -235,7 +221,6 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Check an adapter folder completely, then serve it under a name: ``/load_lora_adapter``."""
     body = await read_body(request, LoadAdapterBody)
     return await _change_adapters(
         server_of(request).adapters, lambda registry: registry.load(body.lora_name, body.lora_path)
@@ -243,7 +228,6 @@ async def load_lora_adapter(request: Request) -> Response:
 
 
 async def unload_lora_adapter(request: Request) -> Response:
-    """Remove an adapter once no request uses it any more: ``/unload_lora_adapter``."""
     body = await read_body(request, UnloadAdapterBody)
     return await _change_adapters(server_of(request).adapters, lambda registry: registry.unload(body.lora_name))
 

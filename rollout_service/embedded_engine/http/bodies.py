@@ -1,17 +1,37 @@
-"""Request bodies of SGLang 0.5.23, checked by pydantic.
+"""Request bodies of SGLang 0.5.23, checked by pydantic, and their images as the vision tower reads them.
 
 Fields of SGLang that this engine does not compute accept only the value that requests nothing; any other value, and
 any unknown field, is refused. No field is accepted and ignored.
+
+``image_data``: one prompt has a text, or a list of texts, one for each placeholder in its ``input_ids``; a batch has a list with either of
+these, or null, for each prompt. A text is base64, or a data URL of it. Paths and URLs, which SGLang reads too, are refused. What was made of
+an image is kept, since the turns of an episode and the samples of a group send the same ones; memory is bounded.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from penstock.protocol.errors import ImageRefused
+from penstock.protocol.groups import MAX_IMAGES
+from penstock.protocol.images import admission
+from penstock.protocol.images.admission import AdmittedImage
+from penstock.protocol.images.processor import ImageProcessor, expanded
+from penstock.rollout_service.embedded_engine.errors import RequestRefused
+from penstock.rollout_service.embedded_engine.sequence import Image, Images
+
 TokenIds = list[int]
 MAX_TOP_LOGPROBS = 256  # a reply holds two numbers for each, as text
+_MAX_BYTES = 512 * 2**20  # of images that are kept, encoded and as pixel values
+_HIDDEN = -1  # stands for a token of the text that has the image token's id
 
 
 class Body(BaseModel):
@@ -63,8 +83,6 @@ OneOrMany = Annotated[
 
 
 class GenerateBody(Body):
-    """Body of ``/generate``."""
-
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
@@ -85,16 +103,12 @@ class GenerateBody(Body):
     session_params: None = None
     custom_logit_processor: None = None
     input_embeds: None = None
-    image_data: str | list[str] | list[str | list[str] | None] | None = (
-        None  # base64 or data URLs; see `http/images.py`
-    )
+    image_data: str | list[str] | list[str | list[str] | None] | None = None  # base64 or data URLs
     # Where the placeholders are; None: at every token with the image token's id. Not SGLang's: a policy may sample that id.
     image_positions: TokenIds | list[TokenIds] | None = None
 
 
 class UpdateWeightsBody(Body):
-    """Body of ``/update_weights_from_disk``."""
-
     model_path: str
     weight_version: str | None = None
     load_format: Literal["auto", "safetensors"] | None = None
@@ -107,34 +121,24 @@ class UpdateWeightsBody(Body):
 
 
 class LoadAdapterBody(Body):
-    """Body of ``/load_lora_adapter``."""
-
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: str
     pinned: Literal[False] = False
 
 
 class UnloadAdapterBody(Body):
-    """Body of ``/unload_lora_adapter``."""
-
     lora_name: str
 
 
 class CheckWeightsBody(Body):
-    """Body of ``/weights_checker``."""
-
     action: Literal["checksum"] = "checksum"
 
 
 class PauseBody(Body):
-    """Body of ``/pause_generation``."""
-
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class ContinueBody(Body):
-    """Body of ``/continue_generation``; there is no device cache to empty, so only SGLang's default is accepted."""
-
     torch_empty_cache: Literal[True] = True
 
 
@@ -143,3 +147,103 @@ class AbortBody(Body):
 
     rid: str = ""
     abort_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImage:
+    admitted: AdmittedImage
+    image: Image
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.admitted.data) + self.image.pixel_values.nbytes
+
+
+class ImageReader:
+    def __init__(self, processor: ImageProcessor | None, *, max_bytes: int = _MAX_BYTES) -> None:
+        self.processor = processor
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, ReadImage] = OrderedDict()  # by hash of what was sent, used longest ago first
+        self._numbers = itertools.count(1)  # an image that was dropped and is sent again gets another one
+
+    async def read(self, body: GenerateBody) -> list[list[ReadImage]]:
+        listed = _listed(body)
+        if any(listed) and self.processor is None:
+            raise RequestRefused(
+                "image_data: the served model reads no images; send text alone, or serve a model with images"
+            )
+        return [[await self._read(text) for text in texts] for texts in listed]
+
+    async def _read(self, text: str) -> ReadImage:
+        assert self.processor is not None
+        try:
+            source = text if text.startswith("data:") or ":" in text[:16] else {"base64": text}
+            data = admission.image_bytes(source)
+            name = hashlib.sha256(data).hexdigest()
+            found = self._kept.pop(name, None)
+            if found is None:
+                found = await asyncio.to_thread(_processed, data, self.processor, next(self._numbers))
+        except ImageRefused as error:
+            raise RequestRefused(f"image_data: {error}") from None
+        previous = self._kept.pop(name, None)  # another request may have sent it meanwhile: both have its number then
+        found = previous or found
+        self._kept[name] = found
+        self._num_bytes = sum(one.num_bytes for one in self._kept.values())
+        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+        return found
+
+
+def _listed(body: GenerateBody) -> list[list[str]]:
+    given = body.image_data
+    prompts = body.input_ids if body.text is None else body.text
+    is_batch = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
+    num_prompts = len(prompts) if is_batch and prompts is not None else 1
+    if given is None:
+        return [[] for _ in range(num_prompts)]
+    if not is_batch:
+        listed = [[given] if isinstance(given, str) else given]
+    elif isinstance(given, list) and len(given) == num_prompts:
+        listed = [[one] if isinstance(one, str) else one or [] for one in given]
+    else:
+        raise RequestRefused(f"image_data must be a list with an entry for each of {num_prompts} prompts")
+    found: list[list[str]] = []
+    for texts in listed:
+        if len(texts) > MAX_IMAGES or not all(isinstance(text, str) for text in texts):
+            raise RequestRefused(
+                f"image_data must have up to {MAX_IMAGES} texts for a prompt, got {len(texts)} entries"
+            )
+        found.append([text for text in texts if isinstance(text, str)])
+    return found
+
+
+def with_images(
+    prompt: tuple[int, ...], images: Items[ReadImage], positions: Items[int] | None, processor: ImageProcessor
+) -> tuple[tuple[int, ...], Images | None]:
+    """Return a prompt, which has one placeholder for each image, with all tokens of its images, and these.
+
+    ``positions`` are those of the placeholders; None: at every token with the image token's id. Raises RequestRefused if there are not as
+    many placeholders as images, or ``positions`` name other tokens.
+    """
+    token = processor.image_token_id
+    if positions is not None:
+        wrong = [at for at in positions if not 0 <= at < len(prompt) or prompt[at] != token]
+        if wrong or list(positions) != sorted(set(positions)):
+            raise RequestRefused(
+                f"image_positions must rise, and be of tokens {token} of the prompt, got {list(positions)[:16]}"
+            )
+        places = set(positions)
+        prompt = tuple(_HIDDEN if one == token and at not in places else one for at, one in enumerate(prompt))
+    try:
+        ids, found = expanded(prompt, [image.admitted for image in images], processor)
+    except ImageRefused as error:
+        raise RequestRefused(f"image_data: {error}") from None
+    whole = tuple(token if one == _HIDDEN else one for one in ids)
+    return whole, None if found is None else Images(found, tuple(image.image for image in images))
+
+
+def _processed(data: bytes, processor: ImageProcessor, number: int) -> ReadImage:
+    admitted = admission.admit(data)
+    made = processor.process(admitted.data)
+    return ReadImage(admitted, Image(number, made.pixel_values, made.grid_thw))

@@ -1,31 +1,90 @@
-"""Translate a checked body into sequences, refusing what this model cannot serve. Pure but for random ids and seeds."""
+"""Translate a checked body into sequences, refusing what this model cannot serve; and the adapter for tokenizers.
+
+A tokenizer is optional: without a tokenizer.json the engine serves token ids only. Pure but for random ids and seeds.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from penstock.protocol.errors import TemplateRefused
 from penstock.rollout_service.embedded_engine.errors import RequestRefused
-from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody, SamplingParams
-from penstock.rollout_service.embedded_engine.http.images import ReadImage, with_images
-from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody, ReadImage, SamplingParams, with_images
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
 
 if TYPE_CHECKING:
+    from penstock.protocol.chat_template import ChatTemplate
     from penstock.protocol.images.processor import ImageProcessor
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
+    from penstock.rollout_service.embedded_engine.sequence import Sequence
 
+
+_SPARE_TOKENS = 8  # a stop string is searched in as many tokens as it has UTF-8 bytes, plus these
 _SEED_STRIDE = 0xD1342543DE82EF95  # odd, so the n samples of one seed get n different seeds
 _SEED_MASK = 2**64 - 1
 
 
+class Text:
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer  # noqa: PLC0415  (a token-only engine starts without it)
+
+        path = folder / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+        settings = folder / "tokenizer_config.json"
+        self._settings: dict[str, Any] = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+        template = folder / "chat_template.jinja"
+        self._template = template.read_text("utf-8") if template.is_file() else self._settings.get("chat_template")
+        self._compiled: ChatTemplate | None = None  # compiled at the first chat
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestRefused("this model folder holds no tokenizer.json; send input_ids instead of text")
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, batch: Items[Items[int]], *, skip_special_tokens: bool) -> list[str]:
+        if self._tokenizer is None:
+            return [""] * len(batch)
+        return self._tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        token = self._settings.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        token_id = self._tokenizer.token_to_id(text) if self._tokenizer is not None and text else None
+        return () if token_id is None else (token_id,)
+
+    def find_stop_string(self, sequence: Sequence) -> str | None:
+        stops = sequence.sampling.stop_strings
+        window = max(len(stop.encode()) for stop in stops) + _SPARE_TOKENS
+        tail = self.decode([sequence.output_ids[-window:]], skip_special_tokens=False)[0]
+        return next((stop for stop in stops if stop in tail), None)
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        if self._template is None:
+            raise RequestRefused("this model folder holds no chat template; use /generate")
+        from penstock.protocol.chat_template import ChatTemplate  # noqa: PLC0415  (only chat needs jinja2)
+
+        special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
+        names = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
+        try:
+            self._compiled = self._compiled or ChatTemplate(self._template)
+            return self._compiled.render(messages, add_generation_prompt=True, tools=None, **names)
+        except TemplateRefused as error:
+            raise RequestRefused(f"the chat template refuses the conversation: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The limits and adapters of the served model, against which a request is checked."""
-
     vocab_size: int
     max_tokens: int  # prompt and completion: the model's context, or the whole KV cache if that is less
     end_token_ids: tuple[int, ...]
@@ -38,8 +97,6 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class RequestedJob:
-    """The sequences of one request, prompt-major, and the options of its reply."""
-
     sequences: list[Sequence]
     params: list[SamplingParams]  # of each sequence
     is_list: bool  # the reply is a list: a batch was sent, or n > 1
@@ -50,10 +107,9 @@ class RequestedJob:
 
 
 def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequences[ReadImage]] = ()) -> RequestedJob:
-    """Return the sequences that ``body`` requests; ``images`` are those of each prompt, or none for any.
+    """Return the sequences that ``body`` requests; raises RequestRefused, which names the value that cannot be served.
 
-    Raises:
-        RequestRefused: names the value that cannot be served and the possible ones.
+    ``images`` are those of each prompt, or none for any.
     """
     prompts, is_batch = _prompts(body, model.text)
     if body.return_routed_experts and not model.expert_layers:

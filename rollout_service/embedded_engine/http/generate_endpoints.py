@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.rollout_service.embedded_engine.errors import EngineAtFault, EngineStopped
 from penstock.rollout_service.embedded_engine.http.bodies import Body, GenerateBody, SamplingParams
-from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob, ServedModel, build_job
+from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob, ServedModel, Text, build_job
 from penstock.rollout_service.embedded_engine.http.server_state import (
     ServerState,
     event,
@@ -27,12 +27,12 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
     read_body,
     server_of,
 )
-from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.sequence import Sequence
+
+_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list[dict[str, Any]]:
-    """Return one reply per sequence, in the order of the request; all sequences are finished."""
     texts = completion_texts(requested.sequences, requested.params, text)
     return [
         _reply(requested, sequence, completion, latency_s)
@@ -41,7 +41,6 @@ def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list
 
 
 def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: str, text: Text) -> dict[str, Any]:
-    """Return the cumulative reply of an unfinished sequence, for streaming; spans come with the last chunk."""
     sequence, params = requested.sequences[index], requested.params[index]
     tokens = sequence.output_ids[:num_tokens]
     completion = text.decode([tokens], skip_special_tokens=params.skip_special_tokens)[0]
@@ -59,7 +58,6 @@ def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: s
 
 
 def completion_texts(sequences: Items[Sequence], params: Items[SamplingParams], text: Text) -> list[str]:
-    """Return the text of finished completions without the stop token or string (unless no_stop_trim)."""
     if not text.has_tokenizer:
         return [""] * len(sequences)
     rows = [_visible_tokens(sequence, requested) for sequence, requested in zip(sequences, params, strict=True)]
@@ -125,17 +123,11 @@ def _routed_experts(sequence: Sequence, requested: RequestedJob) -> str:
 
 
 def _output_logprobs(tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
-    return {
-        "output_token_logprobs": _triples(logprobs, tokens),
-        "output_token_logprobs_length": len(tokens),
-    }
+    return {"output_token_logprobs": _triples(logprobs, tokens), "output_token_logprobs_length": len(tokens)}
 
 
 def _triples(logprobs: Iterable[float | None], tokens: Iterable[int]) -> list[tuple[float | None, int, None]]:
     return [(logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)]
-
-
-_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 class Message(Body):
@@ -144,8 +136,6 @@ class Message(Body):
 
 
 class ChatBody(Body):
-    """Body of ``/v1/chat/completions``; the defaults are OpenAI's."""
-
     messages: Annotated[list[Message], Field(min_length=1)]
     model: str = ""  # one model is served; the reply repeats this name
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -161,11 +151,6 @@ class ChatBody(Body):
 
 
 def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
-    """Render the conversation and return the sequences that answer it.
-
-    Raises:
-        RequestRefused: no chat template, or the rendered conversation cannot be served.
-    """
     rendered = model.text.render_chat([message.model_dump() for message in body.messages])
     params = SamplingParams(
         n=body.n,
@@ -180,7 +165,6 @@ def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
 
 
 def chat_reply(requested: RequestedJob, text: Text, model_name: str) -> dict[str, Any]:
-    """Return OpenAI's ``chat.completion`` object for finished sequences."""
     choices = [
         {
             "index": index,
@@ -247,7 +231,6 @@ def _envelope(requested: RequestedJob, model_name: str, kind: str) -> dict[str, 
 
 
 async def generate(request: Request) -> Response:
-    """Sample completions: ``/generate``."""
     server = server_of(request)
     body = await read_body(request, GenerateBody)
     requested = build_job(body, server.model, await server.images.read(body))
@@ -259,7 +242,6 @@ async def generate(request: Request) -> Response:
 
 
 async def chat_completions(request: Request) -> Response:
-    """Answer a conversation: ``/v1/chat/completions``."""
     server = server_of(request)
     body = await read_body(request, ChatBody)
     requested = build_chat_job(body, server.model)

@@ -53,7 +53,6 @@ class KVCache:
 
     @property
     def num_columns(self) -> int:
-        """Tokens that fit into each row."""
         return self.data.shape[4]
 
     def ensure(self, num_rows: int, num_columns: int) -> None:
@@ -74,7 +73,6 @@ class KVCache:
         self.experts[:kept_rows, :kept_columns] = old_experts[:kept_rows, :kept_columns]
 
     def fill_rows(self, row: int, num_rows: int, parts: Sequence[Computed]) -> None:
-        """Copy what was computed before, one part after the other, to the beginnings of rows."""
         column = 0
         for part in parts:
             end = column + part.num_tokens
@@ -83,11 +81,9 @@ class KVCache:
             column = end
 
     def read(self, row: int, start: int, end: int) -> Computed:
-        """Return a copy of what was computed for tokens [start, end) of a row."""
         return Computed(self.data[:, row, :, :, start:end].clone(), self.experts[row, start:end].clone())
 
     def move_rows(self, sources: list[int], targets: list[int], num_columns: int) -> None:
-        """Copy the first ``num_columns`` tokens of each source row over its target row."""
         self.data[:, targets, :, :, :num_columns] = self.data[:, sources, :, :, :num_columns]
         self.experts[targets, :num_columns] = self.experts[sources, :num_columns]
 

@@ -17,11 +17,16 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from penstock.rollout_service.checks.check_adapter import pair_tensors, read_config
+from penstock.rollout_service.checks.check_weights import pair_tensors, read_config
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
-from penstock.rollout_service.embedded_engine.model.model_folder import check_values, expected_shapes, read_safetensors
 from penstock.rollout_service.embedded_engine.model.vision_tower import PREFIX
+from penstock.rollout_service.embedded_engine.model.weights import (
+    check_values,
+    expected_shapes,
+    interleaved_halves,
+    read_safetensors,
+)
 from penstock.rollout_service.errors import AdapterUnfit
 
 Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the fused matrices of a layer
@@ -96,14 +101,7 @@ def prepare_adapter(
     return Adapter(name, path, tuple(map(layer, range(config.num_layers))), next(_numbers))
 
 
-def interleaved_halves(head_dim: int) -> torch.Tensor:
-    """Return the order 0, d/2, 1, d/2 + 1, ...: rotary embedding mixes dimension i with i + d/2."""
-    return torch.arange(head_dim).view(2, -1).t().flatten()
-
-
 class AdapterMix:
-    """The concatenated factors of several adapters."""
-
     def __init__(self, adapters: Sequence[Adapter]) -> None:
         self.numbers = frozenset(adapter.number for adapter in adapters)
         self._owners: dict[Site, torch.Tensor] = {}  # [columns] int64: adapter number of each column
@@ -137,8 +135,6 @@ class AdapterMix:
 
 
 class RowAdapters:
-    """The updates that the adapters of one batch's rows add to each product."""
-
     def __init__(self, layers: Sequence[Mapping[Site, LowRank]], others: Mapping[Site, torch.Tensor]) -> None:
         """``others`` [n, columns] bool is True for columns of another adapter than the row's; no entry: there is none."""
         self._layers = layers
@@ -157,12 +153,9 @@ class RowAdapters:
 
 
 def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str, LowRank]:
-    """Return the factors of every adapted layer by its name in the model, multiplied by the scale.
+    """Return the factors of every adapted layer by its name in the model, multiplied by the scale; raises CheckpointRefused.
 
     Each ``down`` is [rank, in] in the file's own dtype, each ``up`` [out, rank] in float32.
-
-    Raises:
-        CheckpointRefused: names the folder and what in it does not fit.
     """
     try:
         raw = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))

@@ -38,8 +38,6 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Which layers have experts, and how many."""
-
     layers: tuple[int, ...]  # in rising order; all others have a dense MLP
     num_experts: int
     top_k: int  # experts that compute one token
@@ -49,8 +47,6 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """How a model sees images."""
-
     image_token_id: int  # stands for one merged patch
     merge_size: int  # merged patches are squares of so many patches a side
     rope_axes: tuple[int, ...]  # [head_dim / 2]: which position of a token rotates it: 0 time, 1 height, 2 width
@@ -86,16 +82,11 @@ class ModelConfig:
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Numbers in the KV cache for one token, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read ``folder/config.json``.
-
-    Raises:
-        UnsupportedModel: no such file, another architecture, or a feature that would make results inexact.
-    """
+    """Read ``folder/config.json``; raises UnsupportedModel, also for a feature that would make results inexact."""
     whole = _read_json(folder / "config.json")
     architecture = (whole.get("architectures") or ["(none named)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:

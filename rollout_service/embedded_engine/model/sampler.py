@@ -24,8 +24,6 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Sampling parameters of each row; None where no row needs them."""
-
     uniforms: torch.Tensor | None  # [n] float64 in [0, 1); None: every row is greedy
     temperatures: torch.Tensor | None  # [n] float32; None: all 1
     greedy: torch.Tensor | None  # [n] bool

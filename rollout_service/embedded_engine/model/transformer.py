@@ -33,8 +33,6 @@ Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's
 
 
 class PromptSpan(NamedTuple):
-    """Neighbouring prompts that are alike in length."""
-
     num: int
     start: int  # tokens of each whose keys and values the cache rows hold already
     length: int  # tokens of each that are computed, behind these
@@ -42,8 +40,6 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The image tokens among packed prompts."""
-
     rows: torch.Tensor  # [M] int64, their places
     features: torch.Tensor  # [M, hidden], in place of their embeddings
 
@@ -115,21 +111,12 @@ class Transformer:
         adapters: RowAdapters | None = None,
         rotary_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute one token for each of the n running sequences.
+        """Return the logits [n, vocab] float32 of one more token for each of the n running sequences, in rows 0..n-1 of the cache.
 
-        Args:
-            weights: the weights to compute with.
-            token_ids: [n] int64, the token of each sequence whose successor is wanted.
-            positions: [n] int64, that token's position; its keys and values are stored there.
-            num_columns: longest of the sequences, this token included.
-            mask: [n, num_columns] additive (0 or -inf), or None when all sequences are equally long.
-            cache: keys and values of rows 0..n-1.
-            adapters: those of the n sequences; None: the model alone.
-            rotary_positions: [n] int64, by which the token is rotated; None: ``positions``. Behind an image it is less, as the
-                image's tokens share positions.
-
-        Returns:
-            logits [n, vocab] float32.
+        ``token_ids`` [n] int64 are the tokens whose successors are wanted, ``positions`` [n] int64 where their keys and values are stored.
+        ``num_columns`` is the longest of the sequences, this token included; ``mask`` [n, num_columns] is additive (0 or -inf), None when all
+        are equally long. ``rotary_positions`` [n] int64 are those by which tokens are rotated; None: ``positions``. Behind an image they are
+        less, as the image's tokens share positions.
         """
         config = self.config
         num = token_ids.shape[0]
@@ -159,7 +146,6 @@ class Transformer:
         return self._rotations[positions[:, self._axes], self._frequencies]
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [*, vocab] of final hidden states."""
         return weights.head(hidden).float()
 
     def _project(

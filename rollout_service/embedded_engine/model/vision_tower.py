@@ -29,12 +29,12 @@ def hub_name(name: str) -> str:
 
 
 class VisionTower:
-    """The tower without its weights, which each call is given."""
-
     def __init__(self, vision: Vision, *, device: torch.device) -> None:
         self._module = _build(vision.tower).to(device)
-        for parent, name, parameter in _parameters(self._module):
-            setattr(parent, name, torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+        for parent in self._module.modules():
+            for name, parameter in list(parent.named_parameters(recurse=False)):
+                empty = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                setattr(parent, name, empty)
         self._device = device
 
     def features(
@@ -42,10 +42,8 @@ class VisionTower:
     ) -> torch.Tensor:
         """Return what stands in place of the embeddings of an image's tokens, [tokens, hidden].
 
-        Args:
-            tensors: the tower's weights, by their names in `_build`'s module.
-            pixel_values: [patches, values of a patch] float32, from the image processor.
-            grid: patches in time, height and width.
+        ``tensors`` are the tower's weights, by their names in `_build`'s module; ``pixel_values`` [patches, values of a patch] float32 are from
+        the image processor; ``grid`` is patches in time, height and width.
         """
         dtype = next(iter(tensors.values())).dtype
         given = pixel_values.to(device=self._device, dtype=dtype)
@@ -55,14 +53,12 @@ class VisionTower:
 
 
 def tower_shapes(vision: Vision) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of the tower in a complete checkpoint; raises UnsupportedModel."""
     return {f"{PREFIX}{name}": tuple(one.shape) for name, one in _on_meta(vision.tower).state_dict().items()}
 
 
 def tower_tensors(
     tensors: Mapping[str, torch.Tensor], *, device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tower's tensors of a checked checkpoint, cast, by their names in the module."""
     return {
         name.removeprefix(PREFIX): tensor.to(device=device, dtype=dtype)
         for name, tensor in tensors.items()
@@ -91,11 +87,3 @@ def _build(tower: str) -> torch.nn.Module:
             f"no vision tower can be built from this vision_config: {error!r}: {settings}"
         ) from error
     return module.eval()
-
-
-def _parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    return [
-        (parent, name, parameter)
-        for parent in module.modules()
-        for name, parameter in parent.named_parameters(recurse=False)
-    ]

@@ -1,4 +1,4 @@
-"""The adapter file of SGLang's HTTP API; its replies are read by `read_reply.py`.
+"""The adapter file of SGLang's HTTP API; its replies are read by `messages.py`.
 
 Every reply is checked against its request before anything is built from it. The log-probabilities are ``log
 softmax(logits / temperature)`` over the full vocabulary, of the sampled token, while ``top_p`` and ``top_k`` are off.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
@@ -23,8 +23,16 @@ from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
 from penstock.rollout_service.engines.engine_http import PROBE_S, HttpAdapterCalls, HttpEngineClient
 from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
-from penstock.rollout_service.engines.sglang.image_request import check_expanded, image_fields, sees, sight_requests
-from penstock.rollout_service.engines.sglang.read_reply import read_checksum, read_completion, read_metrics, report_of
+from penstock.rollout_service.engines.sglang.messages import (
+    check_expanded,
+    image_fields,
+    read_checksum,
+    read_completion,
+    read_metrics,
+    report_of,
+    sees,
+    sight_requests,
+)
 from penstock.rollout_service.errors import EngineMisconfigured, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s
@@ -66,8 +74,6 @@ def _fix(refusal: str) -> str:
 
 
 class SglangClient(HttpEngineClient):
-    """One SGLang server, or one embedded engine; see `EngineClient`."""
-
     adapter_calls = _AdapterCalls
     version_page = "/model_info"
     takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
@@ -163,7 +169,6 @@ class SglangClient(HttpEngineClient):
             await self._http.call("GET", "/health", None, _HEALTH_S, parse=False)
 
     async def inspect(self) -> ServerReport:
-        """Return what ``/server_info`` reports; an empty report from a server without that page."""
         with contextlib.suppress(EngineRefused):
             info = await self._http.call("GET", "/server_info", None, PROBE_S)
             return report_of(info if isinstance(info, dict) else {})
@@ -173,7 +178,6 @@ class SglangClient(HttpEngineClient):
         return read_metrics(await self._http.call("GET", "/metrics", None, PROBE_S, parse=False))
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
-        """Note the folder; ``--weight-version`` has labelled the weights."""
         self._sampler.folder = folder
 
     async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:

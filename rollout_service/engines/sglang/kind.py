@@ -1,4 +1,4 @@
-"""SGLang as a kind of engine: servers at a URL, and servers that the worker starts, with their command line and environment."""
+"""SGLang as a kind of engine: servers at a URL, and servers that the worker starts as the section ``sglang`` says."""
 
 from __future__ import annotations
 
@@ -6,17 +6,99 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
+from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings, flags_of
 from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.settings import SglangSettings
+
+# Flags that the worker sets, and flags that the contract forbids.
+_RESERVED = frozenset({
+    "--model-path", "--model", "--host", "--port", "--weight-version", "--load-format", "--tokenizer-worker-num",
+    "--skip-tokenizer-init", "--sampling-defaults", "--preferred-sampling-params", "--enable-lora", "--lora-paths",
+    "--incremental-streaming-output", "--nnodes", "--node-rank", "--dist-init-addr",
+})  # fmt: skip
+
+
+_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class SglangSettings(StartedServerSettings):
+    """SGLang servers that the worker starts, watches and stops; a flag that is not set here has SGLang's default."""
+
+    section = "sglang"
+    reserved = _RESERVED
+    of_adapters = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
+
+    python: Path | None = Field(
+        None, description="Python of SGLang's own environment, such as /opt/sglang/bin/python; none: the worker's own."
+    )
+    command: tuple[str, ...] = Field(
+        (),
+        description="Instead of python: the words that start the server, before its flags, such as a container's "
+        "['docker', 'run', …, 'python3', '-m', 'sglang.launch_server'].",
+    )
+    environ: dict[str, str] = Field(
+        {}, description="Environment variables of the server, besides the worker's own without PYTHON* and PENSTOCK_*."
+    )
+    engines: int = Field(1, ge=1, le=64, description="Servers of this worker; a group's samples all go to one of them.")
+    device: str | None = Field(None, description="--device: 'cuda', 'cpu', …; none: what SGLang finds.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="--dtype of the weights.")
+    tp_size: int = Field(1, ge=1, description="--tp-size: GPUs that share every layer.")
+    ep_size: int = Field(1, ge=1, description="--ep-size: GPUs that share a mixture's experts.")
+    dp_size: int = Field(1, ge=1, description="--dp-size: replicas behind one server.")
+    gpus_per_engine: int | None = Field(
+        None, ge=1, description="GPUs between the first ones of two servers; none: tp_size x dp_size."
+    )
+    mem_fraction_static: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="--mem-fraction-static: share of the GPU's memory for weights and keys and values.",
+    )
+    context_length: int | None = Field(None, ge=1, description="--context-length, where shorter than the model's.")
+    max_running_requests: int | None = Field(
+        None, ge=1, description="--max-running-requests: sequences decoded at once."
+    )
+    max_total_tokens: int | None = Field(
+        None, ge=1, description="--max-total-tokens: tokens whose keys and values are kept; on a CPU it must be set."
+    )
+    attention_backend: str | None = Field(None, description="--attention-backend: 'fa3', 'flashinfer', 'triton', …")
+    quantization: str | None = Field(None, description="--quantization: 'fp8', 'w8a8_int8', …")
+    max_lora_rank: int | None = Field(
+        None,
+        ge=1,
+        description="--enable-lora and --max-lora-rank: largest rank of an adapter, for a run whose versions are adapters "
+        "(model.lora.rank at least); none: the server takes no adapters.",
+    )
+    lora_target_modules: tuple[str, ...] = Field(
+        _LAYERS, description="--lora-target-modules: last words of the names of all layers that an adapter may change."
+    )
+    max_loras_per_batch: int | None = Field(
+        None, ge=2, description="--max-loras-per-batch: adapters decoded together, the weights alone counted as one."
+    )
+    max_loaded_loras: int | None = Field(
+        None,
+        ge=2,
+        description="--max-loaded-loras: adapters held; beyond, the one used longest ago is loaded again when asked for.",
+    )
+    lora_backend: str | None = Field(None, description="--lora-backend: 'csgmv', 'triton', 'torch_native', …")
+    metrics: bool = Field(True, description="--enable-metrics; the worker reports them in its heartbeat.")
+    extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enable-fp32-lm-head', …].")
+
+    @model_validator(mode="after")
+    def _replicas_have_no_adapters(self) -> SglangSettings:
+        if self.max_lora_rank is not None and self.dp_size > 1:
+            raise ValueError(
+                "sglang.dp_size above 1 and sglang.max_lora_rank: SGLang loads no adapters into replicas; use sglang.engines"
+            )
+        return self
 
 
 def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
-    """Return how server ``number`` of a worker is started."""
-
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
         program = settings.command or (str(settings.python or sys.executable), "-m", "sglang.launch_server")
         return [
@@ -56,9 +138,7 @@ def _flags(settings: SglangSettings, number: int) -> list[str]:
         "--max-loaded-loras": settings.max_loaded_loras,
         "--lora-backend": settings.lora_backend,
     }
-    for flag, value in valued.items():
-        if value is not None:
-            flags += [flag, str(value)]
+    flags += flags_of(valued)
     if settings.metrics:
         flags.append("--enable-metrics")
     if settings.max_lora_rank is not None:

@@ -1,4 +1,4 @@
-"""The adapter file of vLLM's HTTP API; its replies are read by `read_reply.py`.
+"""The adapter file of vLLM's HTTP API. A reply that contradicts itself is refused as a whole.
 
 Token ids go in and come out (``/inference/v1/generate``); every choice names the weight version of each of its tokens.
 The log-probabilities are ``log softmax(logits / temperature)`` over the full vocabulary, of the sampled token, while
@@ -11,20 +11,28 @@ The routes for pauses and weights exist only with ``VLLM_SERVER_DEV_MODE=1``, th
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
-from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, shorten
+from penstock.rollout_service.engines.completion import (
+    Completion,
+    EngineChecksum,
+    Resumption,
+    check_tokens,
+    read_version_runs,
+    shorten,
+)
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
-from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, refuse_images
+from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, read_samples, refuse_images
 from penstock.rollout_service.engines.engine_http import PROBE_S, HttpAdapterCalls, HttpEngineClient
-from penstock.rollout_service.engines.vllm.read_reply import read_checksum, read_completions, read_metrics, report_of
-from penstock.rollout_service.errors import EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
+from penstock.rollout_service.errors import EngineAborted, EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _INFO_S = 60.0  # the first server_info lists the machine's packages, which takes a quarter of a minute
 _PAUSE_S = 60.0  # at most one decoding step
@@ -32,6 +40,16 @@ _LOAD_S = 600.0  # waits for running sequences, then reads the weights
 _FORBIDDEN, _NOT_FOUND, _BUSY = 403, 404, 503
 
 _PAUSE_MODES: dict[UpdateMode, str] = {"drain": "wait", "abort": "abort", "retract": "keep", "in_place": "keep"}
+_METRICS = {
+    "num_requests_running": "engine_running",
+    "num_requests_waiting": "engine_queued",
+    "generation_tokens_total": "engine_generated_tokens",
+    "prompt_tokens_total": "engine_prompt_tokens",
+    "prompt_tokens_cached_total": "engine_cached_tokens",
+    "num_preemptions_total": "engine_retracted",
+    "kv_cache_usage_perc": "engine_kv_usage",
+}
+TESTED_VERSIONS = ("0.32.0",)  # the contract ran against a CPU build of these
 
 
 class _AdapterCalls(HttpAdapterCalls):
@@ -58,8 +76,6 @@ def _fix(refusal: EngineRefused) -> str:
 
 
 class VllmClient(HttpEngineClient):
-    """One vLLM server; see `EngineClient`."""
-
     adapter_calls = _AdapterCalls
     version_page = "/weight_info"
     returns_text = False
@@ -120,11 +136,9 @@ class VllmClient(HttpEngineClient):
             return read_completions(answer, [sequence.num_left for sequence in sequences], interrupted=interrupted)
 
     async def health(self) -> None:
-        """Return when the engine process runs; raises EngineError when it does not."""
         await self._http.call("GET", "/health", None, PROBE_S, parse=False)
 
     async def inspect(self) -> ServerReport:
-        """Return what ``/version`` and ``/server_info`` report, and which of the needed routes are missing."""
         version = await self._http.call("GET", "/version", None, PROBE_S)
         version = str(version.get("version")) if isinstance(version, dict) else ""
         if not await self._has("GET", "/weight_info", None, missing=_NOT_FOUND):
@@ -198,7 +212,6 @@ class VllmClient(HttpEngineClient):
             raise WeightsNotApplied(f"{self.url} kept keys and values of the old weights: {shorten(answer)}")
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return a digest of the served tensors; None when the server reports none."""
         async with self._weights_turn:
             try:
                 answer = await self._http.call("POST", "/weight_checker", {"action": "checksum"}, _LOAD_S)
@@ -221,7 +234,6 @@ def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[st
 
 
 def _stop_params(sampling: Sampling) -> dict[str, Any]:
-    """Return what makes vLLM search for stop strings, in the text with special tokens; it returns no text either way."""
     if not sampling.stop:
         return {"detokenize": False}
     return {
@@ -230,3 +242,85 @@ def _stop_params(sampling: Sampling) -> dict[str, Any]:
         "detokenize": True,
         "skip_special_tokens": False,
     }
+
+
+def read_metrics(exposition: str) -> dict[str, float]:
+    return read_samples(exposition, prefix="vllm", names=_METRICS)
+
+
+def report_of(version: str, info: Mapping[str, Any]) -> ServerReport:
+    config = info.get("vllm_config")
+    config = config if isinstance(config, dict) else {}
+    model = config.get("model_config")
+    model = model if isinstance(model, dict) else {}
+    length = model.get("max_model_len")
+    return ServerReport(
+        objections=_objections(model),
+        untested_version="" if version in TESTED_VERSIONS else version,
+        context_tokens=length if isinstance(length, int) and length > 0 else None,
+        takes_adapters=bool(config.get("lora_config")),
+    )
+
+
+def _objections(model: Mapping[str, Any]) -> list[str]:
+    reasons: list[str] = []
+    mode = model.get("logprobs_mode")
+    if mode != "processed_logprobs":
+        reasons.append(
+            f"--logprobs-mode {mode}: log-probabilities must be those of the sampled distribution, 'processed_logprobs'"
+        )
+    if model.get("skip_tokenizer_init"):
+        reasons.append("--skip-tokenizer-init: the server would not know the model's end token")
+    return reasons
+
+
+def read_completions(answer: Any, limits: Sequence[int], *, interrupted: bool) -> list[Completion]:
+    """Read the reply of ``/inference/v1/generate``, one choice for each of ``limits``, the tokens it may have.
+
+    Raises ReplyRefused or EngineAborted, naming what does not fit. The engine may have aborted a choice of an
+    ``interrupted`` request, even before its first token: its tokens so far are returned with the finish reason
+    ``"abort"``. The texts are empty: this API returns token ids.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != len(limits):
+        got = f"{len(choices)} choices" if isinstance(choices, list) else shorten(answer)
+        raise ReplyRefused(f"expected {len(limits)} choices, got {got}")
+    try:
+        ordered = sorted(choices, key=lambda choice: choice["index"])
+        numbers = [choice["index"] for choice in ordered]
+    except (KeyError, TypeError) as err:
+        raise ReplyRefused(f"choices do not have vLLM's form ({err!r}): {shorten(choices)}") from None
+    if numbers != list(range(len(limits))):
+        raise ReplyRefused(f"expected choices 0 to {len(limits) - 1}, got {numbers}")
+    return [_completion(choice, limit, interrupted) for choice, limit in zip(ordered, limits, strict=True)]
+
+
+def _completion(choice: dict[str, Any], limit: int, interrupted: bool) -> Completion:
+    finish = choice.get("finish_reason")
+    is_part = interrupted and finish == "abort"
+    if finish == "abort" and not is_part:
+        raise EngineAborted(f"the engine aborted a generation: {shorten(choice.get('stop_reason'))}")
+    if finish not in ("stop", "length", "abort"):
+        raise ReplyRefused(f"unknown finish reason {shorten(finish)}")
+    try:
+        token_ids: list[int] = choice["token_ids"] or []
+        content = (choice.get("logprobs") or {}).get("content") or []
+        logprob_ids = [entry["token_id"] for entry in content]
+        logprobs = [entry["logprob"] for entry in content]
+    except (KeyError, TypeError, AttributeError) as err:
+        raise ReplyRefused(f"a choice does not have vLLM's form ({err!r}): {shorten(choice)}") from None
+    check_tokens(token_ids, logprob_ids, logprobs, at_least=0 if is_part else 1, at_most=limit)
+    runs = read_version_runs(choice.get("weight_versions"), len(token_ids), engine="vLLM")
+    return Completion(token_ids, logprobs, runs, finish, "")
+
+
+def read_checksum(answer: Any) -> EngineChecksum | None:
+    """Read the reply to ``/weight_checker``: one digest for each tensor of each rank; None when it holds none."""
+    digests = answer.get("checksums") if isinstance(answer, dict) else None
+    if not isinstance(digests, dict) or not digests:
+        return None
+    return EngineChecksum(_digest(digests), f"{len(digests)}-{_digest(sorted(digests))[:12]}")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

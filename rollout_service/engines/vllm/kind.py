@@ -1,4 +1,4 @@
-"""vLLM as a kind of engine: servers at a URL, and servers that the worker starts, with their command line and environment."""
+"""vLLM as a kind of engine: servers at a URL, and servers that the worker starts as the section ``vllm`` says."""
 
 from __future__ import annotations
 
@@ -6,18 +6,69 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
+from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings, flags_of
 from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
 from penstock.rollout_service.engines.vllm.client import VllmClient
-from penstock.rollout_service.engines.vllm.settings import VllmSettings
 
+# Flags that the worker sets, and flags that the contract forbids.
+_RESERVED = frozenset({
+    "--model", "--host", "--port", "--load-format", "--logprobs-mode", "--generation-config",
+    "--override-generation-config", "--enable-scale-out", "--tokens-only", "--skip-tokenizer-init",
+    "--served-model-name", "--enable-lora", "--lora-modules", "--api-server-count", "--headless", "--api-key",
+})  # fmt: skip
 _SWITCHES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for pauses, weights and the prefix cache
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+class VllmSettings(StartedServerSettings):
+    """vLLM servers that the worker starts, watches and stops; a flag that is not set here has vLLM's default."""
+
+    section = "vllm"
+    reserved = _RESERVED
+    of_adapters = ("max_loras", "max_cpu_loras")
+
+    python: Path | None = Field(
+        None, description="Python of vLLM's own environment, such as /opt/vllm/bin/python; none: the worker's own."
+    )
+    command: tuple[str, ...] = Field(
+        (),
+        description="Instead of python: the words that start the server, before its flags, such as a container's "
+        "['docker', 'run', …, 'vllm', 'serve'].",
+    )
+    environ: dict[str, str] = Field(
+        {}, description="Environment variables of the server, besides the worker's own without PYTHON* and PENSTOCK_*."
+    )
+    engines: int = Field(1, ge=1, le=64, description="Servers of this worker; a group's samples all go to one of them.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="--dtype of the weights.")
+    tensor_parallel_size: int = Field(1, ge=1, description="--tensor-parallel-size: GPUs that share every layer.")
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="--gpu-memory-utilization: share of the GPU's memory for weights, keys and values.",
+    )
+    max_model_len: int | None = Field(None, ge=1, description="--max-model-len, where shorter than the model's.")
+    max_num_seqs: int | None = Field(None, ge=1, description="--max-num-seqs: sequences decoded at once.")
+    quantization: str | None = Field(None, description="--quantization: 'fp8', …")
+    max_lora_rank: int | None = Field(
+        None,
+        ge=1,
+        description="--enable-lora and --max-lora-rank: largest rank of an adapter, for a run whose versions are adapters "
+        "(model.lora.rank at least); none: the server takes no adapters.",
+    )
+    max_loras: int | None = Field(None, ge=1, description="--max-loras: adapters decoded together.")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="--max-cpu-loras: adapters held in host memory; at least max_loras."
+    )
+    extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enforce-eager', …].")
 
 
 def vllm_command(settings: VllmSettings) -> LaunchCommand:
@@ -66,9 +117,7 @@ def _flags(settings: VllmSettings) -> list[str]:
         "--max-loras": settings.max_loras,
         "--max-cpu-loras": settings.max_cpu_loras,
     }
-    for flag, value in valued.items():
-        if value is not None:
-            flags += [flag, str(value)]
+    flags += flags_of(valued)
     if settings.max_lora_rank is not None:
         flags.append("--enable-lora")
     return [*flags, *settings.extra_args]

@@ -16,15 +16,14 @@ from tests.groups import make_task
 
 from penstock.agents.environments.play import done
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.token_annotations import Routers
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.environments.build_trajectory import build_trajectory
-from penstock.rollout_service.environments.environment import Environment, Sampler
+from penstock.rollout_service.environments.environment import Environment, Sampler, build_trajectory
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 

@@ -27,7 +27,7 @@ from penstock.agents.environments.program import PROGRAM
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RewardRequest, Sampling, Task
+from penstock.protocol.groups import RewardRequest, Sampling, Task
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import EngineError, TaskRefused
 

@@ -24,11 +24,10 @@ from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RewardRequest, Sampling, Task
+from penstock.protocol.groups import RewardRequest, Sampling, Task
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.environments.build_trajectory import build_group
-from penstock.rollout_service.environments.environment import load_environments
+from penstock.rollout_service.environments.environment import build_group, load_environments
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.settings import RolloutSettings
 

@@ -27,7 +27,7 @@ from penstock.protocol.command_line import run
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import load_environments
@@ -42,8 +42,8 @@ async def test_an_https_server_is_known_by_its_authority(
     certificates = tmp_path / "tls"
     write_certificates(certificates, services=("guess",))
     authority = certificates / "ca.pem"
-    monkeypatch.setenv(http_tls.CERTIFICATE, str(certificates / "guess.pem"))
-    monkeypatch.setenv(http_tls.KEY, str(certificates / "guess.key"))
+    monkeypatch.setenv(tls.CERTIFICATE, str(certificates / "guess.pem"))
+    monkeypatch.setenv(tls.KEY, str(certificates / "guess.key"))
     (tmp_path / "secret").write_text(SECRET)
     options = {"secret_file": str(tmp_path / "secret")}
     script = Script(lambda: done(1.0))

@@ -19,7 +19,7 @@ from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeSession
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import RouterShape, Sampling
+from penstock.protocol.groups import RouterShape, Sampling
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion

@@ -14,7 +14,7 @@ from tests.rigs.fuzz_agents.model import store
 
 from penstock.agents.proxy.messages import AgentRequest, Message
 from penstock.protocol.episode import MAIN
-from penstock.protocol.facts import RouterShape
+from penstock.protocol.groups import RouterShape
 from penstock.rollout_service.errors import ReplyRefused
 
 END = "<|im_end|>"

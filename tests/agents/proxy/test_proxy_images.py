@@ -26,7 +26,7 @@ from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.agents.proxy.tree import Found, PromptPlan
 from penstock.protocol import blob_keys
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.transport.blobs import Blobs
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_client import ImagePrompt

@@ -16,7 +16,7 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import Heartbeat, RunEvent, encode
-from penstock.protocol.record.rescored import mark_use
+from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -144,7 +144,7 @@ def test_what_other_runs_trained_on_is_not_removed(
     name, user, removed = f"{run_id}-input", f"{run_id}-user", f"{run_id}-gone"
     blobs.put(f"runs/{name}/groups/v00000000/0", b"pack")
     for run in (user, removed, name):
-        mark_use(name, run, blobs)
+        mark_use_of_input(name, run, blobs)
     record = blobs.put(f"runs/{user}/lineage/chapter", b"record")
     refused = penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path)
     assert refused.returncode == 1

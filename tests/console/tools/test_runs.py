@@ -14,7 +14,7 @@ from penstock.console.report import report
 from penstock.console.tools.runs import RunLine, list_broker, list_folder, merge
 from penstock.deploy.local import LocalStack
 from penstock.protocol.config.connection import NatsSettings
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
 
 
@@ -84,8 +84,8 @@ def test_a_run_with_its_own_servers_is_found(tmp_path: Path):
 
 def test_a_run_is_running_while_a_process_holds_its_lock(folder: Path):
     sorting = folder / "runs" / "sorting"
-    with run_lock.hold(sorting):
-        with run_lock.hold(sorting):
+    with run_folder.hold_lock(sorting):
+        with run_folder.hold_lock(sorting):
             assert [line.state for line in list_folder(folder / "runs")] == ["running"]
         assert [line.state for line in list_folder(folder / "runs")] == ["running"]
     assert [line.state for line in list_folder(folder / "runs")] == ["stopped"]

@@ -18,7 +18,8 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import DeadLetter, Head, Sampling, TaskIssued, decode
+from penstock.protocol.facts import DeadLetter, Head, TaskIssued, decode
+from penstock.protocol.groups import Sampling
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion

@@ -12,7 +12,8 @@ from tests.groups import make_generated, make_group, make_scored, make_task, mak
 from penstock.forensics.audit.audit_checks import AuditResult, check_record
 from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import blob_keys, streams, subjects
-from penstock.protocol.facts import BlobRef, TaskIssued, TaskList, decode, encode, encode_unbounded
+from penstock.protocol.facts import TaskIssued, TaskList, decode, encode, encode_unbounded
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, folder_name
 from penstock.protocol.record.lineage import (
     STEP_DIGEST,

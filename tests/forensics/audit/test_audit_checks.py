@@ -8,7 +8,7 @@ import pytest
 from tests.groups import make_generated, make_group, make_scored
 
 from penstock.forensics.audit.audit_checks import AuditInputs, AuditResult, check_record
-from penstock.protocol.facts import AbandonedCompletion, BlobRef
+from penstock.protocol.groups import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import (
     AccountState,
     DroppedGroup,

@@ -31,7 +31,7 @@ from penstock.forensics.audit.audit import show
 from penstock.forensics.audit.audit_checks import AuditResult
 from penstock.forensics.audit.record_checks import ReportedSteps, check_steps, from_events
 from penstock.protocol import blob_keys, streams
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import MAX_LISTED, LineageChapter, RecordedStep
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

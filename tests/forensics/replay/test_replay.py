@@ -19,11 +19,11 @@ from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
 from penstock.forensics.replay.replay_findings import other_updates, signed_versions
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack, step_logprobs
 from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.signature import TrustedKeys
+from penstock.protocol.weights.manifest import TrustedKeys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from tests.pictures import picture, picture_bytes
 
 from penstock.protocol.errors import ImageRefused
-from penstock.protocol.facts import MAX_IMAGE_BYTES
+from penstock.protocol.groups import MAX_IMAGE_BYTES
 from penstock.protocol.images import admission
 
 

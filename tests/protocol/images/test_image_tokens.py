@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tests.pictures import picture, picture_bytes
 
 from penstock.protocol.errors import ImageRefused
-from penstock.protocol.facts import ImageRef, RowImages
+from penstock.protocol.groups import ImageRef, RowImages
 from penstock.protocol.images.admission import AdmittedImage, admit
 from penstock.protocol.images.processor import (
     ImageProcessor,

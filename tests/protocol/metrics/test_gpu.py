@@ -10,7 +10,7 @@ from tests.servers import wait_for
 
 from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.gpu import GpuSampler
-from penstock.protocol.metrics.samples import LabelValues, Samples
+from penstock.protocol.metrics.table import LabelValues, Samples
 
 FIRST = {
     "gpu_count": 1.0,

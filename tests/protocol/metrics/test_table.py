@@ -7,8 +7,16 @@ import re
 import pytest
 
 from penstock.protocol.metrics import exposition
-from penstock.protocol.metrics.samples import Histogram, LabelValues, Samples
-from penstock.protocol.metrics.table import MAX_LABEL_LENGTH, MAX_VALUES, METRICS, OPEN_LABELS, OTHER
+from penstock.protocol.metrics.table import (
+    MAX_LABEL_LENGTH,
+    MAX_VALUES,
+    METRICS,
+    OPEN_LABELS,
+    OTHER,
+    Histogram,
+    LabelValues,
+    Samples,
+)
 
 FIXED_LABELS = {
     "store",

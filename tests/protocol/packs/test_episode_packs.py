@@ -16,10 +16,13 @@ from tests.episodes import forked, group_of, make_row, one_turn
 from tests.groups import make_group
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, Task
+from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
+
+WITH_EPISODES = group_pack.SCHEMAS[True, False, False, False]
+
 
 FORKED = forked(
     reward_parts=(("found", 1.0), ("format", -0.5)), messages='[{"role": "user"}]', counts=(("retries", 2),)
@@ -33,13 +36,13 @@ def _decoded(group: Group, *, table: Callable[[pa.Table], pa.Table] = lambda tab
     sink = io.BytesIO()
     with pq.ParquetWriter(
         sink,
-        group_pack.WITH_EPISODES,
+        WITH_EPISODES,
         compression="lz4",
         use_dictionary=False,
         write_statistics=False,
         store_schema=False,
     ) as writer:
-        writer.write_table(stored.cast(group_pack.WITH_EPISODES))
+        writer.write_table(stored.cast(WITH_EPISODES))
         writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
     described = group.summary(0).model_copy(update=changes)
     return group_pack.decode(sink.getvalue(), [0], described=[described])[0]
@@ -246,8 +249,8 @@ def test_a_given_reward_that_is_not_finite_is_refused_where_texts_are_read() -> 
     table = _set("episode_reward", [float("inf")] * 3 + [0.0])(pq.read_table(io.BytesIO(group_pack.encode([GROUP]))))
     sink = io.BytesIO()
     options: Any = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "store_schema": False}
-    with pq.ParquetWriter(sink, group_pack.WITH_EPISODES, **options) as writer:
-        writer.write_table(table.cast(group_pack.WITH_EPISODES))
+    with pq.ParquetWriter(sink, WITH_EPISODES, **options) as writer:
+        writer.write_table(table.cast(WITH_EPISODES))
         writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
     with pytest.raises(PackError, match="expected finite"):
         group_pack.decode_texts(sink.getvalue(), [0])

@@ -13,8 +13,8 @@ from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import GeneratedGroup, RouterShape, Sampling, Task
-from penstock.protocol.packs import expert_columns, group_pack, pack_bounds
+from penstock.protocol.groups import GeneratedGroup, RouterShape, Sampling, Task
+from penstock.protocol.packs import group_pack, optional_columns, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.trajectory import Group
@@ -80,7 +80,7 @@ def test_a_pack_gives_back_which_experts_computed_each_token(shape: RouterShape)
 def test_the_choices_of_a_prompt_are_stored_once() -> None:
     """Rows whose first tokens have the same experts as those of the first row refer to it; where they differ they do not."""
     whole = routed(group(), SMALL)
-    layers, top_k, experts, shared, stored = (column.to_pylist() for column in expert_columns.columns([whole]))
+    layers, top_k, experts, shared, stored = (column.to_pylist() for column in optional_columns.expert_columns([whole]))
     assert (layers[0], top_k[0], experts[0]) == (3, 2, 8)
     assert shared[0] == 0
     assert all(count >= len(PROMPT) for count in shared[1:])
@@ -92,7 +92,7 @@ def test_the_choices_of_a_prompt_are_stored_once() -> None:
     ids[2, 0] = [6, 7] if ids[2, 0].tolist() != [6, 7] else [0, 1]
     rows = (whole.trajectories[0], replace(whole.trajectories[1], experts=ExpertChoices(SMALL, ids)))
     changed = replace(whole, trajectories=rows)
-    assert expert_columns.columns([changed])[3].to_pylist() == [0, 2]
+    assert optional_columns.expert_columns([changed])[3].to_pylist() == [0, 2]
     (found,) = group_pack.decode(group_pack.encode([changed]))
     assert found.trajectories[1].experts is not None
     np.testing.assert_array_equal(found.trajectories[1].experts.ids, ids)
@@ -104,9 +104,9 @@ def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() ->
     episodes = [routed_episode(one, SMALL, random) for one in (forked(), one_turn(2))]
     whole = group_of(*episodes)
     assert whole.routers == SMALL
-    shared = expert_columns.columns([whole])[3].to_pylist()
+    shared = optional_columns.expert_columns([whole])[3].to_pylist()
     assert shared[:2] == [0, 5]  # the fork is behind the fifth token of the first row
-    assert expert_columns.columns([taught(whole, 2)])[3].to_pylist() == shared
+    assert optional_columns.expert_columns([taught(whole, 2)])[3].to_pylist() == shared
     kept = [taught(whole, 2), routed(group(1), LARGE), group(2)]
     found = group_pack.decode(group_pack.encode(kept), described=[one.summary(n) for n, one in enumerate(kept)])
     assert [one.routers for one in found] == [SMALL, LARGE, None]
@@ -123,7 +123,7 @@ def test_choices_that_no_reader_would_hold_are_refused(monkeypatch: pytest.Monke
     """By who writes them and by who reads them: a few stored bytes can stand for many, where rows share them."""
     whole = group_of(routed_episode(forked(), SMALL, np.random.default_rng(0)))
     data = group_pack.encode([whole])
-    monkeypatch.setattr(expert_columns, "MAX_EXPANDED_BYTES", 6 * (8 + 8 + 3) - 1)
+    monkeypatch.setattr(optional_columns, "MAX_EXPANDED_BYTES", 6 * (8 + 8 + 3) - 1)
     for refused in (lambda: group_pack.encode([whole]), lambda: group_pack.decode(data)):
         with pytest.raises(PackError, match=r"experts of 19 tokens in 3 rows have 114 bytes, at most 113: 2 of 8"):
             refused()
@@ -206,8 +206,8 @@ def test_a_hostile_pack_of_experts_is_refused(
     monkeypatch: pytest.MonkeyPatch, column: str, change: Callable[[list], list], words: str
 ) -> None:
     """A worker can write anything; a reader names what does not fit."""
-    whole, real = routed(group(), SMALL), expert_columns.columns
-    place = [field.name for field in expert_columns.FIELDS].index(column)
+    whole, real = routed(group(), SMALL), optional_columns.expert_columns
+    place = [field.name for field in optional_columns.EXPERT_FIELDS].index(column)
 
     def columns(groups: list[Group]) -> list:
         found = real(groups)
@@ -215,7 +215,7 @@ def test_a_hostile_pack_of_experts_is_refused(
         return found
 
     with monkeypatch.context() as hostile:
-        hostile.setattr(expert_columns, "columns", columns)
+        hostile.setattr(optional_columns, "expert_columns", columns)
         data = group_pack.encode([whole])
     with pytest.raises(PackError, match=words):
         group_pack.decode(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -17,10 +18,20 @@ from pydantic import ValidationError
 from tests.examples import examples
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
-from penstock.protocol.versions import VersionRun, runs_from_versions
+from penstock.protocol.versions import PolicyVersion, VersionRun
+
+
+def _runs(versions: list[int], start: int) -> tuple[VersionRun, ...]:
+    """Return the runs of one version per token, the first token at ``start``."""
+    ends = itertools.accumulate((len(list(same)) for _, same in itertools.groupby(versions)), initial=start)
+    spans = itertools.pairwise(ends)
+    return tuple(
+        VersionRun(PolicyVersion(version), begin, end)
+        for (version, _), (begin, end) in zip(itertools.groupby(versions), spans, strict=True)
+    )
 
 
 @st.composite
@@ -35,7 +46,7 @@ def trajectories(draw: st.DrawFn, prompt: int) -> Trajectory:
         token_ids=np.array(tokens, dtype=np.int32),
         loss_mask=np.arange(length) >= prompt,
         behaviour_logprobs=np.concatenate([np.zeros(prompt, np.float32), np.array(logprobs, np.float32)]),
-        version_runs=runs_from_versions(versions, prompt),
+        version_runs=_runs(versions, prompt),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         completion_text=draw(st.text(max_size=20)),
     )

@@ -9,7 +9,7 @@ import pytest
 from tests.protocol.hostile_packs import HOSTILE, TRAINER_ONLY, honest
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import pack_bounds
 
 _MEMORY_BYTES = 64 * 1024**2

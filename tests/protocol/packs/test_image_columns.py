@@ -17,7 +17,7 @@ from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import EpisodeRow
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import GeneratedGroup, ImageRef, RowImages, Task
+from penstock.protocol.groups import GeneratedGroup, ImageRef, RowImages, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group

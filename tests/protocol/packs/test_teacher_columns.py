@@ -11,7 +11,7 @@ from tests.episodes import forked, group_of, one_turn
 from tests.trainer.groups.stored_groups import invent_group, taught
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import GeneratedGroup, RewardRequest, Sampling, Task
+from penstock.protocol.groups import GeneratedGroup, RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores

@@ -7,7 +7,8 @@ from tests.groups import make_generated, make_group, make_scored
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, MalformedFact
-from penstock.protocol.facts import BlobRef, encode_unbounded
+from penstock.protocol.facts import encode_unbounded
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name
 from penstock.protocol.record.lineage import (
     AccountState,

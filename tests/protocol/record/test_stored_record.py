@@ -8,7 +8,8 @@ import pytest
 from tests.protocol.record.test_lineage import BLOB, chapter
 
 from penstock.protocol.errors import RecordBroken
-from penstock.protocol.facts import BlobRef, encode, encode_unbounded
+from penstock.protocol.facts import encode, encode_unbounded
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 

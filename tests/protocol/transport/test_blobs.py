@@ -20,7 +20,7 @@ from tests.servers import wait_for
 from penstock.deploy.processes.servers import HOST, S3Server
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.blobs import Blobs
 

@@ -49,8 +49,8 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import BucketState
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import Connection
-from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.tail import direct_get
 
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
@@ -715,7 +715,7 @@ def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, run_streams: str) ->
         from_start=True,
     ).wait()
     bus.publish(subjects.weights_applied(run_streams), event(run_streams, 1), msg_id="1").wait()
-    from penstock.protocol.facts import BlobRef
+    from penstock.protocol.groups import BlobRef
 
     fact = WeightsPublished(
         run_id=run_streams,

@@ -20,7 +20,8 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable, CompareAndSwapFailed
-from penstock.protocol.facts import BlobRef, Head, RunEvent, TaskIssued
+from penstock.protocol.facts import Head, RunEvent, TaskIssued
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport import tail
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.transport.http_tls import listen
+from penstock.protocol.transport.tls import listen
 
 
 def test_connections_send_without_waiting_for_acknowledgements() -> None:

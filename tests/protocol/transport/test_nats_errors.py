@@ -15,7 +15,7 @@ from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, Missi
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.nats_errors import refusal
+from penstock.protocol.transport.nats_connection import refusal
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.protocol.errors import BusUnreachable
-from penstock.protocol.transport.pending import CallThread
+from penstock.protocol.transport.loop_thread import CallThread
 
 
 async def _nothing() -> None:

@@ -6,13 +6,14 @@ import hashlib
 
 import numpy as np
 
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.errors import ChainBroken
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, published_name
 from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout, shard_header, state_root
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
-from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_layout
+from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up
 
 SPECS = [
     TensorSpec("embed.weight", "bfloat16", (50, 8)),
@@ -175,7 +176,8 @@ class PublishedWeights:
         """
         layout = ADAPTER_LAYOUT if plan.target.kind == "adapter" else LAYOUT
         for manifest in (plan.target, *plan.manifests):
-            verify_layout(manifest, layout)
+            if [bucket.num_words for bucket in layout.buckets] != [bucket.num_words for bucket in manifest.buckets]:
+                raise ChainBroken(f"version {manifest.version}: its buckets are not those of its layout")
         result = []
         for number, bucket in enumerate(layout.buckets):
             raw = state[number].copy() if state else np.zeros(bucket.num_bytes, np.uint8)

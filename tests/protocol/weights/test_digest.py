@@ -10,7 +10,7 @@ from safetensors.torch import save
 from tests.safetensors_digests import safetensors_digests
 
 from penstock.protocol.errors import MalformedWeights
-from penstock.protocol.weights.digest import TensorDigest, tensor_digest, weights_digest
+from penstock.protocol.weights.layout import TensorDigest, tensor_digest, weights_digest
 
 TENSORS = {
     "b.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),

@@ -14,14 +14,13 @@ import pytest
 from tests.protocol.weights.published_weights import ADAPTER, ADAPTER_LAYOUT, LAYOUT, PublishedWeights
 
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, adapter_digest
-from penstock.protocol.weights.digest import TensorDigest, tensor_digest
 from penstock.protocol.weights.export import export_adapter, export_version
-from penstock.protocol.weights.layout import Bucket, PlacedTensor, shard_header
+from penstock.protocol.weights.layout import Bucket, PlacedTensor, TensorDigest, shard_header, tensor_digest
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 

@@ -13,8 +13,7 @@ from tests.examples import examples
 from tests.safetensors_digests import safetensors_digests
 
 from penstock.protocol.weights import layout as weight_layout
-from penstock.protocol.weights.digest import weights_digest
-from penstock.protocol.weights.layout import TensorSpec, WeightLayout, build_layout
+from penstock.protocol.weights.layout import TensorSpec, WeightLayout, build_layout, weights_digest
 
 SPECS = st.lists(
     st.builds(

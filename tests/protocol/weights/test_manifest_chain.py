@@ -12,9 +12,8 @@ from tests.examples import examples
 from tests.protocol.weights.published_weights import LAYOUT, PublishedWeights, changed_state, held_of, random_state
 
 from penstock.protocol.errors import ChainBroken, MalformedFact
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.layout import TensorSpec, build_layout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import (
     CatchUp,
@@ -22,7 +21,6 @@ from penstock.protocol.weights.manifest_chain import (
     plan_catch_up,
     verify_anchor,
     verify_head,
-    verify_layout,
     verify_link,
 )
 
@@ -150,16 +148,6 @@ def test_a_patch_on_another_base_is_not_followed():
         verify_anchor(manifests[1], run.anchor, manifests[1])
     with pytest.raises(ChainBroken, match="is whole and has no parent"):
         verify_link(manifests[0], manifests[0])
-
-
-def test_a_manifest_lists_the_buckets_of_its_layout():
-    """Another layout, or another size of a bucket, is refused before anything is decoded."""
-    _, (_, patch) = a_run(1)
-    verify_layout(patch, LAYOUT)
-    with pytest.raises(ChainBroken, match="layout"):
-        verify_layout(patch, build_layout([TensorSpec("a", "bfloat16", (4,))]))
-    with pytest.raises(ChainBroken, match="words by bucket"):
-        verify_layout(patch.model_copy(update={"buckets": patch.buckets[1:]}), LAYOUT)
 
 
 def test_the_head_must_match_the_announcement():

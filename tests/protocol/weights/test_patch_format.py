@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from penstock.protocol.weights import patch_segment, raw_segment
+from penstock.protocol.weights import bucket_codec, patch_segment
 
 
 def decode_by_the_book(segment: bytes, bucket: bytearray, word_bytes: int) -> None:
@@ -56,7 +56,7 @@ def test_a_decoder_written_from_the_tables_reads_our_segments(word_bytes: int, d
     new.reshape(num_words, word_bytes)[rng.random(num_words) < density] += 1
     for segment in (
         patch_segment.encode(old, new, word_bytes, bucket=9),
-        raw_segment.encode(new, word_bytes, bucket=9, num_changed=0),
+        bucket_codec.encode_whole(new, word_bytes, bucket=9, num_changed=0),
     ):
         bucket = bytearray(old.tobytes())
         decode_by_the_book(segment, bucket, word_bytes)

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from penstock.protocol.errors import SegmentRefused
-from penstock.protocol.weights import bucket_codec, bucket_diff, patch_segment, raw_segment
-from penstock.protocol.weights.bucket_diff import Changes, Difference
-from penstock.protocol.weights.patch_segment import FILLER
+from penstock.protocol.weights import bucket_codec, patch_segment
+from penstock.protocol.weights.patch_segment import FILLER, Changes, Difference
 
-WORD_BYTES = st.sampled_from(bucket_diff.WORD_BYTES)
+WORD_BYTES = st.sampled_from(patch_segment.WORD_BYTES)
 DENSITIES = st.sampled_from([0.0, 1e-4, 0.009, 0.1, 0.4, 0.6, 1.0])
 
 
@@ -73,7 +72,7 @@ def test_special_values_are_only_bits(dtype: type):
     assert target.tobytes() == new.tobytes()
 
 
-@pytest.mark.parametrize("word_bytes", bucket_diff.WORD_BYTES)
+@pytest.mark.parametrize("word_bytes", patch_segment.WORD_BYTES)
 @pytest.mark.parametrize("gap", [FILLER - 1, FILLER, FILLER + 1, 2 * FILLER, 3 * FILLER + 17])
 def test_gaps_beyond_sixteen_bits_are_bridged(word_bytes: int, gap: int):
     """A gap of any length is restored, at the start and between two changes."""
@@ -143,7 +142,7 @@ def test_a_segment_of_another_bucket_is_refused(codec: str):
     old, new = draw_pair(1, 500, 2, 0.2)
     data = patch_segment.encode(old, new, 2, bucket=4)
     if codec == "raw_zstd":
-        data = raw_segment.encode(new, 2, bucket=4, num_changed=100)
+        data = bucket_codec.encode_whole(new, 2, bucket=4, num_changed=100)
     bucket_codec.parse(codec, data, num_words=500, word_bytes=2, bucket=4)
     wrong: list[dict[str, int]] = [{"num_words": 501}, {"num_words": 499}, {"word_bytes": 4}, {"bucket": 5}]
     for change in wrong:
@@ -161,7 +160,7 @@ def test_a_target_that_does_not_fit_is_not_written():
     old, new = draw_pair(1, 500, 2, 0.2)
     for data, codec in (
         (patch_segment.encode(old, new, 2), "gapabs1"),
-        (raw_segment.encode(new, 2, num_changed=100), "raw_zstd"),
+        (bucket_codec.encode_whole(new, 2, num_changed=100), "raw_zstd"),
     ):
         change = bucket_codec.parse(codec, data, num_words=500, word_bytes=2)
         for target in (old[:-2].copy(), bytes(1000)):
@@ -172,7 +171,7 @@ def test_a_target_that_does_not_fit_is_not_written():
 def test_an_array_with_holes_is_not_written_to_a_copy():
     """A strided target is an error: writing to a copy of it would be silently lost."""
     with pytest.raises(ValueError, match="not contiguous"):
-        bucket_diff.as_bytes(np.zeros((4, 4), np.uint16)[:, ::2])
+        patch_segment.as_bytes(np.zeros((4, 4), np.uint16)[:, ::2])
 
 
 @pytest.mark.parametrize("offset", [1, 3])
@@ -193,6 +192,6 @@ def test_buffers_of_different_sizes_are_no_patch():
     with pytest.raises(ValueError, match="not a multiple of 2"):
         bucket_codec.encode(b"123", b"123", 2)
     with pytest.raises(ValueError, match="not a multiple of 2"):
-        raw_segment.encode(b"123", 2, num_changed=0)
+        bucket_codec.encode_whole(b"123", 2, num_changed=0)
     with pytest.raises(ValueError, match="at least one"):
         bucket_codec.squash([])

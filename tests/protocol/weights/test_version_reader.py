@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tests.protocol.weights.published_weights import PublishedWeights, changed_state, held_of, random_state
 
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import version_reader
 from penstock.protocol.weights.manifest import VersionManifest

@@ -14,9 +14,8 @@ from penstock.reward_service.program_tests import test_code, tests_of_row
 from penstock.reward_service.program_tests.grade import Slot, grade
 from penstock.reward_service.program_tests.test_code import Graded, Proof
 from penstock.sandbox import canary
-from penstock.sandbox.outcome import Reason
 from penstock.sandbox.zygote_command import Launch
-from penstock.sandbox.zygote_process import Limits, Run, Zygote
+from penstock.sandbox.zygote_process import Limits, Reason, Run, Zygote
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
 ADD = "def add(a, b): return a + b"

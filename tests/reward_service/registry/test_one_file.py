@@ -13,7 +13,7 @@ from tests.groups import make_group
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import ROOT, Service
 
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 
 NEW_REWARD = '''"""factor times the share of capitals."""
 

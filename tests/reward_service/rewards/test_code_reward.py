@@ -26,9 +26,8 @@ from penstock.reward_service.program_tests.test_code import Graded
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.reward_service.rewards import code
 from penstock.sandbox import canary
-from penstock.sandbox.outcome import Reason
 from penstock.sandbox.zygote_command import Kind, Launch
-from penstock.sandbox.zygote_process import Limits, Run
+from penstock.sandbox.zygote_process import Limits, Reason, Run
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
 DOUBLE = StdinTests(("1", "2", "3"), ("2", "4", "6"))

@@ -20,7 +20,7 @@ from tests.servers import wait_for
 
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.trajectory import Group
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import UserCodeFailed

@@ -45,16 +45,8 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import PenstockError, WireError
-from penstock.protocol.facts import (
-    BlobRef,
-    DeadLetter,
-    GroupGenerated,
-    GroupScored,
-    Sampling,
-    TaskIssued,
-    WeightsPublished,
-    decode,
-)
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, WeightsPublished, decode
+from penstock.protocol.groups import BlobRef, Sampling
 from penstock.protocol.record.lineage import LineageChapter, RecordedStep
 from penstock.protocol.trajectory import LOGPROB_SLACK, LOWEST_SAMPLED_LOGPROB, Group
 from penstock.protocol.transport.blobs import Blobs

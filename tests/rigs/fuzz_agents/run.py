@@ -41,7 +41,7 @@ from penstock.agents.proxy.rows import TreeRows
 from penstock.agents.proxy.session import AgentModel, AgentProxy
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
 _THINKING = ("keep", "tool_cycle", "strip")

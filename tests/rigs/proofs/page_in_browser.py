@@ -19,7 +19,7 @@ from tests.console.web.browsing import CHROMIUM, OVERVIEW_CHARTS, Browser
 
 from penstock.deploy import quickstart, quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
-from penstock.protocol.record import pause_request
+from penstock.protocol.record import run_folder
 
 DEADLINE_S = 900.0
 PENSTOCK = [sys.executable, "-P", "-m", "penstock"]
@@ -86,7 +86,7 @@ def training(base: Path, run_id: str) -> Iterator[LocalRun]:
 def pause(base: Path, run: LocalRun, steps: int) -> None:
     """Have a run end once it has made its steps: what is under way is trained first. Its accounting must close."""
     wait(lambda: steps_of(base, run.run_id) >= steps, f"step {steps}", deadline_s=_RUN_S)
-    pause_request.request(run.folder)
+    run_folder.request_pause(run.folder)
     code = run.wait(DEADLINE_S)
     assert code == 0, f"the trainer ended with {code}\n{run.log_tail(TRAINER)}"
     audit(base, run.run_id)

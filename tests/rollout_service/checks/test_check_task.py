@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.groups import make_task
 
-from penstock.protocol.facts import ImageRef, RowImages, Task
+from penstock.protocol.groups import ImageRef, RowImages, Task
 from penstock.rollout_service.checks.check_task import ModelLimits, check_task
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 

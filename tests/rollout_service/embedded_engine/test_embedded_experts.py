@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
 from penstock.rollout_service.embedded_engine.model.low_rank import read_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
+from penstock.rollout_service.embedded_engine.model.weights import read_checkpoint
 
 PROMPT = [5, 17, 88, 250, 31, 9]
 

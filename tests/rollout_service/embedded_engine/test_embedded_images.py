@@ -19,22 +19,21 @@ from tests.pictures import picture, picture_bytes
 from tests.vision_model import build_vision_model
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.images.admission import admit
 from penstock.protocol.images.processor import ImageProcessor, collapsed, expanded, read_processor, rope_positions
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.embedded_engine import run_engine
 from penstock.rollout_service.embedded_engine.caches import ImageFeatureCache
-from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody
-from penstock.rollout_service.embedded_engine.http.images import ImageReader
+from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody, ImageReader
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.settings import EngineSettings
+from penstock.rollout_service.embedded_engine.model.weights import read_checkpoint
+from penstock.rollout_service.embedded_engine.process import EngineSettings
 from penstock.rollout_service.engines.embedded import EmbeddedClient
 from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.image_request import check_expanded, sees
+from penstock.rollout_service.engines.sglang.messages import check_expanded, sees
 from penstock.rollout_service.errors import EngineMisconfigured, ReplyRefused, TaskRefused
 
 TOLERANCE = 1e-5  # nats; float32 against float32

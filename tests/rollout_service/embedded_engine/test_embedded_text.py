@@ -9,8 +9,8 @@ from tests.contracts.tiny_model import write_tokenizer
 from tokenizers import Tokenizer
 
 from penstock.rollout_service.embedded_engine.http.bodies import SamplingParams
+from penstock.rollout_service.embedded_engine.http.build_job import Text
 from penstock.rollout_service.embedded_engine.http.generate_endpoints import completion_texts
-from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Sampling, Sequence
 
 

@@ -18,9 +18,8 @@ from penstock.rollout_service.embedded_engine.caches import FEWEST_TOKENS, NOTHI
 from penstock.rollout_service.embedded_engine.model.kv_cache import Computed, KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import LowRank, prepare_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, read_model_config
-from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights, read_checkpoint
 from penstock.rollout_service.embedded_engine.prompts import prompts_of
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions

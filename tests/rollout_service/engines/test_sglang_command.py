@@ -17,8 +17,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine_process import EngineProcess, group_members
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.kind import sglang_command, sglang_environ
-from penstock.rollout_service.engines.sglang.settings import SglangSettings
+from penstock.rollout_service.engines.sglang.kind import SglangSettings, sglang_command, sglang_environ
 from penstock.rollout_service.errors import EngineUnreachable
 from penstock.rollout_service.settings import RolloutSettings
 

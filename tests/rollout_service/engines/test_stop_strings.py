@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from tests.contracts.tiny_model import write_tokenizer
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.adapter_loader import AdapterTable
 from penstock.rollout_service.engines.completion import Completion, Resumption
-from penstock.rollout_service.engines.completion_sampler import CompletionSampler, Detokenizer, SampleRequest, first_end
+from penstock.rollout_service.engines.completion_sampler import (
+    AdapterTable,
+    CompletionSampler,
+    Detokenizer,
+    SampleRequest,
+    first_end,
+)
 from penstock.rollout_service.errors import EngineMisconfigured
 
 EOS = 2  # "<|im_end|>", a special token

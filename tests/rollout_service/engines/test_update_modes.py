@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion, Resumption
 from penstock.rollout_service.engines.engine_client import UpdateMode, mode_of

@@ -10,7 +10,7 @@ import pytest
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.engine_process import EngineProcess

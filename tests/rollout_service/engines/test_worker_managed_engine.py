@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines import engine_http, managed_engine
 from penstock.rollout_service.engines.engine_process import LaunchCommand

@@ -15,8 +15,8 @@ from tests.groups import make_task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion, read_version
-from penstock.rollout_service.engines.sglang.read_reply import read_completion
-from penstock.rollout_service.environments.build_trajectory import build_group, build_trajectory
+from penstock.rollout_service.engines.sglang.messages import read_completion
+from penstock.rollout_service.environments.environment import build_group, build_trajectory
 from penstock.rollout_service.errors import EngineAborted, ReplyRefused
 
 Row = dict[str, Any]

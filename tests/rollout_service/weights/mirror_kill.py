@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.weights import mirror_slot

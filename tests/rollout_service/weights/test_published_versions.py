@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.weights.published_versions import MAX_VERSIONS, PublishedVersions
+from penstock.rollout_service.weights.weight_announcements import MAX_VERSIONS, PublishedVersions
 
 V = PolicyVersion
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineError, EngineRefused
 from penstock.rollout_service.metrics import WorkerMetrics

@@ -9,7 +9,7 @@ import pytest
 from penstock.protocol import streams
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
-from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore, num_permits
+from penstock.rollout_service.weights.weight_swap import SwapSemaphore, num_permits
 
 
 def beat(bus: Bus, run_id: str, *workers: str) -> None:

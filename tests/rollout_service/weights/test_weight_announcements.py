@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.facts import WeightsApplied
-from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
 
 

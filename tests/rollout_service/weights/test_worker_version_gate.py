@@ -8,7 +8,7 @@ import random
 import pytest
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.weights.version_gate import VersionGate
+from penstock.rollout_service.weights.servable_versions import VersionGate
 
 
 class SwappedEngine:

@@ -12,7 +12,7 @@ from tests.trainer.groups.test_batcher import Box
 from tests.trainer.learner.forks import Fork
 
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build

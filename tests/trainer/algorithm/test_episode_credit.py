@@ -12,7 +12,7 @@ import torch
 from tests.episodes import forked, group_of, one_turn
 
 from penstock.protocol.episode import Turn
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import RecordedGroup
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings

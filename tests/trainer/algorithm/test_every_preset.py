@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.trainer.learner.test_shared_prompts import SCORER, VOCABULARY
 from torch import Tensor
 
-from penstock.protocol.facts import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
+from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun

@@ -15,7 +15,7 @@ from tests.trainer.groups.stored_groups import invent_group, taught
 from tests.trainer.learner.rank_check import how
 
 from penstock.protocol.config.run_file import load
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference

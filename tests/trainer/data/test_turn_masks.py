@@ -23,6 +23,7 @@ CHAT = [
     {"role": "user", "content": "bye"},
 ]  # fmt: skip
 MARKED = (
+    "{% if tools is not none %}tools{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{%- generation -%}{{ message['content'] }}<|im_end|>{%- endgeneration -%}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"

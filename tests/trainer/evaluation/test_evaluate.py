@@ -17,7 +17,8 @@ from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import DeadLetter, Heartbeat, Sampling, Task, TaskIssued
+from penstock.protocol.facts import DeadLetter, Heartbeat, TaskIssued
+from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -6,7 +6,7 @@ import pytest
 from tests.groups import make_generated, make_groups, make_scored
 
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import RewardRequest, ScoredGroup
+from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.trainer.evaluation.eval_result import EvalResult, SuccessRules, summarise
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 from tests.trainer.groups.test_collect import V0, Session, read_prompts, write_prompts
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import GroupScored, RewardRequest, ScoredGroup
+from penstock.protocol.facts import GroupScored
+from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.protocol.packs import group_pack
-from penstock.protocol.packs.teacher_columns import num_sampled
+from penstock.protocol.packs.optional_columns import num_sampled
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.trainer.groups.stored_groups import invent_group
 
-from penstock.protocol.facts import BlobRef, DeadLetter, ScoredGroup
+from penstock.protocol.facts import DeadLetter
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.algorithm.group_rules import ONCE, Reuse
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens

@@ -23,7 +23,8 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.facts import DeadLetter, GroupScored, RewardRequest, TaskIssued
+from penstock.protocol.facts import DeadLetter, GroupScored, TaskIssued
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.transport.blobs import Blobs

@@ -9,7 +9,7 @@ import pytest
 from tests.groups import make_group, make_trajectory
 
 from penstock.protocol.errors import TextMismatch
-from penstock.protocol.facts import FinishReason
+from penstock.protocol.groups import FinishReason
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.groups.completion_texts import CompletionTexts

@@ -26,18 +26,8 @@ from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import (
-    MAX_FACT_BYTES,
-    BlobRef,
-    GeneratedGroup,
-    RewardRequest,
-    Sampling,
-    ScoredGroup,
-    TaskIssued,
-    TaskList,
-    decode,
-    encode,
-)
+from penstock.protocol.facts import MAX_FACT_BYTES, TaskIssued, TaskList, decode, encode
+from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, Sampling, ScoredGroup
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.record.lineage import SplitTotals
 from penstock.protocol.versions import PolicyVersion

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.examples import examples
 
-from penstock.protocol.facts import BlobRef, GeneratedGroup, ScoredGroup
+from penstock.protocol.groups import BlobRef, GeneratedGroup, ScoredGroup
 from penstock.protocol.versions import PolicyVersion, is_fresh
 from penstock.trainer.errors import GroupStateError
 from penstock.trainer.groups.drops import Drop, DropReason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.trainer.groups.test_batcher import Box, ready
 
-from penstock.protocol.facts import AbandonedCompletion, BlobRef
+from penstock.protocol.groups import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import SplitTotals
 from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates

@@ -12,7 +12,7 @@ from tests.trainer.groups.test_dispatch import _Prompts, prompt, rollout
 
 from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.groups import RewardRequest
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.dispatch import Dispatch

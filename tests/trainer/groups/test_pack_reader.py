@@ -9,7 +9,7 @@ import pytest
 from tests.protocol.hostile_packs import honest
 
 from penstock.protocol.errors import UnpublishedVersion
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.groups.pack_reader import PackReader
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.trainer.groups.reading_mark import ReadingMark
 
 PACK = BlobRef(key="runs/r/groups/p.parquet", size_bytes=1, sha256="0" * 64)

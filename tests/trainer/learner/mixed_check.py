@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.protocol.facts import BlobRef, GroupScored, decode
+from penstock.protocol.facts import GroupScored, decode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.learner.build_learner import build_learner

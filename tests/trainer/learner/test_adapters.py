@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, subjects
-from penstock.protocol.facts import BlobRef, WeightsPublished, WeightsRefused
+from penstock.protocol.facts import WeightsPublished, WeightsRefused
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion

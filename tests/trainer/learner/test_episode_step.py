@@ -24,7 +24,8 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import streams, subjects, trace_context
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
-from penstock.protocol.facts import GroupGenerated, Sampling, Task, TaskIssued
+from penstock.protocol.facts import GroupGenerated, TaskIssued
+from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.transport.blobs import Blobs
@@ -42,9 +43,9 @@ from penstock.reward_service.rewards import environment as given
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.environment import Environment, Sampler
 from penstock.rollout_service.metrics import WorkerMetrics
-from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
-from penstock.rollout_service.packs.task_source import ReceivedPack
+from penstock.rollout_service.packs.pack_loops import ReceivedPack
+from penstock.rollout_service.packs.settlement import PackAnnouncer
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens

@@ -16,7 +16,7 @@ from tests.deadline import ends_within
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
-from penstock.rollout_service.embedded_engine.model.model_folder import _files_of
+from penstock.rollout_service.embedded_engine.model.weights import _files_of
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.parallel_dims import ParallelDims

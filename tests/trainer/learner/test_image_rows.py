@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ImageRefused, PackError
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage, admit
 from penstock.protocol.images.processor import ImageProcessor, expanded, read_processor, rope_positions

@@ -18,7 +18,8 @@ from tests.trainer.producer import ScriptedProducer, recite, write_run_file
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.facts import BlobRef, GroupScored, ScoredGroup, encode
+from penstock.protocol.facts import GroupScored, encode
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -23,7 +23,7 @@ from penstock.agents.proxy.session import AgentModel, EpisodeSession
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode
-from penstock.protocol.facts import RewardRequest, RouterShape, Sampling
+from penstock.protocol.groups import RewardRequest, RouterShape, Sampling
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion

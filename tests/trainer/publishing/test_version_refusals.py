@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.protocol.facts import BlobRef, WeightsRefused
+from penstock.protocol.facts import WeightsRefused
+from penstock.protocol.groups import BlobRef
 from penstock.trainer.publishing.publish import Refusals
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.facts import BlobRef, KeptVersion
+from penstock.protocol.facts import KeptVersion
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import AnchorRef, VersionManifest
 from penstock.trainer.publishing.weight_retention import (

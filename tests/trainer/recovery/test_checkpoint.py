@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.record.lineage import AccountState, SplitTotals
 from penstock.trainer.errors import CheckpointError, LeaseLost

@@ -12,7 +12,8 @@ from tests.groups import make_generated, make_group, make_scored
 from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.shared_sections import RetentionSettings
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, encode
+from penstock.protocol.facts import DeadLetter, GroupGenerated, encode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import (
     AccountState,
     CheckpointCommitted,
@@ -20,7 +21,7 @@ from penstock.protocol.record.lineage import (
     RecordedGroup,
     RecordedStep,
 )
-from penstock.protocol.record.rescored import RescoredInput, RescoredPiece
+from penstock.protocol.record.stored_record import RescoredInput, RescoredPiece
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion

@@ -17,7 +17,8 @@ from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusUnreachable
-from penstock.protocol.facts import BlobRef, Head, decode, encode
+from penstock.protocol.facts import Head, decode, encode
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue

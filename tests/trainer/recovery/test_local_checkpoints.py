@@ -17,7 +17,7 @@ from tests.trainer.recovery.test_stored_checkpoints import Machine, objects
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import STATE_FILE, read_state
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points

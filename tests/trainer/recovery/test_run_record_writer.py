@@ -6,7 +6,7 @@ import pytest
 from tests.groups import make_group
 
 from penstock.protocol import streams
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import chapters
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

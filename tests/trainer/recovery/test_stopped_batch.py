@@ -10,7 +10,7 @@ from tests.trainer.groups.stored_groups import invent_group
 
 from penstock.console.record.stopped import print_stopped
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.stopped_batch import BATCH, stopped_batches
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup

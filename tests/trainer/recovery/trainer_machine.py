@@ -24,7 +24,8 @@ from tests.trainer.recovery.machine_commit import Commits, DelayedAcks
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
+from penstock.protocol.facts import DeadLetter
+from penstock.protocol.groups import BlobRef, GeneratedGroup, ScoredGroup
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness

@@ -8,7 +8,7 @@ from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group
 
 from penstock.protocol.episode import Episode
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.telemetry.metrics import environment_metrics
 

@@ -10,7 +10,7 @@ from tests.trainer.algorithm.test_algorithm_parts import ready
 
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.learner.planning import Learned

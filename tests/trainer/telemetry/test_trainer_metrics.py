@@ -17,8 +17,7 @@ from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.gpu import GpuSampler
-from penstock.protocol.metrics.samples import LabelValues, Samples
-from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.metrics.table import METRICS, LabelValues, Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.telemetry import trainer_metrics

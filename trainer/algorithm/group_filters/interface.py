@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RewardRequest, ScoredGroup
+from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part
 
 if TYPE_CHECKING:

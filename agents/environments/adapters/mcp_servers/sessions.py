@@ -20,7 +20,7 @@ from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.server_urls import AllowedTargets, called_url, read_token
 from penstock.agents.environments.tools.tool import Cut
 from penstock.protocol.config.connection import Section
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 
@@ -153,7 +153,7 @@ class Reached:
             if one.token_file
         }
         policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
-        return cls(policy, http_tls.trust_own_authority(ssl.create_default_context()), tokens)
+        return cls(policy, tls.trust_own_authority(ssl.create_default_context()), tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from penstock.agents.environments.tools.tool import (
 )
 from penstock.protocol.errors import ConfigError
 from penstock.sandbox import canary
-from penstock.sandbox.outcome import Reason, failure, run_program
 from penstock.sandbox.slots import Slots
 from penstock.sandbox.zygote_command import Launch, SandboxError
-from penstock.sandbox.zygote_process import Limits, Run, Zygote
+from penstock.sandbox.zygote_process import Limits, Reason, Run, Zygote, failure, run_program
 
 _MAX_CODE = 65_536  # characters
 _OUTPUT_BYTES = 1024**2

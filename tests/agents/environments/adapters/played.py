@@ -14,7 +14,7 @@ from tests.agents.proxy.agent_model import Engine
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
-from penstock.protocol.facts import RewardRequest, Sampling, Task
+from penstock.protocol.groups import RewardRequest, Sampling, Task
 from penstock.rollout_service.environments.environment import Environment
 
 

@@ -28,7 +28,7 @@ from penstock.agents.environments.adapters.mcp_servers.mcp_environment import MC
 from penstock.deploy import certificates
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.transport import http_tls
+from penstock.protocol.transport import tls
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
@@ -182,7 +182,7 @@ def test_a_server_with_a_certificate_of_ones_own_authority_is_called(
         refused, _ = tools(tool_model, [], servers=servers, reward_tool="judge", attempts=1)
         assert isinstance(refused, TaskRefused)
         assert "certificate" in str(refused)
-        monkeypatch.setenv(http_tls.AUTHORITY, str(tmp_path / "ca.pem"))
+        monkeypatch.setenv(tls.AUTHORITY, str(tmp_path / "ca.pem"))
         episode, engine = tools(tool_model, script, servers=servers, reward_tool="judge")
     finally:
         running.stop()

@@ -16,7 +16,7 @@ from penstock.console.tools import runs
 from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.launchers.local import Local, LocalOptions
 from penstock.deploy import quickstart_task
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 
 _DEADLINE_S = 180.0
 MANY = 100_000  # steps: more than there is time for
@@ -76,7 +76,7 @@ def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: A
 
     folder = api.folder / "warm-up"
     wait(lambda: (runs.describe(folder).step or 0) >= 3, "three steps")
-    assert run_lock.is_held(folder)
+    assert run_folder.is_lock_held(folder)
     assert post("/warm-up/pause")["state"] == "pausing"
     wait(lambda: state("warm-up") == "paused", "the pause")
     paused_at = runs.describe(folder).step
@@ -110,13 +110,13 @@ def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: A
     assert (config["source"], config["settings"]["sft"]["steps"]) == ("planned", STEPS)
 
     post("/preferences/start")
-    wait(lambda: run_lock.is_held(api.folder / "preferences"), "the trainer")
+    wait(lambda: run_folder.is_lock_held(api.folder / "preferences"), "the trainer")
     launch = job_file.read_launch(api.folder / "preferences")
     assert launch is not None
     assert client.delete("/v1/runs/preferences").status_code == 409
     assert client.post("/v1/runs/preferences/stop?force=true").json()["state"] in {"stopping", "stopped"}
     wait(lambda: state("preferences") == "stopped", "the kill")
-    assert not run_lock.is_held(api.folder / "preferences")
+    assert not run_folder.is_lock_held(api.folder / "preferences")
     assert client.delete("/v1/runs/preferences").status_code == 204
     assert not (api.folder / "preferences").exists()
 

@@ -18,7 +18,7 @@ from penstock.console.web.jobs.job_file import Job, Launch, decide
 from penstock.console.web.launchers.launcher import Found
 from penstock.console.web.launchers.run_process import LAUNCH
 from penstock.console.web.problems import Problem
-from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.record import run_folder
 
 
 def create(api: Api, run: str, **more: Any) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def test_a_run_has_its_workers_here_or_elsewhere(api: Api, launcher: FakeLaunche
 
 
 def test_a_run_that_was_started_by_hand_uses_the_machine_too(api: Api, launcher: FakeLauncher):
-    with run_lock.hold(api.folder / "by-hand"):
+    with run_folder.hold_lock(api.folder / "by-hand"):
         assert create(api, "one", start=True)["state"] == "queued"
         assert state(api, "by-hand") == "running"
     queue.advance(api.context)
@@ -269,12 +269,12 @@ def test_pause_asks_the_trainer_and_resume_starts_the_next_session(api: Api, lau
     create(api, "a", start=True)
     folder = api.folder / "a"
     assert post(api, "a", "pause")["state"] == post(api, "a", "pause")["state"] == "pausing"
-    assert pause_request.is_requested(folder)
+    assert run_folder.is_pause_requested(folder)
     assert post(api, "a", "resume", 409)["got"] == "state pausing"
     launcher.end(folder, 0)
     assert state(api, "a") == post(api, "a", "pause")["state"] == "paused"
     assert post(api, "a", "resume")["state"] == post(api, "a", "start")["state"] == "running"
-    assert not pause_request.is_requested(folder)
+    assert not run_folder.is_pause_requested(folder)
     assert [start.number for start in launcher.started] == [1, 2]
 
 
@@ -282,22 +282,22 @@ def test_a_pause_that_was_only_half_written_is_repeated(api: Api, launcher: Fake
     """An API that is killed between the job and the request leaves a run that is asked by the next one."""
     create(api, "a", start=True)
     post(api, "a", "pause")
-    pause_request.clear(api.folder / "a")
+    run_folder.withdraw_pause(api.folder / "a")
     queue.repeat_pauses(api.folder)
-    assert pause_request.is_requested(api.folder / "a")
-    pause_request.clear(api.folder / "a")
+    assert run_folder.is_pause_requested(api.folder / "a")
+    run_folder.withdraw_pause(api.folder / "a")
     launcher.close()  # its process is on another machine, and holds no lock that is seen here
     queue.repeat_pauses(api.folder)
-    assert pause_request.is_requested(api.folder / "a")
+    assert run_folder.is_pause_requested(api.folder / "a")
 
 
 def test_a_run_that_ended_is_not_asked_to_pause_again(api: Api, launcher: FakeLauncher):
     create(api, "a", start=True)
     post(api, "a", "pause")
     launcher.end(api.folder / "a", 0)
-    pause_request.clear(api.folder / "a")
+    run_folder.withdraw_pause(api.folder / "a")
     queue.repeat_pauses(api.folder)
-    assert not pause_request.is_requested(api.folder / "a")
+    assert not run_folder.is_pause_requested(api.folder / "a")
 
 
 def test_stop_ends_a_running_run_and_takes_a_queued_one_out(api: Api, launcher: FakeLauncher):

@@ -13,7 +13,7 @@ import pytest
 from tests.console.web.control.api import Api, settings
 from tests.servers import wait_for
 
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import run_folder
 
 CONSOLE = [sys.executable, "-P", "-m", "penstock", "console", "--port", "0", "--json"]
 RUNS = ("c", "a", "d", "b")
@@ -24,7 +24,7 @@ def test_a_queue_survives_consoles_that_are_killed_at_any_moment(tmp_path: Path)
     """Every run is started once, in the order of the requests; no console lives long enough to see two of them."""
     api = Api(tmp_path / "runs")
     client = api.client()
-    with run_lock.hold(api.folder / "by-hand"):  # the machine is in use: all wait
+    with run_folder.hold_lock(api.folder / "by-hand"):  # the machine is in use: all wait
         for run in RUNS:
             body = {"run": run, "command": "sft", "settings": settings(sft={"steps": 1}), "start": True}
             assert client.post("/v1/runs", json=body).json()["state"] == "queued"
@@ -47,4 +47,4 @@ def test_a_queue_survives_consoles_that_are_killed_at_any_moment(tmp_path: Path)
     logs = [(api.folder / run / "logs" / "launch.log").read_text() for run in RUNS]
     assert [log.count("model") > 0 for log in logs] == [True] * len(RUNS), logs
     assert num_kills >= 2
-    wait_for(lambda: not any(run_lock.is_held(api.folder / run) for run in RUNS), "the end of all runs")
+    wait_for(lambda: not any(run_folder.is_lock_held(api.folder / run) for run in RUNS), "the end of all runs")

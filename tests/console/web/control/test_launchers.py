@@ -20,7 +20,7 @@ from penstock.console.web.launchers.local import Local, LocalOptions, send
 from penstock.console.web.launchers.run_process import ALREADY_RUNNING, LOCK, started_ticks
 from penstock.console.web.launchers.slurm import Slurm, SlurmOptions
 from penstock.console.web.problems import Problem
-from penstock.protocol.record.run_lock import is_locked
+from penstock.protocol.record.run_folder import is_locked
 
 WAITS = "import signal,sys,time; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(60)"
 

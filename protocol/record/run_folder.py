@@ -1,7 +1,10 @@
-"""The lock in a run's folder that says that the run is running on this machine; the kernel releases it with its holders.
+"""Two files in a run's folder: the lock that shows that the run is running on this machine, and the request to pause it.
 
-The trainer holds it, and so does the process that starts and watches the trainer: between a crash of the trainer and its
-restart the run is still running.
+The kernel releases the lock with its holders: the trainer, and the process that starts and watches it, since between a crash of the trainer
+and its restart the run is still running.
+
+`penstock train` removes the request when it starts. A trainer that sees it issues no new tasks, trains what is under way, writes a checkpoint
+and exits. One that crashes meanwhile sees it again.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from pathlib import Path
 from penstock.protocol.errors import ConfigError
 
 RUN_LOCK = "run.lock"
+PAUSE = "pause-requested"
 
 
 @contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder, together with others; on a file system without locks nothing is held.
 
     Raises ConfigError when the folder cannot be written.
@@ -38,8 +42,7 @@ def hold(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def is_held(folder: Path) -> bool:
-    """Return True while a process of this machine holds the lock of a run's folder."""
+def is_lock_held(folder: Path) -> bool:
     return is_locked(folder / RUN_LOCK)
 
 
@@ -64,3 +67,21 @@ def _opened(path: Path) -> int | None:
         with contextlib.suppress(OSError):
             return os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
     return None
+
+
+def request_pause(folder: Path) -> None:
+    try:
+        (folder / PAUSE).touch()
+    except OSError as err:
+        raise ConfigError(f"{folder / PAUSE} cannot be written ({err.strerror}); change its permissions") from None
+
+
+def is_pause_requested(folder: Path) -> bool:
+    return (folder / PAUSE).exists()
+
+
+def withdraw_pause(folder: Path) -> None:
+    try:
+        (folder / PAUSE).unlink(missing_ok=True)
+    except OSError as err:
+        raise ConfigError(f"{folder / PAUSE} cannot be removed ({err.strerror}); remove it") from None

@@ -1,6 +1,6 @@
-"""The thread in which the NATS client runs, and the results of its coroutines for other threads.
+"""An event loop in a thread of its own, such as that of the NATS client, and the results of its coroutines for other threads.
 
-A training step of thirty seconds cannot stop heartbeats, keep-alives or acknowledgements. Every call returns a `Pending`:
+A training step of thirty seconds cannot stop heartbeats, keep-alives or acknowledgements. Every call of a `CallThread` returns a `Pending`:
 threads call ``.wait()``, coroutines ``await`` it.
 """
 
@@ -8,22 +8,61 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from penstock.protocol.errors import BusUnreachable
-from penstock.protocol.loop_thread import LoopThread
 
 T = TypeVar("T")
 
+_STOP_S = 5.0
 _LOOP_GRACE_S = 30.0  # after its own deadline and this, the thread of a call counts as stuck
 _DRAIN_S = 8.0
 
 
-class Pending(Generic[T]):
-    """The result of a call that runs on the bus's thread."""
+class LoopThread:
+    """A daemon thread that runs one event loop until `stop`.
 
+    Attributes:
+        loop: The event loop.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self, action: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; cancelling the future cancels it. Raises RuntimeError after `stop`."""
+        return asyncio.run_coroutine_threadsafe(action, self.loop)
+
+    def stop(self, wait_s: float = _STOP_S) -> None:
+        """Cancel what runs, close the loop and end the thread; idempotent.
+
+        A thread in which a function does not return within ``wait_s`` is left to the end of the process.
+        """
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        for task in (tasks := asyncio.all_tasks(self.loop)):
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_S))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+
+class Pending(Generic[T]):
     __slots__ = ("_deadline_s", "_future", "_what")
 
     def __init__(self, future: Future[T], what: str, deadline_s: float) -> None:
@@ -33,7 +72,6 @@ class Pending(Generic[T]):
         self._deadline_s = deadline_s
 
     def wait(self) -> T:
-        """Block this thread until the result is available; raises what the call raised."""
         try:
             return self._future.result(self._deadline_s)
         except TimeoutError:
@@ -63,7 +101,6 @@ class CallThread:
         return self._closing
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float) -> Pending[T]:
-        """Run a coroutine on the loop; raises BusUnreachable when the thread is closed."""
         if self._closing:
             action.close()
             raise BusUnreachable(f"{what}: the bus is closed")
