@@ -79,7 +79,6 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     start_process()
     return run_command("penstock.fine_tuning", COMMANDS, arguments, _run)
 

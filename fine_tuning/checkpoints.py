@@ -52,7 +52,6 @@ class TrainingState(BaseModel):
 
 
 def partial_folder(root: Path, step: int) -> Path:
-    """Return the folder in which a checkpoint is written before it is committed."""
     return root / f"step{step:08d}{PARTIAL}"
 
 

@@ -47,7 +47,6 @@ class PreferenceTask:
         self._stored_held_out: Tensor | None = None
 
     def use_live(self, reference: Scorer) -> None:
-        """Compute the reference's log-probabilities in each step."""
         self._planner.use_live(reference)
 
     def precompute(self, reference: Scorer, rows: Sequence[int]) -> None:
@@ -58,7 +57,6 @@ class PreferenceTask:
             self._stored_held_out = self._planner.reference_sums(self._all_held_out(), reference)
 
     def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on pairs, of which this rank computes its share."""
         pairs = [self._pairs[row] for row in rows]
         stored = torch.stack([self._stored[row] for row in rows]).flatten() if self._stored else None
         batches, objective = self._planner.prepare(pairs, stored)
@@ -67,7 +65,6 @@ class PreferenceTask:
         return Made(figures, int(figures.sums["tokens"]), reported)
 
     def validate(self) -> Mapping[str, float]:
-        """Return loss and figures of the held-out pairs, in batches of the training's size; the last one may be smaller."""
         pairs = self._all_held_out()
         total, sums = 0.0, dict[str, float]()
         preference = self._planner.preference
@@ -144,7 +141,6 @@ def _is_live(chosen: DpoSettings, *, has_adapters: bool) -> bool:
 
 
 def _rows_used(plan: Plan) -> list[int]:
-    """Return the rows that some step of the training uses."""
     length: Length = plan.length
     positions = range(min(length.num_positions, length.num_rows))
     return sorted({plan.order.at(position).prompt for position in positions})

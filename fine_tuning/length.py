@@ -31,12 +31,10 @@ class Length:
         return range(first, min(first + self.batch_size, self.num_positions))
 
     def epoch_after(self, step: int) -> float:
-        """Return the passes over the rows after ``step`` steps."""
         return min(step * self.batch_size, self.num_positions) / self.num_rows
 
 
 def check_warmup(section: str, warmup_steps: int, length: Length) -> None:
-    """Raise ConfigError if the warm-up is longer than the training."""
     if warmup_steps > length.num_steps:
         raise ConfigError(
             f"{section}.warmup_steps = {warmup_steps}, and {length.num_rows} rows make {length.num_steps} steps of "
@@ -46,8 +44,6 @@ def check_warmup(section: str, warmup_steps: int, length: Length) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The lowest validation loss so far."""
-
     step: int | None = None
     loss: float = math.inf
     num_since: int = 0  # validations since then

@@ -36,8 +36,6 @@ log = structlog.get_logger("trainer.fine_tuning")
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What one step did, over all ranks."""
-
     metrics: StepMetrics
     num_tokens: int  # trained
     reported: Mapping[str, float]  # further fields of the step's line
@@ -48,9 +46,7 @@ class Task(Protocol):
     num_rows: int
     has_validation: bool
 
-    def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on rows; collective."""
-        ...
+    def step(self, rows: Sequence[int]) -> Made: ...
 
     def validate(self) -> Mapping[str, float]:
         """Return metrics of the held-out rows, among them ``loss``; collective."""
@@ -59,8 +55,6 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything about a training but its rows and weights."""
-
     name: str  # of the command, in progress lines
     settings: FineTuningSettings
     order: DataOrder
@@ -199,7 +193,6 @@ class Training:
         self._schedule.written(started=started, now=time.monotonic())
 
     def _wait_for_checkpoint(self, folder: TrainingFolder) -> None:
-        """Wait until the newest checkpoint is committed; then only its best weights, and newer ones, are needed."""
         self._checkpoints.thread.wait()
         if self._newest_state is not None:
             folder.keep_best({step for step in (self._newest_state.best_step, self._best.step) if step is not None})
@@ -222,7 +215,6 @@ class Training:
         )
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint; without one, or with resume off, begin with empty metrics."""
         found: list[str] | None = None
         if self._folder is not None:
             newest = self._newest(self._folder)
@@ -296,8 +288,6 @@ _LINES_PER_JOB = 10
 
 
 class ProgressLine:
-    """Shows steps out of a known number, with values given by the caller."""
-
     def __init__(self, job: str, num_steps: int) -> None:
         self._job = job
         self._num_steps = num_steps
@@ -305,7 +295,6 @@ class ProgressLine:
         self._started = time.monotonic()
 
     def show(self, step: int, **metrics: float | str) -> None:
-        """Show that ``step`` steps are done, and the ``figures`` by name."""
         last = step == self._num_steps
         if self._rewrites:
             left_s = (time.monotonic() - self._started) / max(step, 1) * (self._num_steps - step)

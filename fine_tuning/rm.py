@@ -54,13 +54,10 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.
 
 @dataclass(frozen=True, slots=True)
 class RewardObjective(PlainObjective):
-    """Minimises `bradley_terry` over ``num_pairs`` pairs of the whole batch."""
-
     num_pairs: int
     center: float
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
-        """Return the loss of a micro-batch, whose rewards are given where others have log-probabilities."""
         assert isinstance(batch, ScoredBatch)
         assert batch.margins is not None
         chosen, rejected = logprobs[0::2], logprobs[1::2]
@@ -77,8 +74,6 @@ class RewardObjective(PlainObjective):
 
 
 class RewardTask:
-    """Learn to score the chosen answer above the rejected one."""
-
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
@@ -93,7 +88,6 @@ class RewardTask:
         self._dims = dims
 
     def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on pairs, of which this rank computes its share."""
         pairs = [self._pairs[row] for row in rows]
         objective = RewardObjective(len(pairs), self._center)
         figures = self.policy.train_step(list(self._micro_batches(pairs)), objective)
@@ -103,7 +97,6 @@ class RewardTask:
         return Made(figures, tokens, {**means, **extremes})
 
     def validate(self) -> Mapping[str, float]:
-        """Return loss, accuracy and margin of the held-out pairs."""
         assert self._held_out is not None
         pairs = [self._held_out[row] for row in range(len(self._held_out))]
         objective = RewardObjective(len(pairs), self._center)

@@ -56,7 +56,6 @@ class OwnSection:
 
     @property
     def read(self) -> frozenset[str]:
-        """Keys that the command reads; also those below them."""
         own: Any = TrainerSettings.model_fields[self.section].annotation
         return READ | self.also_read | {f"{self.section}.{name}" for name in own.model_fields}
 
@@ -151,7 +150,6 @@ _INSTEAD = {
 
 
 def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> None:
-    """Raise ConfigError if a run file asks for another number of processes than were started."""
     wanted = loaded.settings.trainer.num_ranks
     if loaded.origins["trainer.num_ranks"] != "default" and wanted != started:
         raise ConfigError(
@@ -161,7 +159,6 @@ def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> 
 
 
 def _changed(loaded: Loaded[TrainerSettings]) -> list[tuple[str, str]]:
-    """Return the keys whose value differs from the default, with their origin."""
     standard = TrainerSettings.model_validate({"model": {"path": loaded.settings.model.path}})
     defaults = {".".join(path): value for path, value in values_of(standard)}
     return [

@@ -35,7 +35,6 @@ _FIXED = (
 
 
 def section_of(settings: TrainerSettings, name: str) -> FineTuningSettings:
-    """Return the section of the run file that a command has of its own."""
     section = getattr(settings, name)
     assert isinstance(section, FineTuningSettings)
     return section
@@ -49,7 +48,6 @@ def open_folder(
 
 
 def plan_of(settings: TrainerSettings, name: str, dims: ParallelDims, *, num_rows: int, data: dict[str, str]) -> Plan:
-    """Return the plan of a training; raises ConfigError if its warm-up is longer than it is."""
     section = section_of(settings, name)
     length = Length.of(num_rows, section.batch_size, steps=section.steps, epochs=section.epochs)
     check_warmup(name, section.warmup_steps, length)

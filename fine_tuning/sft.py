@@ -46,7 +46,6 @@ class SftTask:
         self._dims = dims
 
     def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on turns, of which this rank computes its share."""
         turns = [self._turns[row] for row in rows]
         figures = self.policy.train_step(self._micro_batches(turns), self._objective)
         return Made(figures, int(figures.sums["tokens"]), {})
@@ -105,7 +104,6 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 
 
 def open_turns(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> TurnSet:
-    """Open rows to imitate, and log what was read; raises MalformedData or ConfigError."""
     data = settings.data
     turns = TurnSet.open(
         files,

@@ -35,8 +35,6 @@ RESULT = "result.json"
 
 
 class TrainingFolder:
-    """The files of one training (rank 0)."""
-
     def __init__(self, path: Path) -> None:
         """Create the folder and lock it; raises RunIsHeld while another process of this machine trains in it."""
         path.mkdir(parents=True, exist_ok=True)
@@ -58,12 +56,10 @@ class TrainingFolder:
         self._metrics.truncate(num_bytes)
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
-        """Record that the training is over and its model folder complete."""
         atomic_write(self._path / RESULT, json.dumps(outcome), sync=True)
 
     @property
     def is_pause_requested(self) -> bool:
-        """True while the run is asked to pause: the training writes a checkpoint and ends."""
         return pause_request.is_requested(self._path.parent)
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -79,7 +75,6 @@ class TrainingFolder:
         return self._path / "best" / f"step{step:08d}"
 
     def keep_best(self, steps: Collection[int]) -> None:
-        """Remove all weights but those of ``steps``."""
         kept = tuple(self.best(step).name for step in steps)
         for folder in (self._path / "best").glob("step*"):
             if not folder.name.startswith(kept):
@@ -136,7 +131,6 @@ def write_result(
 
 
 def _config_json(config: AdapterConfig, saved: Sequence[str]) -> bytes:
-    """Return the adapter's file for peft; with a score that is ``saved`` beside it, that of a sequence classifier."""
     if not saved:
         return config.to_json()
     fields = json.loads(config.to_json()) | {"task_type": "SEQ_CLS", "modules_to_save": list(saved)}
@@ -144,7 +138,6 @@ def _config_json(config: AdapterConfig, saved: Sequence[str]) -> bytes:
 
 
 def move_result(source: Path, folder: Path) -> None:
-    """Move what `write_result` wrote to another folder, and replace what is there."""
     for old, new in ((source, folder), (adapter_folder(source), adapter_folder(folder))):
         if old.exists():
             shutil.rmtree(new, ignore_errors=True)

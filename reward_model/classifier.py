@@ -44,7 +44,6 @@ class Reading:
     prompt_column: str = ""
 
     def texts(self, group: GroupToScore) -> list[str]:
-        """Return one text for every completion; raises Unusable."""
         asked = self._asked(group)
         if self.form == "plain":
             if not isinstance(asked, str):
@@ -135,7 +134,6 @@ class Classifier:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def render(self, messages: Messages) -> str:
-        """Return a conversation rendered with the chat template."""
         return self._tokenizer.apply_chat_template(messages, tokenize=False)
 
     def score(self, texts: Sequence[str], *, special_tokens: bool) -> list[Scored]:

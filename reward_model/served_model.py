@@ -27,7 +27,6 @@ class ModelReward:
 
     @property
     def title(self) -> str:
-        """Folder, number format and device."""
         return f"{self._folder.name}: reward model in {self._options.dtype} on {self._options.device}"
 
     @property
@@ -42,11 +41,9 @@ class ModelReward:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Number of texts and tokens scored so far."""
         return {"texts": self._num_texts, "tokens": self._num_tokens}
 
     def load(self) -> None:
-        """Load the model; raises ConfigError."""
         try:
             from penstock.reward_model import classifier  # noqa: PLC0415 --help needs no torch
         except ModuleNotFoundError as err:

@@ -211,7 +211,6 @@ def _run(session: _Session, ranks: Ranks) -> None:
 
 
 def _success_rules(session: _Session) -> SuccessRules:
-    """Wait for the rewards that the data ask for; return what counts as correct."""
     reward, data = session.settings.reward, session.data
     if not data.sets:
         return SuccessRules()

@@ -51,8 +51,6 @@ _ABANDONED_KEPT = 16  # newest ranges of rolled-back versions that later session
 
 @dataclass(frozen=True, slots=True)
 class Committer:
-    """Everything that a checkpoint of a session is made of."""
-
     settings: TrainerSettings
     learner: Learner
     writer: CheckpointWriter
@@ -114,7 +112,6 @@ class Committer:
     def _finish(
         self, state: CheckpointState, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]
     ) -> None:
-        """Write a checkpoint, name it in NATS, and acknowledge; on the thread."""
         started = time.monotonic()
         root = self.settings.run.folder / checkpoint.CHECKPOINTS
         if self.stored is not None and not checkpoint.has_weights_of(root, state):

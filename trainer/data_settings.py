@@ -142,12 +142,10 @@ class DataSettings(Section):
 
     @property
     def train_files(self) -> tuple[Path, ...]:
-        """The training files; raises ConfigError when there is none."""
         if not listed(self.train):
             raise ConfigError("data.train names no file; set it to the JSONL, JSON, CSV or Parquet file to train on")
         return listed(self.train)
 
     @property
     def eval_files(self) -> tuple[Path, ...]:
-        """The held-out files; none: no evaluation."""
         return listed(self.eval)

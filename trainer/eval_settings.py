@@ -102,7 +102,6 @@ class EvalSettings(Section):
         return self
 
     def of(self, name: str) -> EvalSettings:
-        """Return the settings of one source, with those of [eval] where it has none."""
         if name == DATA_EVAL:
             return self
         own = {

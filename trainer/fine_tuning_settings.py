@@ -55,12 +55,10 @@ class FineTuningSettings(Section):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files named here; none: data.train is used."""
         return listed(self.data)
 
     @property
     def eval_files(self) -> tuple[Path, ...]:
-        """The held-out files; none: no validation."""
         return listed(self.eval_data)
 
     @model_validator(mode="after")

@@ -239,7 +239,6 @@ class OptimizerSettings(Section):
         return ParallelLayout(self.sequence_parallel, self.tensor_parallel)
 
     def signing_key(self) -> SigningKey | None:
-        """Return the key that signs manifests, None when none is set; raises ConfigError when it cannot be read."""
         if self.signing_key_file is None:
             return None
         from penstock.protocol.weights.signature import SigningKey  # noqa: PLC0415  its library is needed only here

@@ -114,8 +114,6 @@ class Share:
 
 
 class ParallelDims:
-    """The part of this rank in the work of all."""
-
     def __init__(self, ranks: Ranks, layout: ParallelLayout | None = None) -> None:
         """Divide the ranks; without a layout every rank computes rows of its own. The same call on every rank."""
         self.ranks = ranks
@@ -170,7 +168,6 @@ class ParallelDims:
         return self.ranks.gather(data)[:: self.layout.ranks_of_rows]
 
     def maximum(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise maximum over all shares of the rows; collective."""
         return self.ranks.maximum(values)
 
     @property

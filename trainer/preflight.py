@@ -223,7 +223,6 @@ def _wanted(prompt_sets: Iterable[PromptSet], define: Mapping[str, RewardDefinit
 
 
 def _sources(prompts: PromptSet, rewards: set[str]) -> set[str]:
-    """Return the data sets of the rows that ask for one of these rewards."""
     if not rewards:
         return set()
     stride = max(1, len(prompts) // _SAMPLED_ROWS)
@@ -317,7 +316,6 @@ class RunData:
 
 
 def open_data(settings: TrainerSettings) -> RunData:
-    """Open and check all rows of a run; raises ConfigError, MalformedData or UnsupportedModel."""
     if not (settings.model.path / "config.json").is_file():
         raise UnsupportedModel(
             f"model.path = {settings.model.path}: it has no config.json; set it to a Hugging Face model folder"

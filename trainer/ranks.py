@@ -121,8 +121,6 @@ class Ranks:
 
 
 class RankSubgroup:
-    """Some of the ranks, which exchange the tensors of a forward and backward pass."""
-
     def __init__(self, group: Any, index: int, size: int) -> None:
         self._group = group
         self.index = index  # of this rank
@@ -186,7 +184,6 @@ class RankChannel:
         return mine, answers
 
     def listen(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer rank 0's questions until it exits (all other ranks)."""
         with contextlib.suppress(RankUnresponsive):
             while True:
                 self.answer_one(answer)

@@ -87,7 +87,6 @@ class RolloutSettings(Section):
 
     @property
     def largest_group(self) -> int:
-        """Most completions of a group that is trained."""
         return self.started_completions if self.redundant_wait else self.group_size
 
     @property

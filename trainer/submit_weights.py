@@ -31,7 +31,6 @@ class WeightSubmitter:
         return self._learner.policy.dtype if chosen == "as-trained" else chosen
 
     def submit(self, version: PolicyVersion, *, must_publish: bool) -> None:
-        """Copy the current weights, and submit them as ``version``."""
         self._submit(self._copy(), version, must_publish=must_publish)
 
     def submit_first(self, resumed: CheckpointState | None) -> tuple[PolicyVersion, bool]:
@@ -65,7 +64,6 @@ class WeightSubmitter:
         return version, True
 
     def _copy(self) -> Weights:
-        """Copy the weights as they are published, each rank its part; threads start to hash them."""
         chosen = self._settings.trainer.publish_dtype
         dtype = None if chosen == "as-trained" else chosen
         wanted = self._publisher.drop_overtaken()

@@ -103,7 +103,6 @@ class Training:
 
     @property
     def num_steps_done(self) -> int:
-        """Steps of the run so far, one for each batch, earlier sessions included."""
         return self.learner.policy.steps_done
 
     @property
@@ -112,11 +111,9 @@ class Training:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are made, or the evaluations have ended the run early."""
         return self.num_steps_done >= self.settings.trainer.steps or self.early_stop.ended is not None
 
     def begin(self) -> None:
-        """Publish the weights that the session starts from, evaluate them if due, and start issuing tasks."""
         self._set_state("starting", total_steps=self.settings.trainer.steps, attention=self.learner.policy.attention)
         parent = self.resumed.version if self.resumed else None
         self.version, is_new = self.submitter.submit_first(self.resumed)
@@ -186,7 +183,6 @@ class Training:
         return learned
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
-        """Record the step in the states of its groups and in the run record, and move to the next version."""
         started = time.monotonic()
         ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
         made = next_version(self.version)
@@ -225,7 +221,6 @@ class Training:
         self._record_s = time.monotonic() - started
 
     def publish(self) -> None:
-        """Submit the new weights to the publisher; raises LeaseLost when another trainer holds the run."""
         started = time.monotonic()
         self.lease.check()
         with self.activity.working("publishing"):
@@ -234,12 +229,10 @@ class Training:
         self._submit_s = time.monotonic() - started
 
     def evaluate_if_due(self) -> None:
-        """Start an evaluation of the new version, without waiting for its result."""
         if self.evaluations.is_due(self.num_steps_done):
             self.evaluations.start(self.version, self.num_steps_done)
 
     def report(self) -> None:
-        """Write the events of the newest step, and of what was dropped since the one before."""
         if self._fields is not None:
             seconds = {"record_s": self._record_s, "submit_s": self._submit_s, "checkpoint_s": self._checkpoint_s}
             self.reporter.report(self.num_steps_done, {**self._fields, **seconds}, self.issuer.groups())
@@ -256,7 +249,6 @@ class Training:
             self._checkpoint()
 
     def finish(self) -> None:
-        """Commit a checkpoint and wait for it; when all steps are done, also export the model and wait for evaluations."""
         self.issuer.stop()
         if (end := self.early_stop.ended) is not None:
             self.events.write("log", {"text": end.text, "early_stop": self.early_stop.document()})
@@ -295,7 +287,6 @@ class Training:
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
 
     def on_committed(self, took_s: float) -> None:
-        """Record a checkpoint that was committed ``took_s`` after its copy in memory (called on its thread)."""
         self.schedule.committed(took_s)
         self.metrics.checkpoint_written(took_s)
 
@@ -314,7 +305,6 @@ class Training:
         return self.stop.is_set()
 
     def _pause_if_requested(self) -> None:
-        """Stop issuing when the run is asked to pause; the batches that are under way are still trained."""
         if not self._is_pausing and pause_request.is_requested(self.settings.run.folder):
             self._is_pausing = True
             self.issuer.drain()
@@ -353,7 +343,6 @@ class Training:
         )
 
     def _peak_flops(self) -> float | None:
-        """Return the peak of all ranks' devices together, in FLOP/s; None where it is not known."""
         trainer, policy = self.settings.trainer, self.learner.policy
         peak = trainer.peak_flops or peak_of(policy.device_name, policy.dtype)
         return peak and peak * trainer.num_ranks

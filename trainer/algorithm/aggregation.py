@@ -30,8 +30,6 @@ Aggregation = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """The denominators of a whole batch, the same on every rank."""
-
     num_tokens: int  # sampled tokens
     num_sequences: int  # sequences with at least one sampled token
     max_completion_tokens: int  # the constant L

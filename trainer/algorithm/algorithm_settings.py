@@ -398,11 +398,9 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def extension_digests(self) -> dict[str, str]:
-        """Digest of the source of every part that is user code, by kind and name; a run records it."""
         return self.parts.digests
 
     def options_of(self, part: Part[OptionsT]) -> OptionsT:
-        """Return the options of a part; raises ValidationError when they contradict one another."""
         keys = type(self).model_fields
         return part.options.model_validate(
             {
@@ -428,7 +426,6 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def has_critic(self) -> bool:
-        """Whether advantages come from a critic, by token."""
         return ESTIMATORS.find(self.advantage).value.has_critic
 
     @property
@@ -437,7 +434,6 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether rollout workers ask the model of [teacher] about every group."""
         return self.distill_coefficient > 0.0 or (self.needs_reference and self.reference_device == "remote")
 
     @property
@@ -447,9 +443,7 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def many_updates(self) -> bool:
-        """Whether a batch may have several optimizer steps."""
         return self.epochs * self.minibatches > 1
 
     def origin_of(self, field: str) -> str:
-        """Return who chose a value that no source gave: the preset, or the default."""
         return f"preset {self.name}" if field in PRESETS[self.name] else "default"

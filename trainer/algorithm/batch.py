@@ -89,7 +89,6 @@ class MicroBatch:
 
     @property
     def sequences(self) -> Sequences:
-        """Which token belongs to which trajectory."""
         return Sequences(self.sequence, self.num_sequences)
 
     @property
@@ -191,11 +190,9 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
     counts = [len(where) for where in sampled]
 
     def each(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Give every sampled token the value of its trajectory."""
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(dtype)
 
     def taken(values: Callable[[Row], npt.NDArray[Any]], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Give every sampled token its own value of an array over the trajectory."""
         return _flat([values(row)[where] for row, where in zip(rows, sampled, strict=True)], dtype)
 
     num_turns = [max(1, len(row.turns)) for row in rows]
@@ -241,7 +238,6 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
 
 
 def _of_stream(experts: Sequence[Experts], packed: PackedRows) -> Tensor:
-    """Give every token of a stream its experts; rows that share a token have the same there."""
     found = np.zeros((len(packed.token_ids), *experts[0].shape[1:]), experts[0].dtype)
     for one, where in zip(experts, packed.positions, strict=True):
         found[where] = one
@@ -249,7 +245,6 @@ def _of_stream(experts: Sequence[Experts], packed: PackedRows) -> Tensor:
 
 
 def _of_teachers(found: Sequence[TeacherRow | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return what a teacher says about all rows; nothing unless it says something about each."""
     rows = [row for row in found if row is not None]
     if not rows or len(rows) < len(found) or len({row.top_ids.shape[1] for row in rows}) > 1:
         return None, None, None

@@ -53,7 +53,6 @@ class ChosenParts:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ChosenParts:
-        """Find the parts by the values of [algorithm]; raises ConfigError for an unknown part."""
         return cls(
             LOSSES.find(values["loss"]),
             ESTIMATORS.find(values["advantage"]),
@@ -71,7 +70,6 @@ class ChosenParts:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digest of the source of every part that is user code, by kind and name."""
         kinds = {
             Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, GroupFilter: GROUP_FILTERS, Correction: CORRECTIONS,
         }  # fmt: skip
@@ -79,7 +77,6 @@ class ChosenParts:
 
 
 def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iterator[Extension[Any]]:
-    """Yield the built-in parts that are switched on, then those that are named."""
     for name, part in registry.built_in.items():
         if part.switch and values[part.switch] != part.options.model_fields[part.switch].default:
             yield Extension(name, part)
@@ -99,7 +96,6 @@ def option_fields() -> dict[str, FieldInfo]:
 
 
 def is_same_option(one: FieldInfo, other: FieldInfo) -> bool:
-    """Return True if two declarations of an option agree in type, default, bounds and description."""
     return (one.annotation, one.default, one.metadata, one.description) == (
         other.annotation, other.default, other.metadata, other.description,
     )  # fmt: skip
@@ -146,7 +142,6 @@ def options_of_user_code(parts: ChosenParts, given: Mapping[str, Any], keys: Map
 
 
 def explain(error: ValidationError, table: str) -> str:
-    """Return the first message of a ValidationError with the key that it is about."""
     first = error.errors(include_url=False)[0]
     text = str(first["msg"]).removeprefix("Value error, ").replace("Input should be ", "expected ")
     key = ".".join(map(str, first["loc"]))

@@ -25,8 +25,6 @@ _WARN_AFTER = 50  # steps without a comparison
 
 
 class EngineCheck:
-    """Comparison of trainer and engine in one process of a run, step by step."""
-
     def __init__(self, *, limit: float | None, max_violations: int) -> None:
         """Stop at a mean difference above ``limit`` nats (None: never) in ``max_violations`` comparisons in a row."""
         self._limit = limit
@@ -36,7 +34,6 @@ class EngineCheck:
         self.steps_since = 0  # steps without enough tokens to compare
 
     def check(self, found: Mismatch | None, version: int) -> None:
-        """Count one step; raises EngineMismatch when trainer and engine differ."""
         if found is None or found.num_tokens < MIN_TOKENS:
             self.steps_since += 1
             if self.steps_since == _WARN_AFTER:
@@ -80,15 +77,12 @@ PATIENCE = 3  # consecutive steps: one batch may be of easy prompts
 
 
 class CollapseCheck:
-    """Watches the entropy of the sampled tokens in one session."""
-
     def __init__(self, limit: float | None) -> None:
         """Stop when the entropy is below ``limit`` nats per token in `PATIENCE` steps in a row; None: never."""
         self._limit = limit
         self._num_below = 0
 
     def check(self, entropy: float, step: int) -> None:
-        """Count one step; raises PolicyCollapsed."""
         if self._limit is None or entropy >= self._limit:
             self._num_below = 0
             return

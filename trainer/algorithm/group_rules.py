@@ -11,8 +11,6 @@ from penstock.trainer.algorithm.group_filters.interface import GroupRule
 
 
 class ReuseRefused(StrEnum):
-    """Why a group may not be trained on again."""
-
     TRAINED_OFTEN = "trained_often"
     TRAINED_RECENTLY = "trained_recently"
 
@@ -25,7 +23,6 @@ class Reuse:
     retrained_interval: int = 1  # versions between two uses
 
     def reason(self, trained_count: int, last_trained: int | None, version: int) -> ReuseRefused | None:
-        """Return why a group stays out of the step at ``version``; None: it may be used."""
         if trained_count >= self.max_trained_count:
             return ReuseRefused.TRAINED_OFTEN
         if last_trained is not None and version - last_trained < self.retrained_interval:
@@ -37,7 +34,6 @@ ONCE = Reuse()
 
 
 def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
-    """Return the filters of groups that are chosen, each with its options, in the order in which they are asked."""
     return tuple(
         GroupRule(one.name, one.value.reason, partial(one.value.fn, **settings.options_of(one.value).model_dump()))
         for one in settings.parts.group_filters

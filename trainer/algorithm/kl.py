@@ -92,7 +92,6 @@ class KlController:
     horizon: int = 10_000  # samples
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adapt the coefficient to the KL measured on ``num_samples`` samples."""
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * num_samples / self.horizon
@@ -103,8 +102,6 @@ _LEAST_REST = 1e-6  # what float32 leaves of 1 minus a sum of probabilities may 
 
 @dataclass(frozen=True, slots=True)
 class DistillTerm:
-    """The KL to the teacher, as the objective adds it."""
-
     form: DistillForm
     coefficient: float
     clip: float | None = None  # bound of |log T − log π| in an advantage
@@ -120,7 +117,6 @@ class DistillTerm:
 
 
 def of_teacher(batch: MicroBatch) -> Tensor:
-    """Return the teacher's log-probabilities of the sampled tokens, [N]; raises ValueError where there are none."""
     if batch.teacher_logprobs is not None:
         return batch.teacher_logprobs
     if len(batch.targets):
@@ -129,7 +125,6 @@ def of_teacher(batch: MicroBatch) -> Tensor:
 
 
 def top_of_teacher(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the teacher's likeliest tokens and their log-probabilities, both [N, k]; raises ValueError where there are none."""
     if batch.teacher_top_ids is not None and batch.teacher_top_logprobs is not None and batch.teacher_top_ids.shape[1]:
         return batch.teacher_top_ids, batch.teacher_top_logprobs
     if len(batch.targets):

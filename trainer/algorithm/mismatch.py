@@ -91,7 +91,6 @@ def mismatch_sums(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: S
 
 
 def mismatch_maxima(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
-    """Return the maxima that figures are computed from; -inf where there is no token."""
     gap = (current.detach() - behaviour).double()
     present = sequences.lengths(gap) > 0
     by_sequence = -sequences.mean(gap)[present]
@@ -105,7 +104,6 @@ def mismatch_maxima(current: Tensor, behaviour: Tensor, ages: Tensor, sequences:
 
 
 def mismatch_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, Any]:
-    """Return a step's figures, by the names of the module; ``sums`` also has the batch's ``tokens``."""
     tokens, sequences = max(1.0, sums["tokens"]), max(1.0, sums["sequences"])
     found: dict[str, Any] = {
         "kl_behaviour": sums["gap_k3"] / tokens,

@@ -28,8 +28,6 @@ from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutcomes:
-    """What the loss read and did, token by token, without gradient."""
-
     logprobs: Tensor  # [N] of the policy before the optimizer step
     clipped: Tensor  # [N] bool, as in `LossTerms`
     dual_clipped: Tensor  # [N] bool
@@ -78,8 +76,6 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KlTerm:
-    """The KL to the reference policy inside the loss."""
-
     form: AnyKlForm
     coefficient: float
     unbiased: bool = False  # weigh by the ratio, for stale samples
@@ -127,32 +123,26 @@ class PolicyGradient:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether micro-batches must carry recomputed log-probabilities."""
         return self.anchor == "proximal" or self.many_updates
 
     @property
     def needs_reference(self) -> bool:
-        """Whether micro-batches must carry the reference policy's log-probabilities."""
         return self.kl is not None and self.kl.form != "full"
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the policy must compute its KL to the reference over the whole vocabulary, with a gradient."""
         return self.kl is not None and self.kl.form == "full"
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether micro-batches must carry a teacher's log-probabilities."""
         return self.distill is not None
 
     @property
     def needs_teacher_kl(self) -> bool:
-        """Whether the policy must compute its KL from the teacher over the teacher's likeliest tokens, with a gradient."""
         return self.distill is not None and self.distill.form == "forward"
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the policy must compute entropies with a gradient."""
         return self.entropy_coefficient != 0.0
 
     def with_kl(self, coefficient: float | None) -> PolicyGradient:
@@ -214,14 +204,12 @@ class PolicyGradient:
         )
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return the factor on the learning rate of this step, from the sums of the whole batch."""
         if self.ess is None or not sums.get("ess_weight_squared"):
             return 1.0
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
         return learning_rate_factor(share, power=self.ess.power, floor=self.ess.floor)
 
     def _options(self, batch: MicroBatch) -> Mapping[str, Any]:
-        """Return the loss's options, with the clip that the batch sets where M2PO clips."""
         if self.m2po_budget is None or self.m2po_form == "mask":
             return self.options
         width = 0.0 if batch.drift_limit is None else batch.drift_limit
@@ -303,8 +291,6 @@ class PlainObjective:
 
 
 class CrossEntropy(PlainObjective):
-    """The objective of supervised fine-tuning: minus the log-probability of the completion's tokens."""
-
     def __init__(self, form: Literal["nll", "dft"] = "nll") -> None:
         """Choose cross-entropy, or `dft`: each token weighed by its own probability, detached (arXiv 2508.05629)."""
         self._form = form
@@ -315,7 +301,6 @@ class CrossEntropy(PlainObjective):
 
 
 def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
-    """Return what the trainer minimises; raises ValueError when two corrections have one name."""
     loss = settings.parts.loss.value
     drift_rule = settings.options_of(m2po)
     return PolicyGradient(

@@ -76,7 +76,6 @@ REFUSED: dict[str, str] = {
 
 
 def _presets() -> dict[str, Mapping[str, Any]]:
-    """Return every preset by name; raises TypeError when two have the same name."""
     found: dict[str, Mapping[str, Any]] = dict(COMBINED)
     for registry in ALL:
         for part in registry.built_in.values():

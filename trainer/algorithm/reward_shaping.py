@@ -23,7 +23,6 @@ _FLAT = 1e-12  # a variance below this, relative to the mean square, is rounding
 
 
 def clip_symmetric(values: Tensor, limit: float | None) -> Tensor:
-    """Limit values to [-limit, limit]; None: unchanged."""
     return values if limit is None else values.clamp(-limit, limit)
 
 
@@ -52,11 +51,9 @@ class RunningMoments:
         return variance**0.5 if variance > _FLAT * max(self.mean**2, _EPSILON) else 1.0
 
     def scale(self, values: Tensor, *, centre: bool = False) -> Tensor:
-        """Divide by the standard deviation, after subtracting the mean where ``centre`` is True."""
         return self.normalise(values, shift=centre)
 
     def normalise(self, values: Tensor, *, shift: bool = True, scale: bool = True) -> Tensor:
-        """Subtract the mean (``shift``) and divide by the standard deviation (``scale``)."""
         shifted = values - self.mean if shift else values
         return shifted / self.std if scale else shifted
 
@@ -194,7 +191,6 @@ def length_weights(lengths: Tensor) -> Tensor:
 
 
 def sample_weights(*factors: Tensor) -> Tensor:
-    """Multiply weights and scale them so that they sum to their number, [B]."""
     product = torch.stack(factors).prod(0)
     total = product.sum()
     return product * len(product) / total if float(total) > 0.0 else torch.ones_like(product)

@@ -86,7 +86,6 @@ def number_parts(rows: Sequence[Tokens], images: Sequence[PlacedImages | None]) 
 
 
 def restored(packed: PackedRows, rows: Sequence[Tokens]) -> PackedRows:
-    """Return packed rows with their own tokens where parts of images were numbered."""
     token_ids = packed.token_ids.copy()
     for tokens, where in zip(rows, packed.positions, strict=True):
         token_ids[where] = tokens[: len(where)]
@@ -94,7 +93,6 @@ def restored(packed: PackedRows, rows: Sequence[Tokens]) -> PackedRows:
 
 
 def in_stream(parts: ImageParts, packed: PackedRows) -> StreamImages | None:
-    """Return where the images of packed rows with numbered parts are in the stream; None without images."""
     if not parts.images:
         return None
     places = np.flatnonzero(packed.token_ids < 0)

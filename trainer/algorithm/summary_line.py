@@ -43,14 +43,12 @@ def summary_line(algorithm: AlgorithmSettings, *, max_staleness: int) -> str:
 
 
 def _weighs_nothing_by_sampler(algorithm: AlgorithmSettings) -> bool:
-    """Whether no built-in weight or mask compares the policy with the sampler."""
     fields = type(algorithm).model_fields
     switches = ("importance", "rejection", "m2po_budget", "opsm_delta", "veto", "age_band_cap")
     return not algorithm.corrections and all(getattr(algorithm, name) == fields[name].default for name in switches)
 
 
 def _is_protected(algorithm: AlgorithmSettings) -> bool:
-    """Whether any setting limits what stale samples do, or the loss is another than PPO's clip."""
     fields = type(algorithm).model_fields
     return (
         algorithm.loss != "ppo_clip"

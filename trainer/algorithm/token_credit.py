@@ -27,8 +27,6 @@ _FLAT = 1e-12  # a variance below this, relative to the mean square, is rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueTargets:
-    """What the critic regresses on, of a micro-batch."""
-
     values: Tensor  # [N] float32, of the critic before it learned from the batch
     returns: Tensor  # [N] float32
     weight: float  # of each token: 1 / tokens of the whole batch
@@ -36,8 +34,6 @@ class ValueTargets:
 
 @dataclass(frozen=True, slots=True)
 class CreditedBatch:
-    """A batch with advantages by token, and the targets of the critic."""
-
     micro_batches: list[MicroBatch]
     targets: list[ValueTargets]
     figures: dict[str, float]  # over all ranks
@@ -45,8 +41,6 @@ class CreditedBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenCredit:
-    """Computes advantages by token from values; the settings of it."""
-
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
@@ -117,7 +111,6 @@ def _whitened(values: Tensor, mean: float, variance: float) -> Tensor:
 
 
 def moments(parts: Sequence[Tensor], sum_over_ranks: SumOverRanks = list) -> tuple[float, float, float]:
-    """Return number, mean and unbiased variance of values on several micro-batches and ranks."""
     count, total = sum_over_ranks(
         [float(sum(len(part) for part in parts)), sum(float(part.double().sum()) for part in parts)]
     )

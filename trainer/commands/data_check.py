@@ -63,7 +63,6 @@ class FileReport:
     overlong: str = ""  # the limit of the rows that training would drop
 
     def hints(self) -> list[str]:
-        """Return one line for everything that is lost, or that another setting would read otherwise."""
         return next((notes.hints() for notes in self.notes if notes.num_rows), [])
 
     def to_document(self) -> dict[str, Any]:
@@ -96,7 +95,6 @@ class FileReport:
 
 
 def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_tests: bool) -> int:
-    """Check files and print a report; returns 1 if a row is bad. Raises PenstockError."""
     mapping = {column: name for column, _, name in (pair.partition("=") for pair in reading.map)}
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):
@@ -213,7 +211,6 @@ def _check_length(
 
 
 def _run_tests(report: FileReport) -> None:
-    """Run the test programs of a file's rows; a row whose tests prove nothing is a bad row."""
     if report.rows_with_tests:
         tests = row_tests.check(report.rows_with_tests)
         if tests.num_checked or tests.not_run:
@@ -280,7 +277,6 @@ def _check_row(
 def _read(
     row: Row, form: RowFormat, data: DataSettings, place: str, report: FileReport
 ) -> tuple[PromptRow | None, list[TurnRow]]:
-    """Return a row as a prompt and as what SFT imitates, which reads no images; raises MalformedData if it is neither."""
     problem: MalformedData | None = None
     prompt = None
     try:
@@ -311,7 +307,6 @@ def _completion_lengths(turns: Iterable[TurnRow], tokenizer: ChatTokenizer | Non
 
 
 def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
-    """Return min, mean, median, 95th percentile and max; None if there are no lengths."""
     if not lengths:
         return None
     values = np.asarray(lengths)

@@ -63,7 +63,6 @@ def _print_rows(rows: RowFile, data: DataSettings, most: int, *, has_pairs: bool
 
 
 def _prompts(rows: RowFile, data: DataSettings) -> list[int]:
-    """Return the numbers of the rows that a reward scores: all but pairs of answers."""
     found = []
     for number in range(len(rows)):
         try:

@@ -24,7 +24,6 @@ class TestReport:
 
 
 def may_hold_tests(ground_truth: str | None, extra_info: str) -> bool:
-    """Return True if a row's JSON texts may hold tests; the reward service decides."""
     return any(mark in text for text in (ground_truth or "", extra_info) for mark in _MARKS)
 
 

@@ -88,7 +88,6 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
 
 
 def _is_outage(settings: TrainerSettings) -> bool:
-    """Return True if NATS or the object store does not answer now."""
     try:
         Bus.connect(settings.nats, name="trainer-probe", deadline_s=_PROBE_S).close()
         Blobs(settings.s3).check(settings.run.id, deadline_s=_PROBE_S)

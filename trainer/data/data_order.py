@@ -18,16 +18,12 @@ _MIN_HALF_BITS = 3  # a smaller network permutes badly
 
 
 class Place(NamedTuple):
-    """The epoch and prompt of a position."""
-
     epoch: int
     prompt: int
 
 
 @dataclass(frozen=True, slots=True)
 class DataOrder:
-    """Every prompt once per epoch; ``shuffle`` False keeps the order of the file."""
-
     num_prompts: int
     seed: int
     shuffle: bool = True
@@ -37,12 +33,10 @@ class DataOrder:
             raise ValueError("an order needs at least one prompt")
 
     def at(self, position: int) -> Place:
-        """Return epoch and prompt number of a position >= 0."""
         epoch, offset = divmod(position, self.num_prompts)
         return Place(epoch, self._walk(_feistel, epoch, offset) if self.shuffle else offset)
 
     def position_of(self, place: Place) -> int:
-        """Return the position of a prompt in an epoch; the inverse of `at`."""
         offset = self._walk(_inverse_feistel, place.epoch, place.prompt) if self.shuffle else place.prompt
         return place.epoch * self.num_prompts + offset
 

@@ -51,8 +51,6 @@ class Prompt:
 
 
 class PromptSet:
-    """Prompts of one or several files, by index; immutable once opened."""
-
     def __init__(
         self,
         files: Sequence[RowFile],
@@ -233,7 +231,6 @@ class PromptSet:
 
 
 def _short(sha256: bytes) -> int:
-    """Return the first 64 bits of the hash of a row's images; 0 without one."""
     return int.from_bytes(sha256[:8])
 
 
@@ -261,7 +258,6 @@ def prompt_text(row: PromptRow, tokenizer: ChatTokenizer) -> str:
 
 
 def prompt_limit(data: DataSettings, tokenizer: ChatTokenizer, max_new_tokens: int) -> int:
-    """Return the most tokens that a prompt may have; raises MalformedData if the model's context has no room for one."""
     if tokenizer.context_tokens is None:
         return data.max_prompt_tokens
     room = tokenizer.context_tokens - max_new_tokens

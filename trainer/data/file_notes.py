@@ -55,8 +55,6 @@ def _truth_column(row: Row, form: RowFormat, answer: str | None, data: DataSetti
 
 @dataclass(slots=True)
 class FileNotes:
-    """Counts of rows of one file, each by what was found in it."""
-
     path: Path
     purpose: Purpose
     num_rows: int = 0
@@ -103,7 +101,6 @@ class FileNotes:
         self.lost.update(found & self.lost.keys())
 
     def describe(self) -> list[str]:
-        """Return the format, the columns by use, and one line for everything that another setting would read."""
         if not self.formats:
             return self.hints()
         forms = ", ".join(
@@ -141,7 +138,6 @@ class FileNotes:
         return suggest(["prompt", *self.columns("reward only")])
 
     def hints(self) -> list[str]:
-        """Return one line for everything that is lost, or that another setting would read otherwise."""
         return list(self._hints())
 
     def _hints(self) -> Iterator[str]:

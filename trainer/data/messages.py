@@ -38,12 +38,10 @@ def read_chat(
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: of a list of parts, that of all its texts."""
     return "".join(texts_of(content))
 
 
 def texts_of(content: Any) -> list[str]:
-    """Return the texts of a message's content: images may be between them."""
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content if part["type"] == "text"]
@@ -141,5 +139,4 @@ def shown(value: Any) -> str:
 
 
 def refuse(column: str, expected: str, got: str) -> NoReturn:
-    """Raise MalformedData that names the column."""
     raise MalformedData(f"column {column}: {expected}, got {got}")

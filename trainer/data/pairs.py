@@ -61,7 +61,6 @@ def holds_pair(row: Row) -> bool:
 
 
 def pair_row(row: Row, data: DataSettings) -> PairRow:
-    """Read a renamed row as a preference; raises MalformedData naming the column."""
     refuse_media(row)
     if "completion" in row and not {"chosen", "rejected"} & row.keys():
         return _labelled(row, data)
@@ -176,13 +175,10 @@ class Pair:
 
     @property
     def longest(self) -> int:
-        """Tokens of the prompt and the longer answer."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 class PairSet:
-    """Preferences of one or several files, by index."""
-
     def __init__(
         self,
         files: Sequence[RowFile],
@@ -193,7 +189,6 @@ class PairSet:
         takes_one_answer: bool,
         skips_prompts: bool,
     ):
-        """Check and tokenise every row. Called by `open`."""
         self._ends_at = ends
         self._takes_one_answer = takes_one_answer
         self._skips_prompts = skips_prompts

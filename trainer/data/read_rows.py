@@ -43,15 +43,12 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
-    """A chat whose last message, of the assistant, is imitated."""
-
     chat: Chat
     is_plain: bool = False  # prompt and answer are the texts of two messages, without the chat template
     tools: tuple[Any, ...] = ()
 
 
 def form_of(row: Row, data: DataSettings) -> RowFormat:
-    """Return the format that a renamed row is read in; raises MalformedData if a required column is missing."""
     if data.format == "auto":
         try:
             return detect(row)
@@ -101,7 +98,6 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
 
 
 def prompt_row(row: Row, data: DataSettings) -> PromptRow:
-    """Read a row as a prompt with its reward; raises MalformedData naming the column."""
     form = form_of(row, data)
     refuse_unread(row, reads_self_play=data.self_play_reward is not None, reads_images=True)
     chat, images = with_images(_prompt_chat(row, form, data, reads_images=True), images_of(row))
@@ -159,7 +155,6 @@ def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
 
 
 def can_imitate(row: Row, form: RowFormat) -> bool:
-    """Return True if a renamed row has something for SFT to imitate."""
     if form.is_whole_chat:
         messages = row[form.prompt]
         return isinstance(messages, list) and any(
@@ -232,7 +227,6 @@ def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSetti
 
 
 def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
-    """Return the answer that SFT would imitate, as a ground truth."""
     column = None if form.is_whole_chat else form.answer_column(row)
     if column is not None:
         answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]

@@ -30,19 +30,13 @@ _MAX_PARQUET_ROWS = 2**26
 
 
 class RowFile(Protocol):
-    """Rows by number, from 0."""
-
     path: Path
     nested_texts: bool  # nested values are JSON texts, as in CSV
 
     def __len__(self) -> int: ...
-    def place(self, number: int) -> str:
-        """Return the position of a row: file and line, or file and row."""
-        ...
+    def place(self, number: int) -> str: ...
 
-    def row(self, number: int) -> Row:
-        """Return one row; raises MalformedData without the position if it is not an object."""
-        ...
+    def row(self, number: int) -> Row: ...
 
 
 def open_rows(path: Path) -> RowFile:

@@ -37,7 +37,6 @@ PLACEHOLDER = "<image>"
 
 
 def images_of(row: Row) -> list[Source]:
-    """Return the images of the column: those of a list, or the only one."""
     value = row.get(COLUMN)
     if value is None:
         return []
@@ -82,7 +81,6 @@ def with_images(chat: Chat, given: list[Source]) -> tuple[Chat, tuple[Source, ..
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose text has parts of images in the places of its placeholders."""
     content = message["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     found: list[dict[str, Any]] = []

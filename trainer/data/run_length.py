@@ -60,7 +60,6 @@ def steps_replace_epochs(loaded: Loaded[TrainerSettings]) -> bool:
 
 
 def _checked(settings: TrainerSettings) -> TrainerSettings:
-    """Return settings whose length is known now; raises ConfigError where others do not fit it."""
     if problem := settings.problem_of_length():
         raise ConfigError(problem)
     return settings

@@ -44,12 +44,9 @@ class _Example:
 
 
 class TurnSet:
-    """Answers to imitate of one or several files, by index, as token ids."""
-
     def __init__(
         self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int, mask: TurnMasks
     ):
-        """Check and tokenise every row. Called by `open`."""
         self.dropped: Counter[str] = Counter()
         """Examples left out, by reason."""
         self.num_endless = 0

@@ -32,7 +32,6 @@ class SuccessRule:
 
     @property
     def text(self) -> str:
-        """The rule as people read it, such as ``gsm8k ≥ 1``."""
         if not isinstance(self.threshold, dict):
             return f"{self.reward} ≥ {self.threshold:g}"
         return " and ".join(f"{self.reward}.{part} ≥ {least:g}" for part, least in self.threshold.items())
@@ -42,11 +41,9 @@ class SuccessRule:
         return next((part for part in parts if part not in group.parts), None)
 
     def num_correct(self, group: ScoredGroup) -> int:
-        """Return how many completions of a group are correct; raises KeyError for a missing part."""
         return sum(self.correct(group.rewards, group.parts))
 
     def correct(self, rewards: Sequence[float], parts: Mapping[str, Sequence[float]]) -> tuple[bool, ...]:
-        """Return for every completion whether it is correct; raises KeyError for a missing part."""
         if not isinstance(self.threshold, dict):
             return tuple(reward >= self.threshold - _ROUNDING for reward in rewards)
         columns = [[score >= least - _ROUNDING for score in parts[p]] for p, least in self.threshold.items()]
@@ -69,7 +66,6 @@ class SuccessRules:
         return cls({**thresholds, **given}, by_source)
 
     def rule(self, request: RewardRequest) -> SuccessRule | None:
-        """Return the rule for the completions of a prompt; None if nothing says when they are correct."""
         name = request.data_source if request.name == AUTO_REWARD else request.name
         for candidate in (name, self.by_source.get(name, name)):
             if candidate in self.thresholds:
@@ -84,7 +80,6 @@ class Correct:
 
 
 def count_correct(groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None]) -> Correct:
-    """Count the correct completions of every group; ``rules`` are by group id."""
     of_groups = [rules.get(group.generated.group_id) for group in groups]
     known = [rule for rule in of_groups if rule is not None]
     if not known or len(known) < len(of_groups):
@@ -115,7 +110,6 @@ class EvalResult:
 
     @property
     def score(self) -> tuple[str, float]:
-        """What versions are compared by, as people read it, and its value: the accuracy, else the mean reward."""
         return ("mean reward", self.reward_mean) if self.accuracy is None else (self.success, self.accuracy)
 
     def score_by(self, metric: str) -> tuple[str, float] | None:
@@ -149,7 +143,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def summarise(
     groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None], *, step: int, version: int, eval_s: float
 ) -> EvalResult:
-    """Reduce scored groups, one per prompt, to an evaluation's result; pure. ``rules`` are by group id."""
     rewards = [reward for group in groups for reward in group.rewards]
     tokens = [count for group in groups for count in group.generated.completion_tokens]
     finishes = [reason for group in groups for reason in group.generated.finish_reasons]
@@ -174,8 +167,6 @@ def summarise(
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSource:
-    """Held-out prompts that are evaluated together, and how: one source of the run file."""
-
     name: str
     prompts: PromptSet
     settings: EvalSettings  # of this source
@@ -188,8 +179,6 @@ class EvaluatedSource:
 
 @dataclass(slots=True)
 class Evaluation:
-    """An evaluation under way: the groups that it waits for, and those that have arrived."""
-
     version: PolicyVersion
     source: EvaluatedSource
     step: int
@@ -210,12 +199,10 @@ class Evaluation:
 
     @property
     def only_dead_lettered_are_missing(self) -> bool:
-        """Whether every group that has not arrived is named by a dead letter."""
         return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
 
     @property
     def missing(self) -> str:
-        """The groups that have not arrived, as a failure begins with them."""
         return f"evaluation of version {self.version}: {len(self.waiting_for)} of {self.source.num_prompts} groups"
 
     @property

@@ -57,8 +57,6 @@ _UNPUBLISHED_WAIT_S = 0.05  # while a version is being uploaded
 
 
 class Evaluator:
-    """Issues and collects evaluations in a separate thread; use as a context manager."""
-
     def __init__(  # noqa: PLR0913  the parts that it joins
         self,
         connections: Connections,
@@ -109,7 +107,6 @@ class Evaluator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread; unfinished evaluations continue in the next session."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -172,7 +169,6 @@ class Evaluator:
         self._on_end(LostEvaluation(version, step, reason, name))
 
     def wait_for_all(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until no evaluation is under way, or ``should_stop`` returns True; failures are reported as they happen."""
         with self._changed:
             self._wait_while(lambda: bool(self._open()), should_stop)
 
@@ -183,7 +179,6 @@ class Evaluator:
             self._changed.wait(_FETCH_WAIT_S)
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
         with self._changed:
             open_ids = self._open_groups()
             return [
@@ -301,12 +296,10 @@ class Evaluator:
             self._traced.ended(group_id, "evaluated")
 
     def _awaiting(self, group: ScoredGroup) -> Evaluation | None:
-        """Return the evaluation that waits for a group; None if none does."""
         group_id = group.generated.group_id
         return next((e for e in self._open() if group_id in e.waiting_for), None)
 
     def _check(self, message: GroupScored, wanted: Mapping[str, Evaluation]) -> None:
-        """Read the groups that evaluations wait for, and hold them against their tasks."""
         groups = [group for group in message.groups if group.generated.group_id in wanted]
         promises = []
         for group in groups:
@@ -378,7 +371,6 @@ class Evaluator:
             self._changed.notify_all()
 
     def _is_lost(self, evaluation: Evaluation) -> bool:
-        """Whether the groups that have not arrived were dead-lettered, and none of them is on its way."""
         with self._changed:
             silent_s = time.monotonic() - evaluation.changed_at
             if not evaluation.is_issued or not evaluation.only_dead_lettered_are_missing or silent_s < self._silent_s:
@@ -395,7 +387,6 @@ class Evaluator:
                 self._groups.held_out.drop(Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
 
     def _open_groups(self) -> frozenset[str]:
-        """Return the ids that are issued, and neither evaluated nor dropped."""
         with self._groups.lock:
             return frozenset(self._groups.held_out.outstanding())
 

@@ -42,15 +42,12 @@ class EvaluationSchedule:
         return self._evaluator is not None
 
     def is_due_at_start(self, step: int) -> bool:
-        """Return True if the weights before the first step are evaluated."""
         return self._evaluator is not None and self._settings.at_start and step == 0
 
     def is_due(self, step: int) -> bool:
-        """Return True if the weights after ``step`` are evaluated, on any source."""
         return bool(self._due(step))
 
     def _due(self, step: int) -> list[str]:
-        """Return the sources that the weights after ``step`` are evaluated on."""
         if self._evaluator is None:
             return []
         if self.is_due_at_start(step) or (step == self._num_steps and self._settings.at_end):
@@ -59,7 +56,6 @@ class EvaluationSchedule:
         return [name for name, steps in every.items() if steps > 0 and step % steps == 0]
 
     def is_newest(self, version: PolicyVersion) -> bool:
-        """Return True if the evaluation that was started last is of ``version``."""
         return self._newest == version
 
     def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
@@ -80,7 +76,6 @@ class EvaluationSchedule:
         self._newest = version
 
     def wait_for_newest(self, should_stop: Callable[[], bool]) -> None:
-        """Wait until the evaluation that was started last has ended; raises EvaluationFailed."""
         assert self._evaluator is not None
         assert self._newest is not None
         self._evaluator.wait(self._newest, should_stop)
@@ -141,8 +136,6 @@ class EvaluationLog:
 
 @dataclass(frozen=True, slots=True)
 class EarlyEnd:
-    """Why a run ended early; stored in ``trainer.json``."""
-
     step: int  # of the last evaluation that counted
     best_step: int
     best: float
@@ -174,7 +167,6 @@ class EarlyStop:
 
     @property
     def ended(self) -> EarlyEnd | None:
-        """Why the run ends now; None while it goes on."""
         if not self._limit:
             return None
         with self._lock:
@@ -190,7 +182,6 @@ class EarlyStop:
         return EarlyEnd(scores[-1][0], best_step, best, measure, without)
 
     def document(self) -> dict[str, Any] | None:
-        """Return what ``trainer.json`` stores; None while the run goes on."""
         end = self.ended
         return None if end is None else {**asdict(end), "text": end.text}
 

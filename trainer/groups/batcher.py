@@ -33,8 +33,6 @@ _NO_LIMIT = 10**9
 
 
 class IssuedGroups(Protocol):
-    """The decisions about groups that were issued: a `Dispatch`, or the `Issuer` that has one."""
-
     def accept(self, group_id: str) -> DropReason | None:
         """Record that a group comes which has not arrived yet; return why it must not be used."""
         ...
@@ -156,7 +154,6 @@ class Batcher:
         return self.num_ready + self._groups.num_kept_here >= self._groups_per_step
 
     def is_full(self, version: PolicyVersion) -> bool:
-        """Return True if a full batch can be taken at ``version``."""
         self._check(version)
         return self.num_ready - len(self._too_old) + len(self._again(version)) >= self._groups_per_step
 
@@ -190,7 +187,6 @@ class Batcher:
         return batch
 
     def end(self) -> None:
-        """Retire the groups that are kept for another use, after the last batch of the run."""
         self._groups.end()
 
     # ── groups that do not arrive ─────────────────────────────────────────────────────────────
@@ -201,18 +197,15 @@ class Batcher:
 
     @property
     def is_drained(self) -> bool:
-        """True when every outstanding group has arrived, and none is being read."""
         return not self._groups.num(State.ISSUED) and not self._groups.num(State.ARRIVED)
 
     def drop_missing(self) -> list[str]:
-        """Drop what is missing with reason ``lost``; return the ids."""
         missing = self.missing()
         for group_id in missing:
             self._drop(Drop(group_id, DropReason.LOST, 0))
         return missing
 
     def dead_letter(self, letter: DeadLetter, sequence: int) -> int:
-        """Drop the outstanding groups of a dead letter, except those that arrived all the same; return their number."""
         # The trainer's own letter, read again after a crash: the object of the next attempt may be readable.
         reason = DropReason.UNREADABLE if letter.stage == _OWN_STAGE else DropReason.DEAD
         if letter.reason == ReaderKilled.__name__:  # perhaps not its fault: the prompt is issued again
@@ -229,7 +222,6 @@ class Batcher:
 
     @property
     def stops_issue(self) -> bool:
-        """Whether no further group may be issued until groups arrive or all queues are empty."""
         return self._excess_dead > self._max_dead
 
     def letters_were_true(self) -> bool:

@@ -54,8 +54,6 @@ _SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
 
 
 class Collector:
-    """Reads the scored stream in a separate thread; use as a context manager."""
-
     def __init__(
         self,
         connections: Connections,
@@ -112,7 +110,6 @@ class Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop reading; the broker delivers unacknowledged messages again."""
         self._closing = True
         self._thread.join(_FETCH_WAIT_S + 30.0)
         if not self._thread.is_alive():
@@ -160,7 +157,6 @@ class Collector:
 
     @property
     def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
-        """The ranges of versions whose samples are not trained on (`Batcher.abandoned`)."""
         return self._batcher.abandoned
 
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
@@ -175,7 +171,6 @@ class Collector:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Settle groups that are kept for another use, after the last batch of the run."""
         with self._changed:
             self._batcher.end()
 
@@ -185,7 +180,6 @@ class Collector:
             return [self._held[sequence] for sequence in self._groups.train.settled()]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Acknowledge messages that a committed checkpoint covers."""
         Delivery.ack_all(deliveries)
         with self._changed:
             self._groups.train.forget_messages(delivery.sequence for delivery in deliveries)
@@ -261,7 +255,6 @@ class Collector:
             return self._batcher.missing()
 
     def _settle_silence(self) -> None:
-        """End the run if the dead letters were true for all groups; drop what is missing as lost."""
         with self._changed:
             self._all_dead = self._batcher.letters_were_true()
             missing = [] if self._all_dead else self._batcher.drop_missing()
@@ -304,7 +297,6 @@ class Collector:
     # ── with the lock held ────────────────────────────────────────────────────────────────────
 
     def _is_drained(self) -> bool:
-        """Return True if nothing more arrives for a batch; what has arrived is delivered again when the run goes on."""
         if self._draining_since is None:
             return False
         if self._batcher.is_drained:

@@ -20,8 +20,6 @@ Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]  # token ids, whet
 
 
 class CompletionTexts:
-    """Decodes completions of each group again."""
-
     def __init__(self, decode: Decode, *, rows: int | None) -> None:
         """Decode ``rows`` completions of a group, chosen at random, with ``decode``; None: all."""
         self._decode = decode
@@ -60,7 +58,6 @@ class CompletionTexts:
         return _RANDOM.sample(range(num_rows), self._rows)
 
     def _others(self, row: Trajectory) -> list[str]:
-        """Return other texts that an engine may report: with its stop token, and with special tokens."""
         sampled = _sampled(row)
         return [
             self._decode([ids], skip)[0] for ids, skip in ((sampled, True), (_visible(row), False), (sampled, False))
@@ -72,7 +69,6 @@ def _sampled(row: Trajectory) -> list[int]:
 
 
 def _visible(row: Trajectory) -> list[int]:
-    """Return the tokens that engines decode: without the one that stopped it."""
     sampled = _sampled(row)
     return sampled[:-1] if row.finish_reason == "stop" else sampled
 

@@ -31,8 +31,6 @@ _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are 
 
 
 class Prompts(Protocol):
-    """The prompts that are issued, by index; a `PromptSet`."""
-
     @property
     def fingerprint(self) -> str: ...
 
@@ -45,8 +43,6 @@ class Prompts(Protocol):
 
 
 class Dispatch:
-    """The groups of a run, the cursor in its data, and the prompts."""
-
     def __init__(  # noqa: PLR0913  what its tasks are made of
         self,
         prompts: Prompts,
@@ -122,13 +118,11 @@ class Dispatch:
         return self.groups.num_under_way(version) > 0
 
     def accept(self, group_id: str) -> DropReason | None:
-        """Record that a group comes which has not arrived yet; return why it must not be used (`PromptCursor.accept`)."""
         return self.cursor.accept(group_id)
 
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
     ) -> dict[str, int]:
-        """Record a step (`GroupStates.train`)."""
         uses = self.groups.train(version, batch, staleness_tokens)
         self.cursor.close(uses)
         return uses
@@ -165,7 +159,6 @@ class Dispatch:
         return pack_tasks(tasks, (image for prompt in prompts for image in prompt.image_files))
 
     def _own_promise(self, key: GroupKey, task: Task) -> TaskPromise:
-        """Return the promise of a task that this session issues; an earlier one may have issued it with other settings."""
         own = TaskSettings.of(task)
         if not self.cursor.was_issued_before(key):
             return TaskPromise.of(task, (own,))

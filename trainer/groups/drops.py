@@ -40,7 +40,6 @@ _CURES: dict[str, str] = {
 
 
 def describe_drops(counts: Mapping[str, int]) -> str:
-    """Return how many groups were dropped for which reason, most first, with what to do; empty for none."""
     most_first = sorted(counts.items(), key=lambda one: -one[1])
     return "; ".join(
         f"{count} {reason}" + (f" ({_CURES[reason]})" if reason in _CURES else "")
@@ -51,8 +50,6 @@ def describe_drops(counts: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """One group that is not trained on; ``pack`` is set if its pack was read and verified."""
-
     group_id: str
     reason: str  # a `DropReason`, or that of a group filter
     num_tokens: int

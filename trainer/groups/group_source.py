@@ -39,8 +39,6 @@ log = structlog.get_logger("trainer.groups.group_source")
 
 @dataclass(frozen=True, slots=True)
 class GroupSource:
-    """What issues groups, what returns batches, and which of both have a thread to start."""
-
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
     threads: tuple[AbstractContextManager[Any], ...]
@@ -50,7 +48,6 @@ class GroupSource:
 def open_stored(
     settings: TrainerSettings, connections: Connections, groups: RunGroups, resumed: CheckpointState | None
 ) -> GroupSource:
-    """Return the group source of a run on ``data.from_run``; raises as `StoredGroups`."""
     stored = StoredGroups(settings, connections.blobs)
     mark_use(stored.input_name, connections.run_id, connections.blobs)
     if resumed is not None:
@@ -153,7 +150,6 @@ def open_reader(
     folder: Path,
     never_published: NeverPublished,
 ) -> PackReader:
-    """Return a reader of packs for one thread; what it reads is marked in ``folder``."""
     return PackReader(
         connections.blobs.get,
         vocab_size=_vocab_size(settings.model.path),

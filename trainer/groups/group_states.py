@@ -109,7 +109,6 @@ class GroupStates:
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
     def issue(self, group_ids: Iterable[str]) -> None:
-        """Add groups as ISSUED; raises GroupStateError for one that is there already."""
         ids = list(group_ids)
         for group_id in ids:
             if group_id in self._groups:
@@ -125,7 +124,6 @@ class GroupStates:
             self._count_under_way(record, 1)
 
     def receive(self, message: int) -> None:
-        """Record that a message was received; it is settled once each of its groups is closed or was refused."""
         self._messages[message] = None
 
     def arrive(self, group_id: str, message: int) -> None:
@@ -145,7 +143,6 @@ class GroupStates:
             self._move(group.group_id, record, State.KEPT if record.uses else State.READY)
 
     def take(self, group_ids: Iterable[str]) -> None:
-        """Put groups into the batch that is trained next."""
         records = [(group_id, self._allowed(group_id, "take")) for group_id in group_ids]
         for group_id, record in records:
             if record.content is None:
@@ -183,7 +180,6 @@ class GroupStates:
         return {group.group_id: len(record.uses) for group, record in records}
 
     def retire(self, group_id: str) -> None:
-        """Close a group that was trained and will not be trained again."""
         record = self._allowed(group_id, "retire")
         if not record.uses:
             raise _refused(group_id, f"{record.state} and was never trained", "retire")
@@ -220,14 +216,12 @@ class GroupStates:
         self.totals.revive(group_id)
 
     def evaluate(self, tokens: Mapping[str, int], packs: Mapping[str, BlobRef]) -> None:
-        """Close held-out groups that an evaluation used: their sampled tokens, and the packs that hold them, by id."""
         records = [(group_id, self._allowed(group_id, "evaluate")) for group_id in tokens]
         for group_id, record in records:
             self._remove(group_id, record)
         self.totals.evaluate(tokens, packs)
 
     def forget_messages(self, messages: Iterable[int]) -> None:
-        """Remove messages that were acknowledged, or moved to the dead letters."""
         for message in messages:
             self._messages.pop(message, None)
 
@@ -249,7 +243,6 @@ class GroupStates:
         return record.uses if record is not None else ()
 
     def has_arrived(self, group_id: str) -> bool:
-        """Return True for a group that is being read, ready, in use, or kept and delivered."""
         record = self._groups.get(group_id)
         return record is not None and (record.content is not None or record.state is State.ARRIVED)
 
@@ -262,16 +255,13 @@ class GroupStates:
         return record is not None and record.is_dead
 
     def outstanding(self) -> Iterator[str]:
-        """Yield the ids that are issued, and neither trained, evaluated nor dropped."""
         return (i for state in _OPEN for i, record in self._by_state[state].items() if not record.uses)
 
     @property
     def num_outstanding(self) -> int:
-        """Number of outstanding groups; counts them at each call."""
         return sum(1 for _ in self.outstanding())
 
     def missing(self) -> list[str]:
-        """Return the outstanding groups of which nothing has arrived."""
         return list(self._by_state[State.ISSUED])
 
     def num(self, state: State) -> int:
@@ -295,7 +285,6 @@ class GroupStates:
         return [group_id for group_id, record in self._by_state[State.CLOSED].items() if record.is_dead]
 
     def settled(self) -> list[int]:
-        """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
         held = (State.ARRIVED, State.READY, State.IN_USE, State.KEPT)
         unsettled = {record.message for state in held for record in self._by_state[state].values()}
         return [message for message in self._messages if message not in unsettled]

@@ -27,7 +27,6 @@ class GroupTotals:
     """The sums of one split; `GroupStates` checks that each group is counted once."""
 
     def __init__(self, sums: SplitTotals | None = None, counts: Mapping[str, Any] | None = None) -> None:
-        """Start at zero, or from a checkpoint; ``counts`` is what `counts_document` returned."""
         counts = counts or {}
         self.sums = sums or SplitTotals()  # but ``in_flight``, which `GroupStates` knows
         self.new = NewEvents()
@@ -48,12 +47,10 @@ class GroupTotals:
         self.staleness_tokens.update(staleness_tokens)
 
     def evaluate(self, tokens: Mapping[str, int], packs: Mapping[str, BlobRef]) -> None:
-        """Count evaluated groups: their sampled tokens, and the packs that hold them, by id."""
         self.new.evaluated += [(group_id, count, packs.get(group_id)) for group_id, count in tokens.items()]
         self._use(tokens)
 
     def drop(self, drop: Drop) -> None:
-        """Count a group that is not used."""
         self.new.dropped.append(drop)
         self._add("dropped", drop.reason, 1, drop.num_tokens)
         self._count_abandoned(drop.abandoned)
@@ -73,16 +70,13 @@ class GroupTotals:
 
     @property
     def dropped_groups(self) -> Counter[str]:
-        """Groups that were dropped, and deliveries that were refused, by reason."""
         return _merged(self.sums.dropped, self.sums.refused)
 
     @property
     def dropped_tokens(self) -> Counter[str]:
-        """Sampled tokens of them, by reason."""
         return _merged(self.sums.dropped_tokens, self.sums.refused_tokens)
 
     def counts_document(self) -> dict[str, Any]:
-        """Return the counts of the run as step events, checkpoint and summary show them, as plain JSON values."""
         return {
             "groups_trained": self.sums.used,
             "groups_reused": self.num_reused,
@@ -96,7 +90,6 @@ class GroupTotals:
         }
 
     def take_new(self) -> NewEvents:
-        """Return what happened since the last call."""
         new, self.new = self.new, NewEvents()
         return new
 
@@ -129,7 +122,6 @@ class Entries:
 
     @classmethod
     def of(cls, new: Mapping[Split, NewEvents], account: AccountState) -> Entries:
-        """Build the entries of the events of each split; packs are numbered in the order in which groups name them."""
         numbers: dict[BlobRef, int] = {}
 
         def number(pack: BlobRef | None) -> int | None:
@@ -158,7 +150,6 @@ class Entries:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was issued, dropped, reopened or evaluated."""
         return not (self.issued or self.reopened or self.dropped or self.evaluated)
 
 

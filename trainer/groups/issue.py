@@ -36,8 +36,6 @@ log = structlog.get_logger("trainer.groups.issue")
 
 @dataclass(frozen=True, slots=True)
 class IssuerState:
-    """Everything about issued groups at one moment, for a checkpoint and its chapter."""
-
     dispatch: dict[str, Any]
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # trained groups by version, within the staleness window
     totals: dict[str, Any]
@@ -57,7 +55,6 @@ class IssuerState:
 
 
 def outcomes(groups: GroupStates) -> dict[str, Any]:
-    """Return how many groups of a run came to which outcome, as step events show them."""
     totals = groups.totals
     return {
         "issued": totals.sums.issued,
@@ -74,8 +71,6 @@ def outcomes(groups: GroupStates) -> dict[str, Any]:
 
 
 class Issuer:
-    """Publishes tasks and tracks the groups they ask for; use as a context manager."""
-
     def __init__(
         self, connections: Connections, dispatch: Dispatch, groups: RunGroups, unsent: Sequence[tuple[str, ...]] = ()
     ) -> None:
@@ -105,7 +100,6 @@ class Issuer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop issuing; groups that are issued stay outstanding."""
         self.stop()
         self._thread.join(30.0)
         if self._log is not None and not self._thread.is_alive():
@@ -117,7 +111,6 @@ class Issuer:
         self._dispatch.cursor.before = log.before
 
     def pause(self, is_paused: bool) -> None:
-        """Issue nothing while ``is_paused``."""
         with self._changed:
             self._paused = is_paused
             self._changed.notify_all()
@@ -133,12 +126,10 @@ class Issuer:
             self._changed.notify_all()
 
     def outstanding(self) -> tuple[str, ...]:
-        """Return the ids issued and neither trained nor dropped, sorted."""
         with self._changed:
             return tuple(self._dispatch.cursor.outstanding())
 
     def accept(self, group_id: str) -> DropReason | None:
-        """Record that a group comes which has not arrived yet; return why it must not be used (`Dispatch.accept`)."""
         with self._changed:
             was_dead = self._groups.train.is_dead(group_id)
             refusal = self._dispatch.accept(group_id)
@@ -147,12 +138,10 @@ class Issuer:
             return refusal
 
     def promise(self, group_id: str) -> TaskPromise:
-        """Return what the task of a group asked for; raises ValueError for a foreign id."""
         with self._changed:
             return self._dispatch.promise(group_id)
 
     def is_late(self, trainer_version: PolicyVersion) -> bool:
-        """Return True if a group under way may be too old for every step after the one at ``trainer_version``."""
         with self._changed:
             return self._dispatch.is_late(trainer_version)
 
@@ -209,7 +198,6 @@ class Issuer:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise the exception that ended the issuing thread, if one did."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -238,7 +226,6 @@ class Issuer:
             self._log.append(position, [task.group_id for pack in packs for task in pack.tasks])
 
     def mark_sent(self) -> None:
-        """Record that all packs of `next_packs` are on the stream."""
         with self._changed:
             self._unsent.clear()
 
@@ -255,12 +242,10 @@ class Issuer:
             )
 
     def totals(self) -> dict[str, Any]:
-        """Return the counts of the run so far."""
         with self._changed:
             return self._groups.train.totals.counts_document()
 
     def groups(self) -> dict[str, Any]:
-        """Return the run's groups so far by outcome, as step events show them."""
         with self._changed:
             return {
                 **outcomes(self._groups.train),

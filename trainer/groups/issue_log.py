@@ -26,8 +26,6 @@ _MERGE_BYTES = 1 << 20  # some ten thousand issues
 
 
 class SessionSettings(NamedTuple):
-    """What a session's settings decide about the groups that it asks for."""
-
     train: TaskSettings
     evaluation: TaskSettings
 
@@ -133,7 +131,6 @@ class IssueLog:
         self._merge_above = max(_MERGE_BYTES, 2 * self._size)
 
     def _write_again(self, issued: Sequence[IssuedRange]) -> tuple[int, int]:
-        """Replace the file in one atomic step; return the new file, open for appending, and its size."""
         partial = self._path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         file = os.open(partial, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -15,10 +15,7 @@ from penstock.protocol.seeds import derived_seed
 
 
 class Mixture:
-    """Chooses between environments."""
-
     def __init__(self, settings: EnvironmentSettings, seed: int) -> None:
-        """``settings`` have at least one environment with a weight."""
         shared = math.gcd(*settings.weights.values())
         self._block = [name for name, weight in settings.weights.items() for _ in range(weight // shared)]
         self._by_source: Mapping[str, str] = settings.by_source

@@ -33,8 +33,6 @@ StoredGroup = tuple[RecordedGroup, BlobRef]  # and the pack that holds it
 
 
 class StoredGroups:
-    """The groups of a rescored input, and the position of the run in them."""
-
     def __init__(self, settings: TrainerSettings, blobs: Blobs) -> None:
         """Read the list of groups, without their tokens.
 
@@ -54,7 +52,6 @@ class StoredGroups:
         return self._of.run_id
 
     def resume(self, document: Mapping[str, Any]) -> None:
-        """Continue from the position in a checkpoint; raises CheckpointError when it is of another input."""
         if document.get("schema_tag") != _STATE_TAG or document.get("input") != self._sha256:
             raise CheckpointError(
                 f"the checkpoint was made from another input than {self._of.run_id} with sha256 {self._sha256[:16]}…: expected "
@@ -112,11 +109,9 @@ class StoredIssuer:
     """Replaces `Issuer`: does the accounting of groups that are not generated."""
 
     def __init__(self, stored: StoredGroups, groups: RunGroups) -> None:
-        """Start; ``groups`` are those that were taken from ``stored``."""
         self._stored, self._groups = stored, groups
 
     def take(self, batch: Sequence[ReadyGroup], drops: Sequence[Drop]) -> None:
-        """Record groups that were taken from the input, and those that were skipped."""
         with self._groups.lock:
             train, ids = self._groups.train, [group.group_id for group in batch]
             train.issue([*ids, *(drop.group_id for drop in drops)])
@@ -152,12 +147,10 @@ class StoredIssuer:
             )
 
     def totals(self) -> dict[str, Any]:
-        """Return the counts of the run so far."""
         with self._groups.lock:
             return self._groups.train.totals.counts_document()
 
     def groups(self) -> dict[str, Any]:
-        """Return the run's groups so far by outcome, as step events show them."""
         with self._groups.lock:
             return outcomes(self._groups.train)
 
@@ -178,7 +171,6 @@ class StoredCollector:
     """Replaces `Collector`: reads the next groups from the object store, and has nothing to acknowledge."""
 
     def __init__(self, groups: StoredGroups, issuer: StoredIssuer, blobs: Blobs, groups_per_step: int) -> None:
-        """Start at the position of ``groups``."""
         self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
         self._draining = False
 
@@ -207,11 +199,9 @@ class StoredCollector:
         """Do nothing: no version of this run sampled a stored group."""
 
     def drain(self) -> None:
-        """Take no more groups: none is under way."""
         self._draining = True
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return no messages: none are received."""
         return []
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:

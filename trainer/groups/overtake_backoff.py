@@ -33,6 +33,5 @@ class OvertakeBackoff:
         return full_s * self._share
 
     def record(self, *, overtook: bool) -> None:
-        """Record that a batch was taken, and whether it overtook groups under way."""
         self._share = self._share / 2 if overtook else 1.0
         self._full_since = None

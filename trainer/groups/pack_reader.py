@@ -20,8 +20,6 @@ NeverPublished = Callable[[Iterable[PolicyVersion]], Sequence[PolicyVersion]]
 
 
 class PackReader:
-    """Fetches, decodes and checks."""
-
     def __init__(
         self,
         fetch: Callable[[BlobRef], bytes],

@@ -32,8 +32,6 @@ NOTHING_BEFORE = IssuedBefore()  # a run's first session
 
 
 class GroupKey(NamedTuple):
-    """The parts of a training group's id."""
-
     epoch: int
     prompt: int
     attempt: int
@@ -43,12 +41,10 @@ class GroupKey(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """The prompt in its epoch, whatever the attempt."""
         return Place(self.epoch, self.prompt)
 
     @classmethod
     def parse(cls, group_id: str) -> GroupKey:
-        """Read a training group's id; raises ValueError for anything else."""
         match = _GROUP_ID.fullmatch(group_id)
         if match is None:
             raise ValueError(f"{group_id!r} is not the id of a training group (e<epoch>.p<prompt>.a<attempt>)")
@@ -59,14 +55,11 @@ class GroupKey(NamedTuple):
 
 
 def order_id(order: DataOrder, fingerprint: str) -> str:
-    """Return the id of a data order and of the files it orders."""
     text = f"{fingerprint} {order.num_prompts} {order.seed} {order.shuffle}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class PromptCursor:
-    """The position in the data order, the attempts to be issued again, and those that arrived before their turn."""
-
     def __init__(self, order: DataOrder, id_of_order: str, groups: GroupStates) -> None:
         """Start at the first prompt; positions are valid for ``id_of_order`` only, and attempts for ``groups``."""
         self.order, self.order_id, self._groups = order, id_of_order, groups
@@ -79,7 +72,6 @@ class PromptCursor:
         self.before = NOTHING_BEFORE  # what earlier sessions issued
 
     def to_document(self) -> dict[str, Any]:
-        """Return the position and the attempts, those of `GroupStates` too, as plain JSON values."""
         return {
             "schema_tag": _STATE_TAG,
             "order_id": self.order_id,
@@ -95,7 +87,6 @@ class PromptCursor:
         }
 
     def resume(self, document: dict[str, Any]) -> None:
-        """Continue from what `to_document` returned; raises CheckpointError when it belongs to other data."""
         if document.get("schema_tag") != _STATE_TAG:
             raise CheckpointError(f"dispatch state: expected {_STATE_TAG}, got {document.get('schema_tag')!r}")
         if document["order_id"] != self.order_id:
@@ -182,7 +173,6 @@ class PromptCursor:
         return is_open or self.order.position_of(key.place) >= self.position
 
     def was_issued_before(self, key: GroupKey) -> bool:
-        """Return True for a group that an earlier session of this run issued."""
         if key.prompt >= self.order.num_prompts:
             return False
         if key.attempt:

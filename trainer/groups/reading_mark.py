@@ -60,11 +60,9 @@ class ReadingMark:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the mark: reading the pack has ended, whether it is used or refused."""
         os.pwrite(self._file, b"\n", 0)
 
     def close(self) -> None:
-        """Close the file; a mark that is set stays."""
         os.close(self._file)
 
     def _read_counts(self) -> dict[str, int]:

@@ -53,7 +53,6 @@ class RunGroups:
         return cls(train, GroupStates(totals=GroupTotals(totals.get("eval")), outstanding=in_flight.get("eval", ())))
 
     def take_entries(self) -> Entries:
-        """Return what happened since the last call, for the next chapter of the record."""
         splits: dict[Split, GroupStates] = {"train": self.train, "eval": self.held_out}
         account = AccountState(
             totals={

@@ -52,7 +52,6 @@ def read_groups(
 def ready_groups(
     packs: Sequence[BlobRef], groups: Sequence[RecordedGroup], fetch: Callable[[BlobRef], bytes]
 ) -> list[ReadyGroup]:
-    """Return the recorded groups of a step in their order, fetching each pack once. Raises as `read_groups`."""
     found: dict[int, list[Group]] = {}
     for number, pack in enumerate(packs):
         found[number] = read_groups(pack, [g.scored for g in groups if g.pack == number], fetch)

@@ -50,7 +50,6 @@ class TaskPack:
     images: tuple[AdmittedImage, ...] = ()  # to be stored before the message
 
     def announced(self, run_id: str, stored: BlobRef | None = None) -> TaskIssued:
-        """Return the message; ``stored`` is the reference of the blob in the object store."""
         if (self.blob is None) != (stored is None):
             raise ValueError(
                 f"pack {self.pack_id}: {'store its blob first' if self.blob else 'it has no blob to store'}"
@@ -61,7 +60,6 @@ class TaskPack:
 
 
 def pack_tasks(tasks: Sequence[Task], images: Iterable[AdmittedImage] = ()) -> TaskPack:
-    """Put tasks into one pack whose id follows from their group ids; ``images`` are those of their prompts."""
     digest = hashlib.sha256(" ".join(task.group_id for task in tasks).encode()).hexdigest()[:8]
     pack_id = f"{tasks[0].group_id}.n{len(tasks)}.{digest}"
     fits = sum(map(task_bytes, tasks)) <= MAX_FACT_BYTES - _ENVELOPE_BYTES
@@ -83,7 +81,6 @@ def training_sampling(
 
 
 def evaluation_sampling(settings: EvalSettings, rollout: RolloutSettings, stop_token_ids: Sequence[int]) -> Sampling:
-    """Return how the engines sample for an evaluation: a completion ends where it does in training."""
     return Sampling(
         max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
         temperature=settings.temperature,

@@ -12,14 +12,11 @@ from penstock.protocol.transport.stream_admin import ConsumerState
 
 @dataclass(frozen=True, slots=True)
 class PipeState:
-    """The consumers of the three work queues (train): messages pending and messages held."""
-
     tasks: ConsumerState
     generated: ConsumerState
     scored: ConsumerState
 
     def is_empty(self, held_by_us: int) -> bool:
-        """Return True if no message is on its way to the trainer, besides those it holds itself."""
         upstream = (self.tasks, self.generated)
         return (
             not any(state.num_pending or state.num_ack_pending for state in upstream)
@@ -29,7 +26,6 @@ class PipeState:
 
 
 def read_pipe(bus: Bus, run_id: str) -> PipeState:
-    """Read the state of the queues from the broker; raises BusUnreachable or MissingStream."""
     specs = (
         streams.tasks_consumer(run_id, "train"),
         streams.generated_consumer(run_id),

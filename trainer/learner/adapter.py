@@ -27,8 +27,6 @@ _BASE, _ADAPTER = ".base_layer.", ".lora_"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Which layers are adapted, and how."""
-
     rank: int
     alpha: float
     dropout: float = 0.0

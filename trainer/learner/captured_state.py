@@ -22,8 +22,6 @@ _CAPTURE_S = 600.0  # a rank may still be copying when it is asked to write
 
 @dataclass(frozen=True, slots=True)
 class CapturedPart:
-    """One network of one rank, at one moment."""
-
     tag: str  # its folder in the checkpoint
     shard: Shard
     random_state: bytes = b""  # of this rank; empty: another part has it
@@ -36,8 +34,6 @@ class CapturedPart:
 
 @dataclass(frozen=True, slots=True)
 class CapturedState:
-    """All networks of one rank, at one moment."""
-
     parts: Sequence[CapturedPart]
 
     def write(self, folder: Path) -> None:

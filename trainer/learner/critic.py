@@ -47,8 +47,6 @@ class ValueHead(nn.Module):
 
 
 class ValueScorer(nn.Module):
-    """A causal language model with a value head instead of its output head."""
-
     def __init__(self, language_model: Any, shares: TokenShares = WHOLE) -> None:
         super().__init__()
         config = language_model.config.get_text_config()
@@ -68,8 +66,6 @@ class ValueScorer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """How the critic learns from a batch."""
-
     updates: int = 1
     form: Literal["mse", "huber"] = "mse"
     coefficient: float = 1.0
@@ -104,7 +100,6 @@ class Critic:
         return self._credit(micro_batches, values, self._dims.sum, kl_coefficient=kl_coefficient)
 
     def learn(self, batch: CreditedBatch) -> dict[str, float]:
-        """Make the updates on one batch; returns its figures, with the loss before the first update."""
         losses, norm, lr = [], 0.0, 0.0
         num_micro_batches = len(batch.micro_batches)
         for _ in range(self._regression.updates):
@@ -121,11 +116,9 @@ class Critic:
         return {"value_loss": first, "critic_grad_norm": norm, "critic_lr": lr, **batch.figures}
 
     def capture(self) -> CapturedPart:
-        """Copy this rank's part of critic, optimizer and schedule, to be written while training goes on."""
         return CapturedPart(_TAG, self._trainable.capture({}))
 
     def load(self, folder: Path) -> None:
-        """Read what was written of it; raises CheckpointError, also for a checkpoint of a run without a critic."""
         if not (folder / _TAG).is_dir():
             raise CheckpointError(
                 f"checkpoint {folder} has no critic: the run was started with another algorithm.advantage; "

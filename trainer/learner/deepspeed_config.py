@@ -109,7 +109,6 @@ def load_written_by_deepspeed(engine: Any, folder: Path, *, num_ranks: int, stri
 
 
 def another_model(folder: Path, err: Exception) -> CheckpointError:
-    """Return the error for a checkpoint whose parameters are not those of the model."""
     return CheckpointError(
         f"checkpoint {folder} is of another model than model.path ({str(err).splitlines()[0]}); set model.path back to the model "
         "of this run, or start another run from the new model with another run.id"

@@ -112,7 +112,6 @@ def install(model: Any) -> None:
 
 
 def given(routing: Routing | None) -> dict[str, Routing]:
-    """Return the keywords of a model's forward pass."""
     return {} if routing is None else {_KEYWORD: routing}
 
 

@@ -139,7 +139,6 @@ def _score(scorer: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def _texts(vocab_size: int) -> MicroBatch:
-    """Return texts of random tokens, the same on every rank."""
     rng = np.random.default_rng(0)
     return build(
         [

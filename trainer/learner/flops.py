@@ -145,6 +145,5 @@ def peak_of(device: str, dtype: str) -> float | None:
 
 
 def _stands_in(part: list[str], words: list[str]) -> bool:
-    """Return True if the words of ``part`` are among those of a name, in order; a word may go on after a hyphen."""
     found = iter(words)
     return all(any(word == one or word.startswith(f"{one}-") for word in found) for one in part)

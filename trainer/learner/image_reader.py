@@ -130,6 +130,5 @@ class _Kept(Generic[_T]):
 
 
 def image_reader(get: Callable[[BlobRef], bytes], model_folder: Path) -> ImageReader | None:
-    """Return a reader for the model in a folder; None if it reads no images. Raises UnsupportedModel as `read_processor`."""
     processor = read_processor(model_folder)
     return None if processor is None else ImageReader(get, processor)

@@ -37,8 +37,6 @@ from penstock.trainer.rank_orders import LeaderOnly, RankProgram, on_all_ranks
 
 
 class Learner(RankProgram):
-    """One policy on all ranks, with its critic, reference and pairs."""
-
     def __init__(
         self,
         policy: Policy,
@@ -72,16 +70,13 @@ class Learner(RankProgram):
 
     @property
     def num_steps_done(self) -> int:
-        """Batches that the policy was trained on, earlier sessions included."""
         return self.policy.steps_done
 
     @property
     def data_digests(self) -> dict[str, str]:
-        """What the weights depend on besides groups and settings, with its digest: rows that a step reads itself."""
         return {"pairs of data.train": self._pairs.fingerprint[:16]} if self._pairs is not None else {}
 
     def capacity(self, budget_tokens: int) -> Capacity:
-        """Return what micro-batches of at most ``budget_tokens`` are cut for."""
         return Capacity(budget_tokens, self._share.count, self.policy.pair_cost, self.policy.pads_rows)
 
     def follow(self, publisher: RankPublisher | None = None) -> None:
@@ -204,7 +199,6 @@ class Learner(RankProgram):
         return replace(metrics, work=self.policy.take_work(), kept=kept)
 
     def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
-        """Add the other policies' log-probabilities; ``priced`` is the form of a KL in every token's reward."""
         if objective.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch).cpu())
         if self._reference is None:
@@ -248,7 +242,6 @@ class Learner(RankProgram):
         return batch_metrics(made)
 
     def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches of an optimizer step with the drift limit of all of them, if the objective has one."""
         if self._objective.m2po_budget is None:
             return batches
         limit = self._drift_limit(batches, self._objective.m2po_budget, self._objective.m2po_form)

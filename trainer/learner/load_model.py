@@ -211,7 +211,6 @@ def _check_layout(loader: Any, folder: Path, dims: ParallelDims, **options: obje
 
 
 def prepare(model: Any, how: Optimisation) -> None:
-    """Set a loaded model up for training: attention, no cache of keys and values, gradient checkpointing and its offload."""
     backends.use(how.attention)
     model.config.use_cache = False
     if how.gradient_checkpointing:
@@ -223,7 +222,6 @@ def prepare(model: Any, how: Optimisation) -> None:
 
 
 def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -> None:
-    """Put adapters into a model where they are set; ``head`` as for `adapter.attach`, which also raises UnsupportedModel."""
     if how.lora is None:
         return
     adapter.attach(model, how.lora, head=head)

@@ -49,7 +49,6 @@ class CompletionScorer(nn.Module):
     def __init__(
         self, language_model: nn.Module, temperature: float, max_logits: int = MAX_LOGITS, shares: TokenShares = WHOLE
     ) -> None:
-        """Wrap a `transformers` causal language model; raises UnsupportedModel for one with a special head."""
         super().__init__()
         config: Any = language_model.config
         for name, neutral in _HEAD_SETTINGS.items():
@@ -157,7 +156,6 @@ class CompletionScorer(nn.Module):
         kl_to: Logits | None = None,
         kl_from: Top | None = None,
     ) -> Tensor:
-        """Return what `forward` returns, from the hidden states [N, H] that predict the targets."""
         pieces = self._pieces(hidden, targets)
         if len(pieces) == 1:
             return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, len(targets)), kl_from)

@@ -26,9 +26,7 @@ Place = tuple[int, int]  # of a group: number of its pack in the plan, and row g
 class PackStore(Protocol):
     """Where packs are: the object store of a run, or the folder of a saved batch."""
 
-    def get(self, ref: BlobRef) -> bytes:
-        """Return the bytes of a pack."""
-        ...
+    def get(self, ref: BlobRef) -> bytes: ...
 
 
 def groups_of(plan: StepPlan, share: int, ready: Iterable[ReadyGroup], packs: PackStore) -> dict[Place, Group]:
@@ -71,7 +69,6 @@ def micro_batches_of(
 
 
 def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[Place, Group]) -> list[Row]:
-    """Return the rows of one micro-batch; ``groups`` are keyed by their place."""
     rows = []
     for number in micro_batch:
         planned = plan.rows[number]
@@ -105,7 +102,6 @@ def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.in
 
 
 def check_taught(groups: Iterable[Group], *, with_top: bool) -> None:
-    """Raise PackError for a group that lacks the log-probabilities of a teacher: one of an earlier run without a teacher."""
     for group in groups:
         if group.teacher is None or (with_top and not group.teacher.top_k):
             lacks = (

@@ -27,7 +27,6 @@ _FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
 
 
 def check_folder(folder: Path) -> None:
-    """Check configuration and names and headers of the weights' files; raises UnsupportedModel."""
     if (folder / "adapter_config.json").exists():
         raise UnsupportedModel(
             f"model.path = {folder} is an adapter (adapter_config.json); merge it into its base model"
@@ -58,7 +57,6 @@ def check_folder(folder: Path) -> None:
 
 
 def check_layout(folder: Path, layout: ParallelLayout) -> None:
-    """Raise ConfigError if the model of a folder cannot be computed in a layout of the ranks, by its config.json."""
     layout.check(_read_object(folder / "config.json", _MAX_INDEX_BYTES), str(folder))
 
 

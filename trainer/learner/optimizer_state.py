@@ -37,8 +37,6 @@ class Place:
 
 
 class OptimizerState:
-    """The optimizer state of one rank under a DeepSpeed engine."""
-
     def __init__(self, engine: Any, share: Share, *, file: Share, weights: WeightShares) -> None:
         """Read and write the state of ``engine``, this rank's ``share`` of that of its weights, as one of the checkpoint's files."""
         self._engine, self._share, self._file, self._weights = engine, share, file, weights

@@ -51,7 +51,6 @@ class PairPlanner:
     """Prepares steps on pairs; every method is called on all ranks with the same pairs."""
 
     def __init__(self, policy: Policy, dims: ParallelDims, chosen: DpoSettings, *, budget_tokens: int) -> None:
-        """Cut micro-batches of at most ``budget_tokens``; `use_live`, if the reference is to be computed in each step."""
         self._policy = policy
         self._dims = dims
         self._budget = budget_tokens
@@ -64,7 +63,6 @@ class PairPlanner:
         self._live: Scorer | None = None
 
     def use_live(self, reference: Scorer) -> None:
-        """Compute the reference's log-probabilities in each step."""
         self._live = reference
 
     def prepare(
@@ -112,7 +110,6 @@ class PairPlanner:
         return self._needs_kl
 
     def _own(self, pairs: Sequence[Pair], stored: Tensor | None) -> Iterator[Numbered]:
-        """Yield the micro-batches of this rank with the reference's sums."""
         for part, plain in self._micro_batches(pairs):
             batch = plain
             if self._is_weighted:
@@ -132,7 +129,6 @@ class PairPlanner:
                 yield [first + number for number in part], build_pairs([some[number] for number in part])
 
     def _sums(self, scorer: Scorer, batch: PairBatch) -> Tensor:
-        """Return each answer's weighed log-probability under a policy, [2 P] on the CPU."""
         return answer_sums(scorer.logprobs(batch).cpu(), batch, self.preference.length_alpha)[1]
 
     def _gathered(self, own: Iterable[Numbered], num_pairs: int) -> Answers:
@@ -154,13 +150,11 @@ def mean_tokens_of(pairs: Sequence[Pair]) -> float:
 
 
 def _with_gradients(batch: PairBatch, part: list[int], losses: Tensor, gradients: Tensor) -> PairBatch:
-    """Give a micro-batch its part of a coupled loss and of its gradients, [2, 2 P]."""
     share = float(losses[part].sum()) / len(losses)
     return replace(batch, gradients=gradients[:, _places(part)], loss_share=share)
 
 
 def _places(part: Sequence[int]) -> Tensor:
-    """Return the places of the answers of pairs: 2 n and 2 n + 1 of pair n."""
     numbers = torch.tensor(part, dtype=torch.int64)
     return torch.stack([2 * numbers, 2 * numbers + 1], dim=1).flatten()
 
@@ -170,8 +164,6 @@ _PREFIX = "pairs/"  # of the sums of pairs, which are beside those of the groups
 
 @dataclass(frozen=True, slots=True)
 class MixedObjective:
-    """Minimises one objective on micro-batches of groups, and another one on those of pairs."""
-
     groups: PolicyGradient
     pairs: PreferenceObjective
     coefficient: float  # of the pairs' loss
@@ -202,12 +194,9 @@ class MixedObjective:
 
 
 class MixedPairs:
-    """The pairs of a run, a part of which every step trains on."""
-
     def __init__(
         self, pairs: PairSet, planner: PairPlanner, order: DataOrder, *, batch_size: int, coefficient: float
     ) -> None:
-        """Train on ``batch_size`` pairs in each step, in an order."""
         self._pairs = pairs
         self._planner = planner
         self._order = order
@@ -216,7 +205,6 @@ class MixedPairs:
         self.fingerprint = pairs.fingerprint
 
     def at(self, step: int) -> list[Pair]:
-        """Return the pairs of a step; ``step`` counts the steps of the run before it."""
         first = step * self._batch_size
         return [self._pairs[self._order.at(place).prompt] for place in range(first, first + self._batch_size)]
 
@@ -250,7 +238,6 @@ def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return what a step reports about its pairs, by the names of `telemetry/metrics.py`; empty for a step without pairs."""
     own = {name.removeprefix(_PREFIX): value for name, value in sums.items() if name.startswith(_PREFIX)}
     if not own:
         return {}

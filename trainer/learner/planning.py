@@ -46,7 +46,6 @@ class Planner:
         self._num_rows = 0
 
     def plan(self, batch: Sequence[ReadyGroup], version: int) -> StepPlan:
-        """Return the plan of a step on a batch at ``version``; first measures the KL if the reward has one."""
         gaps: list[float] = []
         algorithm = self._algorithm
         lengths = [count for group in batch for count in group.trained.lengths]
@@ -84,7 +83,6 @@ class Planner:
         )
 
     def learned(self, metrics: StepMetrics) -> dict[str, Any]:
-        """Update the KL coefficient from the step's measured KL; returns the metrics to report about it."""
         measured = self._reward_kl
         if "kl_reference" in metrics.sums and measured is None:
             measured = metrics.sums["kl_reference"] / max(1.0, metrics.sums["tokens"])
@@ -101,8 +99,6 @@ class Planner:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One step: its plan, its metrics, and what the planner reports."""
-
     plan: StepPlan
     metrics: StepMetrics
     reported: dict[str, Any]
@@ -110,7 +106,6 @@ class Learned:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """The numbers of the optimizer steps that were left out as outliers, from 0."""
         return tuple(number for number, is_left_out in enumerate(self.metrics.left_out) if is_left_out)
 
     @property

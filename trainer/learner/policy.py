@@ -36,8 +36,6 @@ Observer = Callable[[TokenOutcomes | None, MicroBatch], None]
 
 
 class Policy:
-    """A causal language model under DeepSpeed."""
-
     def __init__(
         self,
         trainable: Trainable,
@@ -47,7 +45,6 @@ class Policy:
         attention: str = "",
         router_replay: bool = False,
     ) -> None:
-        """Called by `load_policy`; with ``router_replay`` micro-batches bring the experts of their tokens."""
         self.attention = attention  # what computes it: the name of a backend, or padded
         self._trainable = trainable
         self._scorer = scorer
@@ -72,12 +69,10 @@ class Policy:
         return int(self._scorer.language_model.config.get_text_config().vocab_size)
 
     def scorer_around(self, model: nn.Module) -> nn.Module:
-        """Return what computes with another model of `model_class` as this policy with its own."""
         return self._scorer.around(model)
 
     @property
     def device_name(self) -> str:
-        """The name of the GPU that computes, as CUDA reports it; ``cpu`` without one."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     @property
@@ -87,7 +82,6 @@ class Policy:
 
     @property
     def pads_rows(self) -> bool:
-        """True if the model cannot compute the rows of a micro-batch as one stream."""
         return self._scorer.padding_reason is not None
 
     def train_step(
@@ -143,7 +137,6 @@ class Policy:
         *,
         learns: bool,
     ) -> tuple[float, dict[str, float], dict[str, float]]:
-        """Compute this rank's micro-batches, with a backward pass if it ``learns``; return loss, sums, maxima over all ranks."""
         step = StepSums()
         with torch.set_grad_enabled(learns):
             for number, batch in enumerate(micro_batches, start=1):
@@ -159,7 +152,6 @@ class Policy:
         return step.over(self._dims)
 
     def take_work(self) -> Work:
-        """Return what all ranks have computed since the last call; collective."""
         flops, tokens = self._dims.sum([self._work.flops, self._work.tokens])
         self._work = NO_WORK
         return Work(flops, tokens)
@@ -171,12 +163,10 @@ class Policy:
             self._trainable.end_batch()
 
     def capture(self) -> CapturedPart:
-        """Copy this rank's part of model, optimizer, schedule and random state, to be written while training goes on."""
         shard = self._trainable.capture({"steps_done": self.steps_done})
         return CapturedPart(_TAG, shard, torch.get_rng_state().numpy().tobytes())
 
     def save(self, folder: Path) -> None:
-        """Write what `capture` copies below ``folder``; collective."""
         self.capture().write(folder)
         self._dims.ranks.barrier()
 
@@ -221,7 +211,6 @@ class Policy:
             return self.logprobs(batch, replays=False)
 
     def logits_without_adapter(self, batch: MicroBatch) -> Logits:
-        """Return the logits of a micro-batch under the model that training started from."""
         with torch.no_grad(), adapter.switched_off(self._scorer):
             hidden = self._read(batch.to(self.device), replays=False, hidden_only=True)
 

@@ -76,7 +76,6 @@ class PolicyWeights:
         return adapter.config(self._scorer)
 
     def modules_beside_adapters(self) -> list[str]:
-        """Return the names of modules that are trained whole beside adapters: a reward model's score."""
         return sorted({name.removeprefix(_PREFIX).rpartition(".")[0] for name, _ in self._trained_beside_adapters()})
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -148,10 +147,7 @@ def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class WeightCopies:
-    """Copies the policy's weights on one rank. `copy` and `root` are called on all ranks together."""
-
     def __init__(self, policy: Policy, dims: ParallelDims, all_ranks_root: Callable[[], str]) -> None:
-        """``all_ranks_root`` calls `root` on all ranks (rank 0)."""
         self._policy = policy
         self._dims = dims
         self._all_ranks_root = all_ranks_root
@@ -168,7 +164,6 @@ class WeightCopies:
         wanted: Sequence[int],
         bucket_bytes: int,
     ) -> Weights:
-        """Copy what is published, as `Learner.weights` says; buckets of a model also go to ``publisher`` (all ranks but 0)."""
         self._num_copies += 1
         weights = self._policy.weights
         config = weights.adapter_config() if as_adapter else None
@@ -193,7 +188,6 @@ class WeightCopies:
         return AdapterWeights.of(factors, base, copy_id=self._num_copies)
 
     def root(self) -> str:
-        """Return the root of the model that was copied last, on rank 0; collective."""
         return self._gather_root(self._hashed)
 
     def _copy_buckets(self, dtype: str | None, bucket_bytes: int, *, merge: bool) -> WeightBuckets:

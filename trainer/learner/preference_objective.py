@@ -109,8 +109,6 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """What a training on pairs minimises."""
-
     losses: tuple[WeighedLoss, ...]
     divergence: Divergence
     alpha: float
@@ -118,7 +116,6 @@ class Preference:
     reward_scale: float  # from log-ratios to reported rewards
 
     def per_pair(self, answers: Answers, *, mean_chosen_tokens: float, kl: float) -> Tensor:
-        """Return the loss of each pair, [P]; its mean over the batch is the batch's loss."""
         chosen, rejected = answers.weighed[0::2], answers.weighed[1::2]
         pairs = Pairs(
             chosen=chosen,
@@ -176,8 +173,6 @@ def coupled_loss(
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective(PlainObjective):
-    """Minimises a preference on one batch of ``num_pairs``."""
-
     preference: Preference
     num_pairs: int  # of the whole batch
     mean_chosen_tokens: float
@@ -198,7 +193,6 @@ class PreferenceObjective(PlainObjective):
 
 
 def mean_metrics(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
-    """Return the reported means over the pairs of a batch; with rows of one answer over the answers of each kind."""
     counts = {"chosen": sums["num_chosen"], "rejected": sums["num_rejected"]}
     if set(counts.values()) == {float(num_pairs)}:
         return {name: value / num_pairs for name, value in sums.items() if "/" in name}

@@ -30,7 +30,6 @@ class TokenShares:
 
     @property
     def are_several(self) -> bool:
-        """True if other ranks compute tokens of the same stream."""
         return self.group is not None
 
     def own(self, values: Tensor) -> Tensor:
@@ -43,7 +42,6 @@ class TokenShares:
         return padded[:, self.group.index * width : (self.group.index + 1) * width]
 
     def num_own(self, num_tokens: int) -> int:
-        """Return how many of a stream's tokens are in this rank's range."""
         if self.group is None:
             return num_tokens
         width = self._width(num_tokens)
@@ -73,7 +71,6 @@ class TokenShares:
         return _Whole.apply(scores, places, num, self.group)  # type: ignore[return-value]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sums of values over the ranks that have shares; collective."""
         return values if self.group is None else self.group.sum(values)
 
     def by_heads(self, states: Tensor, num_tokens: int) -> Tensor:

@@ -63,8 +63,6 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank writes of a network and its optimizer."""
-
     rank: int
     num_ranks: int
     shapes: Mapping[str, Sequence[int]]  # of every parameter, whole, also of those that other ranks write
@@ -77,7 +75,6 @@ class Shard:
         return sum(t.nbytes for fragment in self.fragments for t in fragment.tensors.values())
 
     def write(self, folder: Path) -> None:
-        """Write the shard's file into ``folder`` and to disk, tensor by tensor; raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"{one.name}#{kind}": t for one in self.fragments for kind, t in one.tensors.items()}
         document = {
@@ -115,8 +112,6 @@ class _Piece:
 
 @dataclass(slots=True)
 class ShardFiles:
-    """All shards of one network in a checkpoint; use as a context manager."""
-
     folder: Path
     state: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, list[int]] = field(default_factory=dict)
@@ -155,7 +150,6 @@ class ShardFiles:
         return wanted.flatten()[start : start + num]
 
     def _whole(self, name: str, kind: str, cut: Cut | None) -> Tensor:
-        """Return a parameter [...], put together where it is stored in parts."""
         shape = self.shapes[name]
         if cut is None:
             return self._read(f"{name}#{kind}", 0, math.prod(shape)).view(shape)

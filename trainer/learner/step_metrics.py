@@ -48,7 +48,6 @@ class KeptRows:
 
     @classmethod
     def joined(cls, parts: Sequence[KeptRows]) -> KeptRows:
-        """Return the rows of several ranks or micro-batches together."""
         return cls(
             _joined([part.rows for part in parts], np.int64),
             _joined([part.counts for part in parts], np.int64),
@@ -87,15 +86,12 @@ class RowRecorder:
         self._parts.append(KeptRows(rows, counts, logprobs, outcomes))
 
     def gather(self, dims: ParallelDims) -> KeptRows:
-        """Return the rows of all ranks on rank 0, none on the others; collective."""
         parts = dims.gather(KeptRows.joined(self._parts).to_bytes())
         return KeptRows.joined([KeptRows.from_bytes(part) for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class PassMetrics:
-    """What was measured in one of several passes over a batch."""
-
     num_updates: int  # optimizer steps
     clip_fraction: float
     kl_proximal: float  # per token, from the policy before the batch to the one before each optimizer step
@@ -103,8 +99,6 @@ class PassMetrics:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one optimizer step did, or all those of a batch, over all ranks; the same on every rank."""
-
     loss: float
     grad_norm: float  # before clipping
     lr: float
@@ -121,8 +115,6 @@ class StepMetrics:
 
 @dataclass(slots=True)
 class StepSums:
-    """Adds up the metrics of the micro-batches of a step."""
-
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -135,7 +127,6 @@ class StepSums:
             self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
 
     def over(self, dims: ParallelDims) -> tuple[float, dict[str, float], dict[str, float]]:
-        """Return loss, sums and maxima over all ranks; collective."""
         loss, *sums = dims.sum([self.loss, *self.sums.values()])
         top = dims.maximum(list(self.maxima.values()))
         return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
@@ -176,7 +167,6 @@ def batch_metrics(passes: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
 
 
 def _mean_layers(steps: Sequence[Mapping[str, LayerMetrics]]) -> dict[str, LayerMetrics]:
-    """Return the means over optimizer steps; ratios over those that were made."""
     found = {}
     for name in steps[0]:
         ratios = [ratio for step in steps if (ratio := step[name].update_ratio) is not None]

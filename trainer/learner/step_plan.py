@@ -28,20 +28,16 @@ from penstock.trainer.algorithm.stream_images import PlacedImages
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The mini-batches of a batch, and the passes over them."""
-
     groups: tuple[tuple[int, ...], ...]  # of each mini-batch, by their place in the batch, ascending
     orders: tuple[tuple[int, ...], ...]  # of each pass: numbers of mini-batches
     stop_kl: float | None = None  # no further pass once the KL to the proximal policy was above this in one
     sizes: tuple[int, ...] = ()  # micro-batches of each mini-batch, the same on every rank
 
     def cut(self, micro_batches: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return the micro-batches of each mini-batch, of all those of a rank in their order."""
         ends = [sum(self.sizes[: number + 1]) for number in range(len(self.sizes))]
         return [micro_batches[end - size : end] for end, size in zip(ends, self.sizes, strict=True)]
 
     def is_exceeded(self, kl: float) -> bool:
-        """Return True if no pass may follow one with this KL to the proximal policy, per token."""
         return self.stop_kl is not None and not kl <= self.stop_kl  # a NaN is above every limit
 
     def updates(self, num_passes: int) -> tuple[tuple[int, ...], ...]:
@@ -78,8 +74,6 @@ def _shuffled(values: Sequence[int], key: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyGroup:
-    """A scored group whose trajectories have been fetched and verified."""
-
     scored: ScoredGroup
     pack: BlobRef
     group: Group
@@ -109,8 +103,6 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the micro-batches of a step are cut for."""
-
     budget_tokens: int  # most tokens of a micro-batch
     num_shares: int = 1  # shares of the rows, one for each rank that computes rows
     pair_cost: float = 0.0  # of a token attending to one, relative to a token's other computation
@@ -119,8 +111,6 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """One trajectory of a step, or one row of an episode."""
-
     pack: int  # number in the plan's list of packs
     row_group: int
     trajectory: int  # row of the group
@@ -132,8 +122,6 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The optimizer step, or the several ones, on a batch, over all ranks."""
-
     packs: tuple[BlobRef, ...]
     rows: tuple[PlannedRow, ...]
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [share][micro-batch] = row numbers
@@ -286,7 +274,6 @@ def _totals(
 
 
 def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:
-    """Return the sum of each group's counts; ``counts`` has one per trajectory."""
     remaining = iter(counts)
     return [sum(next(remaining) for _ in group.lengths) for group in groups]
 

@@ -61,7 +61,6 @@ def _kind(name: str, *, in_block: bool) -> str:
 
 
 def _range(number: int, num_blocks: int) -> str:
-    """Return the range of blocks of a block; ranges are as equal in size as possible."""
     count = min(MAX_RANGES, num_blocks)
     index = (number * count) // num_blocks
     first = -(-index * num_blocks // count)
@@ -74,8 +73,6 @@ WINDOW = 64  # optimizer steps
 
 @dataclass(slots=True)
 class Outliers:
-    """The rule, and the norms that it compares with."""
-
     above: float  # multiple of the median
     after: int  # optimizer steps before the first one that may be left out
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -102,8 +99,6 @@ Sum = Callable[[Sequence[float]], list[float]]  # over the ranks
 
 @dataclass(frozen=True, slots=True)
 class LayerMetrics:
-    """What a step did to the parameters of a group of layers."""
-
     grad_norm: float  # before clipping
     # Norm of the change over that of the weights before; None: these are 0, or the step was left out.
     update_ratio: float | None

@@ -30,7 +30,6 @@ class WeightShares:
     """The shares of a module's weights; the default is one rank with all of them."""
 
     def __init__(self, group: RankSubgroup | None = None) -> None:
-        """``group`` are the ranks that have the other shares."""
         self.group = group
 
     @property
@@ -71,7 +70,6 @@ class WeightShares:
                 )
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Return a parameter of all ranks' shares, or the parameter itself where it is not cut; collective."""
         cut = cut_of(parameter)
         return parameter if cut is None or self.group is None else self.group.gather(parameter.detach(), cut.dim)
 
@@ -91,7 +89,6 @@ class WeightShares:
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """Return how AutoTP cut a parameter; None: it is whole."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     meta: dict[str, Any] = parameter.ds_autotp_universal_checkpoint_meta  # type: ignore[attr-defined]

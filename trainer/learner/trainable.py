@@ -127,8 +127,6 @@ class _Schedule(LambdaLR):
 
 
 class Trainable:
-    """A module with its optimizer, sharded as the ZeRO stage says."""
-
     def __init__(
         self,
         module: nn.Module,
@@ -246,12 +244,10 @@ class Trainable:
             yield tuple(map(self._weights.whole, parameters))
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """Return the shape that a parameter has inside of `whole`."""
         return self._weights.whole_shape(parameter)
 
     @contextlib.contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Make the module compute as it does at inference inside the block."""
         self.module.eval()
         try:
             yield
@@ -259,7 +255,6 @@ class Trainable:
             self.module.train()
 
     def capture(self, state: Mapping[str, Any]) -> Shard:
-        """Copy this rank's part of weights, optimizer and schedule, with ``state``, for `Shard.write`."""
         counts = {name: int(getattr(self._engine, name)) for name in _COUNTS}
         schedule = self._engine.lr_scheduler.last_epoch
         norms = {_NORMS: list(self._outliers.norms)} if self._outliers is not None else {}
@@ -298,7 +293,6 @@ class Trainable:
         return deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
 
     def _is_outlier(self) -> bool:
-        """Return True if the step that is being made is to be left out; its norm is known by now."""
         if self._outliers is None:
             return False
         is_plain = self._engine.zero_optimization_stage() == 0

@@ -26,7 +26,6 @@ def is_of_tower(name: str) -> bool:
 
 
 def text_body(model: Any) -> Any:
-    """Return the part of a language model that computes its tokens, without the output head."""
     return model.base_model if tower_of(model) is None else model.base_model.language_model
 
 
@@ -41,17 +40,13 @@ def saved_name(model: Any, name: str) -> str:
 
 
 def freeze_tower(model: Any) -> None:
-    """Let the vision tower learn nothing."""
     tower = tower_of(model)
     if tower is not None:
         tower.requires_grad_(False)
 
 
 class ImageEmbeddings:
-    """Computes what a stream's tokens are to the layers of a model that reads images."""
-
     def __init__(self, model: Any) -> None:
-        """Take the parts of a model; raises UnsupportedModel for one whose tower is not known."""
         self._tower = tower_of(model)
         if type(self._tower).__name__ != "Qwen2_5_VisionTransformerPretrainedModel":
             raise UnsupportedModel(
@@ -84,7 +79,6 @@ class ImageEmbeddings:
         return any(p.requires_grad or hasattr(p, "ds_id") for p in self._tower.parameters())
 
     def _features(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        """Return what the tower makes of all parts of images, [parts, H]."""
         dtype = self._tower.patch_embed.proj.weight.dtype
         found: Tensor = self._tower(pixel_values.to(dtype), grid_thw=grid_thw).pooler_output
         return found

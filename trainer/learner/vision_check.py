@@ -48,7 +48,6 @@ def _not_exact(settings: TrainerSettings) -> Iterator[str]:
 
 
 def refuse_vision(settings: TrainerSettings, command: str) -> None:
-    """Raise ConfigError for a model that reads images where text alone is trained on; UnsupportedModel as `check_vision`."""
     if read_processor(settings.model.path) is not None or settings.model.train_vision_tower:
         raise ConfigError(
             f"model.path = {settings.model.path} reads images, or model.train_vision_tower = true: `penstock {command}` reads text "
@@ -73,7 +72,6 @@ def check_environments(settings: TrainerSettings, num_with_images: Mapping[str |
 
 
 def _of_source(name: str) -> tuple[str, str]:
-    """Return the settings of an evaluated source that name its files and its environment."""
     return (
         ("data.eval", "eval.environment")
         if name == DATA_EVAL

@@ -28,7 +28,6 @@ class PublishedBase:
         self._found: Written | None = None
 
     def find(self, base: AdapterBase, newest: Written | None) -> AnchorRef | None:
-        """Return the stored full snapshot of a base, given the head's version; None if it is missing or unreadable."""
         if self._found is not None and self._found.manifest.state_root == base.root:
             return self._found.as_anchor
         reference = _base_of(newest)
@@ -46,7 +45,6 @@ class PublishedBase:
         return self._found.as_anchor
 
     def repair(self, base: AdapterBase, files: tuple[ModelFile, ...]) -> AnchorRef:
-        """Return the full snapshot that was found or stored, stored again if an object is missing or corrupt."""
         assert self._found is not None
         manifest = self._found.manifest
         try:
@@ -89,7 +87,6 @@ class AdapterVersions:
         """Hold nothing: the snapshot has all of the adapter."""
 
     def resume(self, weights: AdapterWeights, dtype: str, newest: Written) -> bool:
-        """Return True if this adapter equals the newest version bit for bit and its base is stored."""
         manifest = newest.manifest
         if manifest.state_root != weights.root() or self._base.find(weights.base, newest) is None:
             return False
@@ -97,15 +94,12 @@ class AdapterVersions:
         return True
 
     def missing_base(self, weights: AdapterWeights, newest: Written | None) -> AdapterBase | None:
-        """Return the adapter's base if it is not stored; None if it is."""
         return weights.base if self._base.find(weights.base, newest) is None else None
 
     def store_base(self, base: AdapterBase, label: Label, dtype: str) -> None:
-        """Store a base under a version number that no head names."""
         self._base.store(base, label, self._writer.small_files(dtype))
 
     def store(self, snapshot: Snapshot[AdapterWeights], newest: Written | None) -> StoredVersion:
-        """Store an adapter, then its manifest; raises PublicationFailed if its base is not stored."""
         base = snapshot.weights.base
         reference = self._base.find(base, newest)
         if reference is None:
@@ -117,11 +111,9 @@ class AdapterVersions:
         return StoredVersion(written, written.manifest.density, base.buckets.layout.num_bytes, diff_s=0.0)
 
     def committed(self, snapshot: Snapshot[AdapterWeights], written: Written) -> None:
-        """Keep the adapter, in case workers refuse it."""
         self._newest = snapshot
 
     def store_again(self, newest: Written) -> Written | None:
-        """Store the newest adapter again, with its base repaired; None if this session has not published it."""
         adapter = self._newest
         if adapter is None or adapter.version != newest.manifest.version:
             return None

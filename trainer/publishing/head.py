@@ -17,16 +17,12 @@ _SWAP_DEADLINE_S = 120.0
 
 
 def read_head(state: KeyValue) -> Head | None:
-    """Return the newest complete version of the run, None before the first."""
     entry = state.get(streams.HEAD_KEY).wait()
     return None if entry is None else decode(entry.value, Head)
 
 
 class HeadKey:
-    """The head as this trainer has read or moved it last."""
-
     def __init__(self, bus: Bus, run_id: str) -> None:
-        """Read the run's head; raises MissingStream if the run was not bootstrapped."""
         self._run_id = run_id
         self._state = bus.key_value(streams.state_bucket(run_id).bucket).wait()
         self.value = read_head(self._state)
@@ -68,7 +64,6 @@ class HeadKey:
         return entry is not None and entry.value == value
 
     def _expected_revision(self, deadline: float) -> int | None:
-        """Return the revision of the head in `value`, None before the first version; raises PublicationFailed."""
         entry = self._read(deadline)
         if entry is None:
             return None
@@ -104,5 +99,4 @@ class PublishedVersions:
             self._unknown_before = min(self._versions)
 
     def never_published(self, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Return those of the versions that no session published, sorted."""
         return sorted(v for v in {*versions} - self._versions if v >= self._unknown_before)

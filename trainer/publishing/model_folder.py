@@ -33,7 +33,6 @@ class ModelFiles:
     """
 
     def __init__(self, folder: Path, layout: WeightLayout, numbers: Iterable[int]) -> None:
-        """Write buckets ``numbers`` of the layout below ``folder``."""
         self._folder = folder
         self._layout = layout
         self._places = {t.name: (n, t) for n in numbers for t in layout.buckets[n].tensors}
@@ -49,7 +48,6 @@ class ModelFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write them to disk and close them."""
         with self._opened:
             for file, _header_bytes in self._files.values():
                 file.flush()
@@ -105,7 +103,6 @@ def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | Non
 
 
 def _is_own(path: Path) -> bool:
-    """Return True for a file of the folder, or of the Hugging Face cache that the folder is in; raises UnsupportedModel."""
     target, folder = path.resolve(), path.parent.resolve()
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if target.is_relative_to(folder) or target.is_relative_to(blobs):

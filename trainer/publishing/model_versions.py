@@ -137,7 +137,6 @@ class ModelVersions:
         policy: FullSnapshotPolicy,
         epoch: int,
     ) -> None:
-        """``policy`` says when a full snapshot is due."""
         self._writer = writer
         self._coordinator = coordinator
         self._epoch = epoch
@@ -147,11 +146,9 @@ class ModelVersions:
         self._dtype = ""  # of what was published or resumed last
 
     def hold(self, snapshot: Snapshot[ModelWeights]) -> None:
-        """Hold rank 0's buckets; the other ranks hold theirs since they copied them."""
         self._coordinator.hold(snapshot.weights.buckets)
 
     def resume(self, weights: ModelWeights, dtype: str, newest: Written) -> bool:
-        """Return True if this model equals the newest version's bit for bit; the next version is then a patch of it."""
         buckets, manifest = weights.buckets, newest.manifest
         if weights.root() != manifest.state_root or buckets.layout.layout_id != manifest.layout_id:
             return False
@@ -162,7 +159,6 @@ class ModelVersions:
         return True
 
     def missing_base(self, weights: ModelWeights, newest: Written | None) -> AdapterBase | None:
-        """Return None: a model needs no base."""
         return None
 
     def store(self, snapshot: Snapshot[ModelWeights], newest: Written | None) -> StoredVersion:
@@ -225,7 +221,6 @@ class ModelVersions:
         return self._layout is not None
 
     def _read_committed(self, newest: Written) -> None:
-        """Have the ranks read the newest version, once in a session that has not published it."""
         if self._layout is not None or self._was_read:
             return
         self._was_read = True
@@ -249,7 +244,6 @@ class ModelVersions:
         log.info("read the head's weights", policy_version=version)
 
     def _follow_chain(self, newest: Written) -> bool:
-        """Read the patches between the newest version and its full snapshot; returns False if they are unreadable."""
         manifest = newest.manifest
         try:
             chain = self._writer.reader().plan(manifest, None)

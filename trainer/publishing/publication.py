@@ -63,7 +63,6 @@ class VersionPublisher:
         policy: FullSnapshotPolicy,
         epoch: int,
     ) -> None:
-        """Read the run's head; raises MissingStream if the run was not bootstrapped."""
         self._run_id, self._bus, self._writer = connections.run_id, connections.bus, writer
         self._epoch = epoch
         self.head = HeadKey(connections.bus, connections.run_id)
@@ -73,28 +72,22 @@ class VersionPublisher:
 
     @property
     def newest(self) -> Written | None:
-        """The version that the head names; None before the first, or before it was read."""
         return self._newest
 
     @property
     def num_full_snapshots(self) -> int:
-        """Full snapshots written in the background in this session."""
         return self._models.full_snapshots.num_written
 
     def hold(self, snapshot: Snapshot[Any]) -> None:
-        """Hold what publishing a snapshot needs on this rank (called on the training thread)."""
         self._kind(snapshot.weights).hold(snapshot)
 
     def missing_base(self, weights: Weights) -> AdapterBase | None:
-        """Return the base that these weights need and that is not stored; None if nothing is missing."""
         return self._kind(weights).missing_base(weights, self._read_newest())
 
     def store_base(self, base: AdapterBase, label: Label, dtype: str) -> None:
-        """Store the base of adapters under a version number that no head names."""
         self._adapters.store_base(base, label, dtype)
 
     def resume(self, weights: Weights, dtype: str) -> bool:
-        """Return True if these weights equal the head's bit for bit; the next version then follows on them."""
         newest = self._read_newest()
         if newest is None or not self._kind(weights).resume(weights, dtype, newest):
             return False
@@ -176,7 +169,6 @@ class VersionPublisher:
                 self._bus.publish(subject, fact, msg_id=f"{msg_id}:{secrets.token_hex(8)}").wait()
 
     def _read_newest(self) -> Written | None:
-        """Return the version that the head names, reading its manifest on the first call of a session."""
         head = self.head.value
         if self._newest is None and head is not None:
             try:

@@ -74,7 +74,6 @@ class Refusals:
         return is_due and self._refilled() >= 1
 
     def clear(self, newest: Written) -> None:
-        """Count a republication of the newest version, and forget who refused it."""
         del self._refused[newest.reference.sha256]
         version = newest.manifest.version
         self._num_republications = Counter({version: self._num_republications[version] + 1})
@@ -162,12 +161,10 @@ class Publisher:
 
     @property
     def head(self) -> Head | None:
-        """The newest complete version of the run, None before the first."""
         return self._versions.head.value
 
     @property
     def num_full_snapshots(self) -> int:
-        """Full snapshots written in the background of patches, in this session."""
         return self._versions.num_full_snapshots
 
     def resume(self, weights: Weights, dtype: str) -> bool:
@@ -190,7 +187,6 @@ class Publisher:
             return set(self._pinned)
 
     def submit(self, snapshot: Snapshot[Any]) -> None:
-        """Queue a snapshot; raises PublicationFailed if an earlier one failed."""
         with self._changed:
             self._raise_failure()
             if snapshot.must_publish:
@@ -201,7 +197,6 @@ class Publisher:
             self._changed.notify_all()
 
     def drop_overtaken(self) -> list[int]:
-        """Drop the snapshots that the next one replaces; returns the ids of the copies that are still wanted."""
         with self._changed:
             self._drop_overtaken()
             return self._wanted()
@@ -211,18 +206,15 @@ class Publisher:
             self._raise_failure()
 
     def is_published(self, version: PolicyVersion) -> bool:
-        """Return True if a version is complete and announced; raises PublicationFailed."""
         with self._changed:
             self._raise_failure()
             return version in self._published
 
     def never_published(self, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Return those of the versions with which no worker can have sampled, since no session published them."""
         with self._changed:
             return self._sampled_with.never_published(versions)
 
     def wait_until_published(self, version: PolicyVersion, deadline_s: float) -> None:
-        """Wait for a submitted version; raises PublicationFailed after ``deadline_s``."""
         deadline = time.monotonic() + deadline_s
         with self._changed:
             while version not in self._published:
@@ -254,7 +246,6 @@ class Publisher:
         }
 
     def _announced(self) -> dict[PolicyVersion, WeightsPublished]:
-        """Return the announcements that the stream still has, the newest of each version; raises BusError."""
         found: dict[PolicyVersion, WeightsPublished] = {}
         subject = subjects.weights_published(self._run_id)
         for message in self._bus.read_stream(f"{self._run_id}-weights", subject).wait():
@@ -267,12 +258,10 @@ class Publisher:
         return found
 
     def unpin(self, version: PolicyVersion) -> None:
-        """Allow garbage collection of a version again."""
         with self._changed:
             self._pinned.discard(version)
 
     def close(self, deadline_s: float = 120.0) -> None:
-        """Publish what was submitted and stop the thread; raises PublicationFailed."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -333,7 +322,6 @@ class Publisher:
         self._on_published(publication)
 
     def _on_refusal(self, fact: WeightsRefused) -> None:
-        """Record that a worker cannot use a version (called on the bus's thread)."""
         with self._changed:
             is_new = self._refusals.add(fact, self._versions.newest)
             self._changed.notify_all()

@@ -82,7 +82,6 @@ class RankPublisher:
             self._changed.notify_all()
 
     def discard(self, wanted: Collection[int]) -> None:
-        """Release the copies that will not be published: all but the ``wanted`` ids."""
         with self._changed:
             self._copies = {copy_id: copy for copy_id, copy in self._copies.items() if copy_id in wanted}
 
@@ -238,7 +237,6 @@ class PublishCoordinator:
         self._in_background = RankOrders(own, ranks, "full-snapshot", PublicationFailed)
 
     def hold(self, buckets: WeightBuckets) -> None:
-        """Hold rank 0's buckets of a version that may be published."""
         self._own.hold(buckets)
 
     def discard(self, wanted: Collection[int]) -> None:
@@ -249,11 +247,9 @@ class PublishCoordinator:
         return _root(self._orders.ask(RankPublisher.digests, copy_id))
 
     def read_head(self, head: BlobRef, version: PolicyVersion) -> str:
-        """Have every rank read its buckets of the head; returns the root, raises PublicationFailed."""
         return _root(self._orders.ask(RankPublisher.read_head, head, version))
 
     def compare(self, copy_id: int) -> PatchSize:
-        """Have every rank compare and encode its buckets; returns the size of the whole patch."""
         sizes = self._orders.ask(RankPublisher.compare, copy_id)
         return PatchSize(sum(size.num_bytes for size in sizes), sum(size.num_changed for size in sizes))
 
@@ -267,12 +263,10 @@ class PublishCoordinator:
         return _joined(attempt, self._orders.ask(RankPublisher.store_whole, copy_id, version, attempt, file_name))
 
     def store_committed(self, version: PolicyVersion) -> StoredObjects:
-        """Have every rank store its buckets of the committed version whole."""
         attempt = _attempt()
         return _joined(attempt, self._orders.ask(RankPublisher.store_committed, version, attempt))
 
     def commit(self, copy_id: int, *, retain: bool) -> None:
-        """Tell every rank that a copy was committed; ``retain`` it for a full snapshot as well."""
         self._orders.ask(RankPublisher.commit, copy_id, retain)
 
     def store_retained(self, version: PolicyVersion) -> StoredObjects:

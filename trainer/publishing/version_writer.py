@@ -41,13 +41,11 @@ class Written:
 
     @property
     def as_ancestor(self) -> Ancestor:
-        """The reference to it in the next version's manifest."""
         m = self.manifest
         return Ancestor(version=m.version, manifest=self.reference, state_root=m.state_root)
 
     @property
     def as_anchor(self) -> AnchorRef:
-        """The reference to this full snapshot in the manifests of patches and adapters that need it."""
         m = self.manifest
         return AnchorRef(version=m.version, manifest=self.reference, state_root=m.state_root, num_bytes=m.num_bytes)
 
@@ -61,8 +59,6 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a version consists of, all of it stored except the layout."""
-
     layout: WeightLayout
     files: tuple[ModelFile, ...]
     stored: StoredObjects
@@ -70,10 +66,7 @@ class Content:
 
 
 class VersionWriter:
-    """Stores versions of one run; thread-safe."""
-
     def __init__(self, connections: Connections, model_folder: Path, signing_key: SigningKey | None = None) -> None:
-        """Config and tokenizer come from ``model_folder``; manifests are signed with ``signing_key`` if there is one."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
         self._model_folder = model_folder
         self._signing_key = signing_key
@@ -170,8 +163,6 @@ W = TypeVar("W", ModelWeights, AdapterWeights)
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A version that is stored but not committed."""
-
     written: Written
     density: float  # share of the values whose bits changed since the parent
     raw_bytes: int  # of the whole model

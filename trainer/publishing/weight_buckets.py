@@ -43,7 +43,6 @@ class WeightBuckets:
     """Buckets ``numbers`` of a layout. Written by one thread, then sealed, then read by any."""
 
     def __init__(self, layout: WeightLayout, numbers: Iterable[int], *, copy_id: int = 0) -> None:
-        """Allocate memory; ``copy_id`` names this copy of the weights, the same on all ranks."""
         self.layout = layout
         self.copy_id = copy_id
         self.raw: dict[int, Bytes] = {n: np.empty(layout.buckets[n].num_bytes, np.uint8) for n in numbers}
@@ -63,19 +62,16 @@ class WeightBuckets:
         place.copy_(source)
 
     def seal(self) -> None:
-        """Mark all buckets as written, and start to hash them in a thread."""
         pool = ThreadPoolExecutor(1, "digest")
         self._digests = pool.submit(self._hash)
         pool.shutdown(wait=False)
 
     @property
     def hashed(self) -> Future[list[TensorDigest]]:
-        """The digest of every tensor, from the hashing thread."""
         assert self._digests is not None, "buckets are sealed before they are read"
         return self._digests
 
     def digests(self) -> list[TensorDigest]:
-        """Return the digest of every tensor, waiting for the hashing thread."""
         return self.hashed.result()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -83,13 +79,11 @@ class WeightBuckets:
         return {name: self._place(name) for name in self._places}
 
     def xxh3(self, number: int) -> str:
-        """Return the xxh3-128 of a raw bucket; computed once."""
         if number not in self._xxh3:
             self._xxh3[number] = bucket_xxh3(self.raw[number])
         return self._xxh3[number]
 
     def set_xxh3(self, number: int, known: str | None) -> None:
-        """Store the xxh3-128 of a raw bucket, computed here if it is not ``known``."""
         if known is None:
             self.xxh3(number)
         else:
@@ -129,7 +123,6 @@ def layout_of(tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -
 def copy_to_buckets(
     tensors: Mapping[str, Tensor], *, copy_id: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> WeightBuckets:
-    """Copy tensors into all buckets of their own layout, sealed."""
     layout = layout_of(tensors, bucket_bytes)
     buckets = WeightBuckets(layout, range(len(layout.buckets)), copy_id=copy_id)
     for name, tensor in tensors.items():
@@ -164,8 +157,6 @@ class AdapterBase:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model to publish: this rank's buckets of it."""
-
     buckets: WeightBuckets
     all_ranks_root: Callable[[], str] | None = None  # root over all ranks' buckets; None if all are here
 
@@ -177,7 +168,6 @@ class ModelWeights:
         return lambda: weights_digest(hashed.result())
 
     def root(self) -> str:
-        """Return the root of the weights, as manifests and the run's record store it."""
         return self.root_later()()
 
 
@@ -193,13 +183,11 @@ class AdapterWeights:
         return cls(copy_to_buckets(factors, copy_id=copy_id, bucket_bytes=sys.maxsize), base)
 
     def root_later(self) -> Callable[[], str]:
-        """Return a function that returns the root, without a reference to the factors."""
         hashed, base = self.buckets.hashed, self.base
         config = hashlib.sha256(base.config.to_json()).hexdigest()
         return lambda: adapter_digest(base.root, config, hashed.result())
 
     def root(self) -> str:
-        """Return the root of the weights that base and adapter make, as manifests and the run's record store it."""
         return self.root_later()()
 
 

@@ -51,8 +51,6 @@ Stored = Mapping[PolicyVersion, tuple[int, BlobRef]]  # step and manifest of the
 
 
 class KeptVersionsKey:
-    """The record of kept versions of one run; used by the evaluator's thread and by garbage collection."""
-
     def __init__(self, state: KeyValue, rule: KeepRule) -> None:
         self._state, self._rule = state, rule
         self._lock = threading.Lock()
@@ -138,7 +136,6 @@ class KeptVersionsKey:
 
 
 def _with_milestones(kept: KeptVersions, stored: Stored, rule: KeepRule) -> KeptVersions:
-    """Replace the milestones by those that are due among the kept and the stored versions."""
     known = {PolicyVersion(milestone.version): milestone for milestone in kept.milestones}
     for version, (step, manifest) in stored.items():
         known.setdefault(version, KeptVersion(version=version, step=step, manifest=manifest))
@@ -169,8 +166,6 @@ _MANIFEST = "/manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long what is not needed is kept; times in seconds."""
-
     keep_versions: int
     grace_s: float
     orphan_s: float
@@ -178,8 +173,6 @@ class Retention:
 
 
 class WeightGc:
-    """Collects every half minute in a thread of its own; use as a context manager."""
-
     def __init__(
         self,
         connections: Connections,
@@ -188,7 +181,6 @@ class WeightGc:
         pinned: Callable[[], Iterable[PolicyVersion]],
         holder: str,
     ) -> None:
-        """``pinned`` returns the versions that an evaluation needs; raises MissingStream if the run was not bootstrapped."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
         self._retention = retention
         self._pinned = pinned
@@ -281,7 +273,6 @@ class WeightGc:
         return [PolicyVersion(beat.needs_version) for beat in beats if beat.needs_version is not None]
 
     def _raise_floor(self, floor: PolicyVersion) -> PolicyVersion:
-        """Publish the floor, and return it; it never falls below one that was published before."""
         entry = self._state.get(streams.FLOOR_KEY).wait()
         if entry is not None:
             published = PolicyVersion(decode(entry.value, RetirementFloor).version)
@@ -315,7 +306,6 @@ class WeightGc:
 
 
 def _stored(head: BlobRef, chain: Iterable[VersionManifest]) -> Stored:
-    """Return step and manifest of the versions of a chain, newest first, that begins with the head's manifest."""
     found: dict[PolicyVersion, tuple[int, BlobRef]] = {}
     reference = head
     for manifest in chain:

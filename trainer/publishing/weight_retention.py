@@ -33,7 +33,6 @@ class FullSnapshotPolicy:
     max_versions: int = 64
 
     def is_due(self, *, patch_bytes: int, full_bytes: int, num_versions: int) -> bool:
-        """Return True if a full snapshot is due, given what was published since the last one of ``full_bytes``."""
         return num_versions >= self.max_versions or patch_bytes > self.max_ratio * full_bytes
 
 
@@ -102,7 +101,6 @@ def milestone_versions(stored: Iterable[PolicyVersion], rule: KeepRule) -> list[
 
 
 def assembled_from(kept: Iterable[KeptVersion], manifests: Mapping[str, VersionManifest]) -> set[PolicyVersion]:
-    """Return the kept versions and those that they are assembled from; ``manifests`` are the stored ones by key."""
     whole = {(m.version, m.state_root) for m in manifests.values() if m.kind == "anchor"}
     found: set[PolicyVersion] = set()
     for one in kept:

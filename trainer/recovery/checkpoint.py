@@ -59,7 +59,6 @@ def sync_tree(folder: Path) -> None:
 
 
 def raise_not_written(partial: Path, err: Exception) -> NoReturn:
-    """Remove a checkpoint that could not be written, and raise CheckpointError with the free space."""
     shutil.rmtree(partial, ignore_errors=True)
     free = shutil.disk_usage(partial.parent).free
     raise CheckpointError(
@@ -76,7 +75,6 @@ _THREADS = 8  # hashed at the same time; hashlib releases the interpreter lock
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file below a checkpoint's folder but its state, by relative path."""
     paths = sorted(path for path in _files(folder) if path != STATE_FILE)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(paths, pool.map(lambda path: _sha256(folder / path), paths), strict=True))
@@ -118,7 +116,6 @@ def path_of(folder: Path, path: str) -> Path:
 
 
 def missing_files(folder: Path, state: CheckpointState) -> list[str]:
-    """Return the files of a checkpoint that are not in its folder, by relative path."""
     return sorted(path for path in state.files if not (folder / path).is_file())
 
 
@@ -199,7 +196,6 @@ def has_weights_of(root: Path, state: CheckpointState) -> bool:
 
 
 def partial_of(root: Path, state: CheckpointState) -> Path:
-    """Return the folder in which a checkpoint is written before it is committed; each epoch has its own."""
     return root / f"{folder_name(state.step)}.e{state.epoch}{PARTIAL}"
 
 
@@ -228,7 +224,6 @@ def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
 
 
 def _to_json(state: CheckpointState, files: Mapping[str, str]) -> bytes:
-    """Return ``state.json``; raises CheckpointError for a state that no later trainer could read."""
     data = state.model_copy(update={"files": dict(files)}).model_dump_json(indent=1).encode()
     try:
         CheckpointState.model_validate_json(data)

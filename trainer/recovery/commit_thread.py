@@ -13,10 +13,7 @@ _CLOSE_S = 60.0  # a trainer that ends with an error waits no longer for the che
 
 
 class CommitThread:
-    """Runs one commit after the other; used by the training thread."""
-
     def __init__(self, deadline_s: float = _DEADLINE_S) -> None:
-        """Raise an error for a commit that takes longer than ``deadline_s``."""
         self._deadline_s = deadline_s
         self._thread: threading.Thread | None = None
         self._step = 0
@@ -27,7 +24,6 @@ class CommitThread:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, commit: Callable[[], None], *, step: int) -> None:
-        """Run ``commit`` in a thread, after the one before; raises as `wait` does."""
         self.wait()
         self._step = step
         self._thread = threading.Thread(target=self._guard, args=(commit,), name="checkpoint", daemon=True)
@@ -48,7 +44,6 @@ class CommitThread:
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a commit that failed, without waiting."""
         if isinstance(self._failure, PenstockError):
             raise self._failure
         if self._failure is not None:
@@ -96,9 +91,7 @@ class CheckpointSchedule:
         return self._every_s > 0 and now - self._previous_at >= pause_s
 
     def written(self, *, started: float, now: float) -> None:
-        """Record a checkpoint for which training stood still from ``started`` to ``now``."""
         self._previous_at, self._previous_took_s = now, now - started
 
     def committed(self, took_s: float) -> None:
-        """Record that a thread wrote the previous checkpoint for ``took_s`` s; may be called on that thread."""
         self._write_s = took_s

@@ -121,7 +121,6 @@ class HeldLease:
 
     @property
     def epoch(self) -> int:
-        """The number of this holder, which fences what it writes."""
         return self._lease.epoch
 
     @property
@@ -130,7 +129,6 @@ class HeldLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether no other trainer is known to have taken the lease."""
         return not self._lost
 
     def __enter__(self) -> HeldLease:
@@ -138,7 +136,6 @@ class HeldLease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop renewing, and release the lease; if NATS is unreachable, it expires."""
         self._stop.set()
         self._thread.join(_NATS_DEADLINE_S)
         released = encode(self._lease.model_copy(update={"released": True}))

@@ -87,7 +87,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:
 
 
 def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) -> list[str]:
-    """Return one line for each setting that differs, also if only one side has it."""
     return [
         f"{key} = {json.dumps(other.get(key))}, recorded {json.dumps(recorded.get(key))}"
         for key in _differing(recorded, other, ignoring)
@@ -106,7 +105,6 @@ def _value(settings: Flat, key: str) -> Any:
 
 
 def changed_settings(recorded: Path, config: bytes) -> list[str]:
-    """Return one line for each setting that a session changes; none if ``recorded`` holds no settings."""
     try:
         before = flat(json.loads(recorded.read_bytes())["settings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -78,7 +78,6 @@ SUMMARY_FILE = "trainer.json"
 
 
 def write_summary(training: Training, results: EvaluationLog, *, is_complete: bool, wall_s: float) -> None:
-    """Write ``trainer.json``; ``complete`` is True once all steps, the export and the last evaluation are done."""
     busy_s, idle_s = training.activity.totals()
     totals = training.issuer.totals()
     document: dict[str, Any] = {
@@ -145,7 +144,6 @@ def _counted_steps(settings: TrainerSettings) -> int | None:
 
 
 def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:
-    """Return the steps of a run that is complete, and why it ended early; empty if it did not."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -173,7 +171,6 @@ class RolledBack:
 
 
 def read_rolled_back(lines: bytes) -> RolledBack:
-    """Return the cost of the steps in the lines of metrics.jsonl that a resume cuts off; a torn line does not count."""
     steps = groups = 0
     seconds = 0.0
     for line in lines.splitlines():
@@ -189,7 +186,6 @@ def read_rolled_back(lines: bytes) -> RolledBack:
 
 
 def describe_rolled_back(found: RolledBack, *, resumed_step: int | None) -> str:
-    """Return the sentence for log and panel; "" when a new run starts. ``resumed_step``: of the checkpoint, None without one."""
     if resumed_step is None and not found.steps:
         return ""
     start = (

@@ -57,7 +57,6 @@ def environment_fingerprint(extensions: Mapping[str, str] | None = None) -> dict
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return one line per key of ``then`` whose value is another one now."""
     then = {**_BEFORE, **then} if then else then
     return [
         f"{name}: {then[name]} then, {now.get(name, 'unknown')} now" for name in then if then[name] != now.get(name)
@@ -74,7 +73,6 @@ def _version(name: str) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return 16 hex digits that change with any line of the packages that compute a step."""
     root, digest = Path(__file__).absolute().parents[2], hashlib.sha256()
     for path in sorted(path for package in _PACKAGES for path in (root / package).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -83,7 +81,6 @@ def _code_digest() -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return the accelerator's name, or the processor's with the instructions that torch uses on it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     try:
@@ -100,7 +97,6 @@ class RunRecordWriter:
     def __init__(
         self, connections: Connections, pointer: FencedKey, *, epoch: int, resumed: CheckpointState | None
     ) -> None:
-        """Continue from the newest checkpoint; ``pointer`` is the checkpoint key in NATS."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
         self._pointer = pointer
         self._epoch = epoch
@@ -114,7 +110,6 @@ class RunRecordWriter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added since the last chapter."""
         return not (self._sessions or self._steps or self._open_step)
 
     def set_weights(self, digest: Callable[[], str]) -> None:
@@ -125,7 +120,6 @@ class RunRecordWriter:
         self._digest = functools.cache(digest)
 
     def digest(self) -> str:
-        """Return the digest of the current weights, waiting until it is computed."""
         if self._digest is None:
             raise ValueError("no weights were set yet")
         return self._digest()

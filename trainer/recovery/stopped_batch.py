@@ -28,8 +28,6 @@ _PARTIAL = ".partial"
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Where and why a run stopped by itself."""
-
     run_id: str
     step: int  # number of the step that was to be made
     version: int  # of the weights before it

@@ -132,7 +132,6 @@ class StoredCheckpoints:
                     Path(parent).rmdir()
 
     def prune(self, epoch: int) -> None:
-        """Remove the objects of the present and older epochs that no checkpoint in the folder names."""
         kept = set[str]()
         for folder, state in committed(self._root):
             sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
@@ -193,7 +192,6 @@ class StoredCheckpoints:
             self._read_keys |= _receive(self._blobs, folder, state, missing, self._listed())
 
     def _read_back(self, files: dict[str, Path], last: str) -> None:
-        """Compare objects with the files they are copies of; one that differs is removed, and ``last`` with it."""
         sizes = self._listed()
 
         def read(key: str) -> None:
@@ -218,7 +216,6 @@ class StoredCheckpoints:
             list(pool.map(read, sorted(files.keys() - self._read_keys)))
 
     def _fetch_metrics(self, state: CheckpointState, prefix: str, sizes: dict[str, int]) -> None:
-        """Write the metrics up to the checkpoint, unless the folder has them."""
         if self._metrics.exists() and self._metrics.stat().st_size >= state.metrics_bytes:
             return
         for key in (key for key in sizes if key.startswith(prefix)):
@@ -251,7 +248,6 @@ def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: P
 
 
 def _state_key(folder: Path, state: CheckpointState) -> str:
-    """Return the key of a checkpoint's ``state.json``, which is stored last: with it the copy is whole."""
     sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
     return blob_keys.checkpoint_state(state.run_id, state.epoch, sha256)
 
@@ -259,8 +255,6 @@ def _state_key(folder: Path, state: CheckpointState) -> str:
 def _receive(
     blobs: Blobs, folder: Path, state: CheckpointState, paths: Iterable[str], sizes: dict[str, int]
 ) -> set[str]:
-    """Fetch files of a checkpoint into its folder, each verified and on the disk before it gets its name; return their keys."""
-
     def receive(path: str) -> str:
         final = path_of(folder, path)
         key = blob_keys.checkpoint_file(state.run_id, state.epoch, state.files[path])

@@ -55,7 +55,6 @@ class EventWriter:
         clock: Callable[[], float],
         observe: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ) -> None:
-        """Open metrics.jsonl for appending; ``observe`` is called with the kind and the fields of each event."""
         folder.mkdir(parents=True, exist_ok=True)
         self._bus = bus
         self._run_id = run_id
@@ -116,16 +115,12 @@ class EventWriter:
 
 
 class StepReporter:
-    """Writes the events of steps; for the training thread only."""
-
     def __init__(self, events: EventWriter, heartbeat: HeartbeatWriter, dropped: Mapping[str, int]) -> None:
-        """``dropped`` are the groups that earlier sessions dropped, by reason."""
         self._events = events
         self._heartbeat = heartbeat
         self._dropped = Counter(dropped)  # as last reported
 
     def report(self, step: int, fields: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
-        """Write the events of a step; ``groups`` are the run's groups by outcome."""
         dropped = Counter(groups["dropped"])
         if dropped != self._dropped:
             self._events.write("drop", {"step": step, "groups": dict(dropped - self._dropped)})

@@ -22,12 +22,9 @@ SERVICE_ID = "trainer"
 
 
 class HeartbeatWriter:
-    """Publishes the trainer's state and how busy it is; use as a context manager."""
-
     def __init__(
         self, *, bus: Bus, run_id: str, activity: Activity, gpus: GpuSampler, clock: Callable[[], float]
     ) -> None:
-        """Bind to the live bucket; raises MissingStream. ``clock`` returns seconds since the epoch."""
         self._bucket = bus.key_value(streams.live_bucket(run_id).bucket).wait()
         self._activity = activity
         self._gpus = gpus
@@ -44,7 +41,6 @@ class HeartbeatWriter:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Stop the thread, and say that the trainer has exited, unless an error ends it; the record expires in the bucket."""
         self._stop.set()
         self._thread.join(10.0)
         if failure is None:

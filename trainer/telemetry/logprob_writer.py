@@ -41,7 +41,6 @@ class LogprobWriter:
     """Writes one object for each step that kept rows; use as a context manager. For the training thread only."""
 
     def __init__(self, blobs: Blobs, run_id: str, *, epoch: int, on_first_loss: Callable[[str], None]) -> None:
-        """``epoch`` is that of the session; ``on_first_loss`` is called once with a sentence, on any thread."""
         self._blobs, self._run_id, self._epoch = blobs, run_id, epoch
         self._on_first_loss = on_first_loss
         self._waiting: queue.Queue[StepLogprobs | None] = queue.Queue(_MAX_WAITING)
@@ -51,7 +50,6 @@ class LogprobWriter:
 
     @property
     def num_lost(self) -> int:
-        """Steps of this session whose log-probabilities could not be stored."""
         return self._num_lost
 
     def __enter__(self) -> LogprobWriter:
@@ -59,7 +57,6 @@ class LogprobWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Store what waits, for at most twenty seconds."""
         try:
             self._waiting.put(None, timeout=_CLOSE_S)
         except queue.Full:

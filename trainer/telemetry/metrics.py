@@ -99,7 +99,6 @@ from penstock.trainer.learner.step_watch import ALL, LayerMetrics
 def step_fields(
     step: int, version: int, metrics: StepMetrics, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Return the fields of one step's event, without its times and the counts of the whole run."""
     trained = [group.trained for group in batch]
     rewards = [reward for group in trained for reward in group.rewards]
     baselines = [group.baseline[0] for group in trained if group.baseline is not None]
@@ -148,7 +147,6 @@ def _taught_by(batch: Sequence[ReadyGroup]) -> Counter[str]:
 
 
 def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
-    """Return the mean of every reward part over the trajectories that have it, without baselines."""
     values: dict[str, list[float]] = {}
     for group in batch:
         for name, column in group.scored.parts.items():
@@ -157,7 +155,6 @@ def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
 
 
 def _by_pass(metrics: StepMetrics) -> dict[str, Any]:
-    """Return the fields of a batch that may have several optimizer steps."""
     if not metrics.passes:
         return {}
     return {
@@ -168,7 +165,6 @@ def _by_pass(metrics: StepMetrics) -> dict[str, Any]:
 
 
 def layer_fields(by_group: Mapping[str, LayerMetrics]) -> dict[str, Any]:
-    """Return the fields about groups of layers; none for a step in which only the critic learned."""
     layers = dict(by_group)
     whole = layers.pop(ALL, None)
     ratios = {name: one.update_ratio for name, one in layers.items() if one.update_ratio is not None}
@@ -203,7 +199,6 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
 
 
 def environment_metrics(batch: Sequence[ReadyGroup]) -> dict[str, dict[str, Any]]:
-    """Return the metrics by environment; of trajectories that are no episodes there are none."""
     by_environment: dict[str, list[tuple[Episode, float, int]]] = {}
     for group in batch:
         trained = group.trained

@@ -224,8 +224,6 @@ PERIOD_S = 5.0
 
 
 class QueueReader:
-    """Asks JetStream for the state of the run's consumers and of the account every few seconds; use as a context manager."""
-
     def __init__(self, bus: Bus, run_id: str, metrics: TrainerMetrics) -> None:
         self._bus = bus
         self._specs = streams.consumers(run_id)

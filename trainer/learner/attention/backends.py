@@ -34,8 +34,6 @@ _COMPARED = ("output", "gradient of the queries", "gradient of the keys", "gradi
 
 
 class Backend(Protocol):
-    """A way to compute attention over packed rows."""
-
     @property
     def name(self) -> str:
         """Its name in ``trainer.attention``, in reports and in logs."""
@@ -84,7 +82,6 @@ _choice = _Choice()
 
 
 def use(wanted: Attention) -> None:
-    """Set the backend of this process from now on; ``auto``: the first that works."""
     if wanted != _choice.wanted:
         _choice.wanted = wanted
         _choice.checked.clear()
@@ -216,7 +213,6 @@ def _small_tree(query: Tensor, value: Tensor, ratio: int) -> tuple[Layout, list[
 
 
 def _results(backend: Backend, given: list[Tensor], layout: Layout) -> list[Tensor]:
-    """Return output and gradients for queries, keys, values and the gradient of the output."""
     *inputs, upstream = (held.detach() for held in given)
     scale = inputs[0].shape[-1] ** -0.5
     # A first call inside a checkpointed layer must not save tensors through the layer's hooks: reading them computes it again.

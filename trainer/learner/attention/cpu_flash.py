@@ -61,12 +61,9 @@ class _Parts:
 
 
 class CpuFlash:
-    """Torch's flash kernel for the CPU, called for each part."""
-
     name = "cpu-flash"
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:
-        """Return why the kernel is not made for tensors like these; None: it is."""
         if query.device.type != "cpu":
             return f"it runs on the CPU, and the model is on {query.device.type}"
         if query.dtype not in (torch.float32, torch.float64, torch.bfloat16):
@@ -201,7 +198,6 @@ def _mask(tree: Sequence[Node]) -> np.ndarray:
 
 
 def _alike(ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Return ranges in batches of similar length, the longest first."""
     found: list[list[tuple[int, int]]] = []
     for some in sorted(ranges, key=lambda r: (r[0] - r[1], r)):
         longest = found[-1][0][1] - found[-1][0][0] if found else 0

@@ -35,15 +35,12 @@ class _Part:
 
 
 class CudaFlash:
-    """Flash kernels for CUDA behind torch's variable-length attention."""
-
     def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
         """Take the name of a backend, and torch's name of an installed implementation; None: the one within torch."""
         self.name = name
         self._implementation = implementation
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:
-        """Return why the kernels are not made for tensors like these; None: they are."""
         if query.device.type != "cuda":
             return f"it needs a GPU, and the model is on {query.device.type}"
         if query.dtype not in (torch.bfloat16, torch.float16):

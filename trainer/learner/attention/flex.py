@@ -22,8 +22,6 @@ BLOCK = 128  # tokens; the size that torch's kernels are tuned for
 
 
 class Flex:
-    """Torch's flex attention with a block mask of the layout."""
-
     name = "flex"
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:

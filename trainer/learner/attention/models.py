@@ -207,7 +207,6 @@ def _attention(
 
 
 def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
-    """Return the options of an attention that `backends.attend` does not have."""
     given = {name: value for name, value in options.items() if value is not None and name not in _HARMLESS}
     if given.get("is_causal", False) is True:
         del given["is_causal"]

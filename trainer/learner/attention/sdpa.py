@@ -36,8 +36,6 @@ class DenseMask:
 
 
 class Sdpa:
-    """Torch's own choice of a kernel, called for each node."""
-
     name = "sdpa"
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:
