@@ -29,11 +29,11 @@ from penstock.deploy.plan.memory.model_shape import shape_of
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
-from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
+from penstock.trainer.commit import CommitThread
+from penstock.trainer.learner.shard_files import CapturedState, CaptureSlot, CheckpointWriter
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.commit_thread import CommitThread
 
 _NOTHING = BlobRef(key="none", size_bytes=0, sha256="0" * 64)
 

@@ -59,8 +59,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 from penstock.deploy.quickstart_task import write_model
 from penstock.fine_tuning.dpo import PreferenceTask
 from penstock.fine_tuning.loop import Task
-from penstock.fine_tuning.reward_scorer import load_reward_model
-from penstock.fine_tuning.rm import RewardTask
+from penstock.fine_tuning.rm import RewardTask, load_reward_model
 from penstock.fine_tuning.sft import SftTask
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.data.turns import Turn

@@ -15,8 +15,7 @@ from penstock.rollout_service.embedded_engine.model.model_config import read_mod
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import check_gguf, is_gguf
-from penstock.trainer.learner.model_folder_check import check_folder, check_layout, check_routers
-from penstock.trainer.learner.vision_check import check_vision
+from penstock.trainer.learner.model_folder_check import check_folder, check_layout, check_routers, check_vision
 from penstock.trainer.recovery.resume_checks import check_same_model, check_same_ranks
 from penstock.trainer.settings import TrainerSettings
 

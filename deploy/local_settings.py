@@ -12,7 +12,7 @@ from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
-from penstock.trainer.data.run_length import known_steps
+from penstock.trainer.data.data_order import known_steps
 from penstock.trainer.settings import TrainerSettings
 
 

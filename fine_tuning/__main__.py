@@ -20,7 +20,7 @@ from penstock.protocol.record import pause_request, run_lock
 from penstock.trainer.commands.run_command import end_with_torchrun, run_command, start_process, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
-from penstock.trainer.learner.vision_check import refuse_vision
+from penstock.trainer.learner.model_folder_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.fine_tuning")

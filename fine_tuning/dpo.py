@@ -10,8 +10,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from penstock.fine_tuning.length import Length
-from penstock.fine_tuning.loop import Made, Plan, Training
+from penstock.fine_tuning.loop import Length, Made, Plan, Training
 from penstock.fine_tuning.session import load_trained, open_folder, plan_of
 from penstock.fine_tuning.training_folder import Result
 from penstock.trainer.data.pairs import Pair, PairSet

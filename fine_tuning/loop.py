@@ -13,25 +13,88 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
-from penstock.fine_tuning import checkpoints
-from penstock.fine_tuning.checkpoints import BackgroundCheckpoints, TrainingState
-from penstock.fine_tuning.length import Best, Length
-from penstock.fine_tuning.training_folder import Result, TrainingFolder, move_result, write_result
+from penstock.fine_tuning import training_folder
+from penstock.fine_tuning.training_folder import (
+    BackgroundCheckpoints,
+    Result,
+    TrainingFolder,
+    TrainingState,
+    move_result,
+    write_result,
+)
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.commit import CheckpointSchedule
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import FineTuningSettings
+from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.recovery.commit_thread import CheckpointSchedule
 from penstock.trainer.telemetry.metrics import layer_fields
 
 log = structlog.get_logger("trainer.fine_tuning")
+
+progress_log = structlog.get_logger("trainer.progress")
+_LINES_PER_JOB = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Steps over positions 0, 1, 2, … of the data's order, which begins again after each epoch."""
+
+    num_rows: int
+    batch_size: int
+    num_steps: int
+    num_positions: int  # of all steps: the last one may have fewer than batch_size
+
+    @classmethod
+    def of(cls, num_rows: int, batch_size: int, *, steps: int, epochs: float | None) -> Length:
+        """Return the length of ``epochs`` passes over the rows, or of ``steps`` steps if there are none."""
+        if epochs is None:
+            return cls(num_rows, batch_size, steps, steps * batch_size)
+        positions = max(1, round(epochs * num_rows))
+        return cls(num_rows, batch_size, math.ceil(positions / batch_size), positions)
+
+    def positions(self, step: int) -> range:
+        first = step * self.batch_size
+        return range(first, min(first + self.batch_size, self.num_positions))
+
+    def epoch_after(self, step: int) -> float:
+        return min(step * self.batch_size, self.num_positions) / self.num_rows
+
+
+def check_warmup(section: str, warmup_steps: int, length: Length) -> None:
+    if warmup_steps > length.num_steps:
+        raise ConfigError(
+            f"{section}.warmup_steps = {warmup_steps}, and {length.num_rows} rows make {length.num_steps} steps of "
+            f"{section}.batch_size = {length.batch_size}; lower it, so that the peak is reached"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    step: int | None = None
+    loss: float = math.inf
+    num_since: int = 0  # validations since then
+
+    def after(self, step: int, loss: float) -> Best:
+        """Return the state after another validation; raises TrainingDiverged for a loss that is no number."""
+        if not math.isfinite(loss):
+            raise TrainingDiverged(
+                f"the validation loss after step {step} is {loss}; lower the learning rate, and start again from the last "
+                "checkpoint, or with trainer.resume=false from the beginning"
+            )
+        return Best(step, loss) if loss < self.loss else replace(self, num_since=self.num_since + 1)
+
+    def ends(self, limit: int) -> bool:
+        """Return True if ``limit`` validations in a row were not better; never for 0."""
+        return 0 < limit <= self.num_since
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +304,11 @@ class Training:
 
     def _newest(self, folder: TrainingFolder) -> tuple[Path, TrainingState] | None:
         if not self._plan.resume:
-            checkpoints.remove_all(folder.checkpoints)
+            training_folder.remove_all(folder.checkpoints)
             return None
-        newest = checkpoints.newest(folder.checkpoints)
+        newest = training_folder.newest(folder.checkpoints)
         if newest is not None:
-            checkpoints.check_same(newest[1], newest[0], settings=self._plan.fixed, data=self._plan.data)
+            training_folder.check_same(newest[1], newest[0], settings=self._plan.fixed, data=self._plan.data)
         return newest
 
     def _best_folder(self) -> Path | None:
@@ -278,13 +341,8 @@ class Training:
             log.info("written", folder=str(plan.output), weights_of_step=step)
             self._folder.keep_best(())
             self._folder.finish({**asdict(result), "folder": str(plan.output.absolute())})
-            checkpoints.remove_all(self._folder.checkpoints)
+            training_folder.remove_all(self._folder.checkpoints)
         return result
-
-
-progress_log = structlog.get_logger("trainer.progress")
-
-_LINES_PER_JOB = 10
 
 
 class ProgressLine:

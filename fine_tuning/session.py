@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from penstock.fine_tuning.length import Length, check_warmup
-from penstock.fine_tuning.loop import Plan
+from penstock.fine_tuning.loop import Length, Plan, check_warmup
 from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.config.run_file import values_of
 from penstock.protocol.seeds import derived_seed
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import FineTuningSettings
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.trainable import optimisation

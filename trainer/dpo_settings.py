@@ -17,8 +17,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import explain, is_same_option
 from penstock.trainer.algorithm.corrections.m2po import m2po
 from penstock.trainer.algorithm.preferences.interface import PREFERENCE_LOSSES, Divergence, PreferenceLoss, WeighedLoss
-from penstock.trainer.data_settings import DataSettings
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import DataSettings, FineTuningSettings
 from penstock.trainer.rollout_settings import RolloutSettings
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.trainer.attention_choice import Attention
-from penstock.trainer.fine_tuning_settings import Beta, Schedule
+from penstock.trainer.data_settings import Beta, Schedule
 from penstock.trainer.parallel_dims import ParallelLayout
 
 if TYPE_CHECKING:

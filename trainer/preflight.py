@@ -36,13 +36,13 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.data.row_checks import read_tokenizer
+from penstock.trainer.data_settings import DATA_EVAL
 from penstock.trainer.errors import CheckpointError, UnknownReward, UnsupportedModel
-from penstock.trainer.eval_settings import DATA_EVAL
 from penstock.trainer.evaluation.eval_result import EvaluatedSource
 from penstock.trainer.groups.task_packs import evaluation_sampling
+from penstock.trainer.learner.model_folder_check import check_environments
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
-from penstock.trainer.learner.vision_check import check_environments
-from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.publication import read_head
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.facts import MAX_COMPLETIONS, SINGLE_TURN, StopStrings
-from penstock.trainer.eval_settings import ENVIRONMENT
+from penstock.trainer.data_settings import ENVIRONMENT
 
 
 class RolloutSettings(Section):

@@ -13,10 +13,8 @@ from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSe
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, RetentionSettings, TeacherSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
-from penstock.trainer.data_settings import COLUMNS, DataSettings
+from penstock.trainer.data_settings import COLUMNS, DataSettings, EvalSettings, RmSettings, SftSettings
 from penstock.trainer.dpo_settings import DpoSettings, check_pairs
-from penstock.trainer.eval_settings import EvalSettings
-from penstock.trainer.fine_tuning_settings import RmSettings, SftSettings
 from penstock.trainer.model_settings import CriticSettings, ModelSettings
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.rollout_settings import RolloutSettings

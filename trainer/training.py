@@ -17,31 +17,32 @@ from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_dig
 from penstock.protocol.traces.traces import HeldGroups, Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
-from penstock.trainer.algorithm.engine_check import CollapseCheck, EngineCheck
-from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
-from penstock.trainer.commit import Committer
+from penstock.trainer.algorithm.mismatch import CollapseCheck, EngineCheck, compare_fresh_tokens
+from penstock.trainer.commit import CheckpointSchedule, Committer
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.group_source import StoredCollector, StoredIssuer
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
 from penstock.trainer.learner.flops import peak_of
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.recovery.commit_thread import CheckpointSchedule
 from penstock.trainer.recovery.lease import HeldLease
-from penstock.trainer.recovery.run_record_writer import RunRecordWriter
-from penstock.trainer.recovery.stopped_batch import Stop, save_batch
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter, Stop, save_batch
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
-from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
-from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
-from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
+from penstock.trainer.telemetry.event_writer import (
+    EventWriter,
+    HeartbeatWriter,
+    LogprobWriter,
+    StepNumbers,
+    StepReporter,
+)
 from penstock.trainer.telemetry.metrics import speed_fields, step_fields
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 

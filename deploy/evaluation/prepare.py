@@ -28,7 +28,7 @@ from penstock.protocol.files import replace
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
 from penstock.trainer.groups.task_packs import evaluation_sampling
-from penstock.trainer.learner.vision_check import refuse_vision
+from penstock.trainer.learner.model_folder_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 WORK = "work"  # the run id of the services, and their folder

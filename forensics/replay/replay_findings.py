@@ -16,7 +16,7 @@ from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
-from penstock.trainer.recovery.recorded_settings import Flat, differences, flat
+from penstock.trainer.recovery.resume_checks import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:

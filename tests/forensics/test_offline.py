@@ -19,7 +19,7 @@ from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.rescored import RescoredPiece, find_input, pieces, users
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.groups.offline import StoredGroups
+from penstock.trainer.groups.group_source import StoredGroups
 from penstock.trainer.settings import TrainerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

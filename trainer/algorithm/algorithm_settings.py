@@ -18,8 +18,11 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.aggregation import Aggregation
 from penstock.trainer.algorithm.chosen_parts import (
     BY_KEY,
+    DEFAULT,
     ESTIMATORS,
+    PRESETS,
     ChosenParts,
+    canonical,
     explain,
     option_fields,
     options_of_user_code,
@@ -27,7 +30,6 @@ from penstock.trainer.algorithm.chosen_parts import (
 )
 from penstock.trainer.algorithm.corrections.m2po import m2po
 from penstock.trainer.algorithm.parts import Options, Part
-from penstock.trainer.algorithm.presets import DEFAULT, PRESETS, canonical
 
 DistillForm = Literal["reverse", "forward"]
 RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.presets import DEFAULT
+from penstock.trainer.algorithm.chosen_parts import DEFAULT
 
 _PARTS = frozenset({"name", "advantage", "loss", "aggregation", "filters", "group_filters", "corrections", "options"})
 _AGAINST_STALENESS = (

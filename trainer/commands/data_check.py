@@ -24,12 +24,11 @@ from penstock.trainer.commands.row_tests import TestReport
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
-from penstock.trainer.data.messages import text_of
+from penstock.trainer.data.messages import ImageRows, text_of
 from penstock.trainer.data.pairs import holds_pair, pair_row
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_checks import Problems, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
-from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
 from penstock.trainer.row_format import RowFormat

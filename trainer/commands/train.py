@@ -18,8 +18,8 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.run_command import stop_on_signals
+from penstock.trainer.data.data_order import with_steps
 from penstock.trainer.data.inputs import resolve_inputs
-from penstock.trainer.data.run_length import with_steps
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.recovery import resume_checks
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged

@@ -21,12 +21,11 @@ from penstock.protocol.facts import RewardRequest, RowImages
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.data.file_notes import FileNotes
-from penstock.trainer.data.messages import Chat
+from penstock.trainer.data.messages import Chat, ImageRows
 from penstock.trainer.data.pairs import holds_pair
 from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, rename
 from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
-from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 

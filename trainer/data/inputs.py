@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.eval_settings import EvalSettings
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import EvalSettings, FineTuningSettings
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
 Split = Literal["train", "eval"]

@@ -14,10 +14,19 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
-from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown, text_of
+from penstock.trainer.data.messages import (
+    COLUMN,
+    Chat,
+    chat_in_text,
+    images_of,
+    read_chat,
+    refuse,
+    shown,
+    text_of,
+    with_images,
+)
 from penstock.trainer.data.row_checks import as_setting, is_self_play, refuse_unread, suggest
 from penstock.trainer.data.row_files import Row
-from penstock.trainer.data.row_images import COLUMN, images_of, with_images
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS, RowFormat, detect
 from penstock.trainer.settings import DataSettings

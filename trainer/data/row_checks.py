@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.trainer.data.messages import COLUMN
 from penstock.trainer.data.row_files import Row, RowFile
-from penstock.trainer.data.row_images import COLUMN
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
 

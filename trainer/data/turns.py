@@ -22,8 +22,8 @@ from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.read_rows import TurnRow, form_of, rename, turn_rows
 from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
+from penstock.trainer.data_settings import TurnMasks
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.fine_tuning_settings import TurnMasks
 from penstock.trainer.settings import DataSettings
 
 Part = tuple[str, bool]  # a text, and whether its tokens are trained

@@ -18,7 +18,7 @@ from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, ScoredGrou
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import AUTO_REWARD, Prompt, PromptSet
-from penstock.trainer.eval_settings import EvalSettings
+from penstock.trainer.data_settings import EvalSettings
 
 _ROUNDING = 1e-6  # a reward this far below its threshold reaches it
 

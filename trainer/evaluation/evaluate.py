@@ -41,12 +41,10 @@ from penstock.trainer.evaluation.eval_result import (
     version_of,
 )
 from penstock.trainer.groups import waiting
-from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
-from penstock.trainer.groups.image_uploads import ImageUploads
-from penstock.trainer.groups.mixture import Mixture
+from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.run_groups import RunGroups
-from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks, seeded
+from penstock.trainer.groups.task_packs import ImageUploads, Mixture, in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
 
 log = structlog.get_logger("trainer.evaluation.evaluate")

@@ -13,7 +13,7 @@ import structlog
 
 from penstock.protocol.facts import KeptVersion
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.eval_settings import DATA_EVAL, BestBy, EvalSettings
+from penstock.trainer.data_settings import DATA_EVAL, BestBy, EvalSettings
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.publishing.weight_gc import KeptVersionsKey

@@ -38,9 +38,8 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.drops import DropReason, describe_drops
+from penstock.trainer.groups.group_totals import DropReason, describe_drops
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -51,6 +50,40 @@ _FETCH_MESSAGES = 16
 _FETCH_WAIT_S = 0.5
 _DRAIN_S = 300.0  # a run that pauses waits no longer for the next group; the rest stays in the queues
 _SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
+
+
+class OvertakeBackoff:
+    """Halves the wait after every batch that overtook groups, and restores it after one that overtook none.
+
+    Where a group is late now and then, a batch waits for it. Where one is late in every step, the waits halve towards
+    zero: together they cost less than two full ones, until a batch overtakes none again.
+    """
+
+    def __init__(self) -> None:
+        self._share = 1.0
+        self._full_since: float | None = None  # when the batch that is to be taken became full
+
+    def rest_s(self, full_s: float, *, overtakes: bool, now: float) -> float:
+        """Return how much longer a full batch waits, in seconds; 0 or less: it is to be taken.
+
+        Args:
+            full_s: The full wait, from the moment the batch became full.
+            overtakes: Whether groups under way would be too old for the next batch; False while there is no full batch.
+            now: Seconds of any monotonic clock.
+        """
+        if not overtakes or full_s <= 0.0:
+            return 0.0
+        if self._full_since is None:
+            self._full_since = now
+        return self._full_since + self.scale(full_s) - now
+
+    def scale(self, full_s: float) -> float:
+        """Return how much of a full wait to use now, in seconds."""
+        return full_s * self._share
+
+    def record(self, *, overtook: bool) -> None:
+        self._share = self._share / 2 if overtook else 1.0
+        self._full_since = None
 
 
 class Collector:

@@ -10,11 +10,11 @@ from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion, last_chance_version, staleness
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates
-from penstock.trainer.groups.mixture import Mixture
+from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.groups.prompt_cursor import GroupKey, PromptCursor, order_id
 from penstock.trainer.groups.task_packs import (
+    Mixture,
     TaskPack,
     choose_groups_per_message,
     in_environment,

@@ -24,8 +24,7 @@ from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, is_fresh
 from penstock.trainer.errors import GroupStateError
-from penstock.trainer.groups.drops import Drop, DropReason
-from penstock.trainer.groups.group_totals import GroupTotals
+from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when their letters are sent again

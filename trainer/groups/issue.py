@@ -22,13 +22,11 @@ from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates
-from penstock.trainer.groups.group_totals import Entries
-from penstock.trainer.groups.image_uploads import ImageUploads
+from penstock.trainer.groups.group_totals import Drop, DropReason, Entries
 from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.run_groups import RunGroups
-from penstock.trainer.groups.task_packs import TaskPack
+from penstock.trainer.groups.task_packs import ImageUploads, TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.issue")

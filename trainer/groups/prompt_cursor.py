@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from penstock.protocol.versions import admissible_groups
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates, State
+from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.settings import RolloutSettings
 

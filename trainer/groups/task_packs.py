@@ -2,15 +2,23 @@
 
 Small groups share a message, because one message and one object per group would cost more than training a tiny model.
 A pack too large for a message is stored as an object and announced by reference.
+
+`Mixture` chooses which environment plays a group: exact proportions, in an order that follows from ``run.seed``.
+With weights 3 and 1, of every four positions of the data order three are of the first and one is of the second, in an order of its
+own for each four. A position is played in the same environment in every attempt and after every restart.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.protocol import blob_keys
+from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
 from penstock.protocol.facts import (
     MAX_FACT_BYTES,
     SINGLE_TURN,
@@ -25,10 +33,11 @@ from penstock.protocol.facts import (
 )
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.seeds import derived_seed
+from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
+from penstock.trainer.data_settings import EvalSettings
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.settings import RolloutSettings
 
 # Chosen so that a message costs little compared with generating its groups (benchmarks: one message per tiny group
@@ -38,6 +47,37 @@ _TARGET_MESSAGE_TOKENS = 16 * 1024
 _ASSUMED_WORKERS = 2
 _PACKS_PER_WORKER_AND_STEP = 2
 _ENVELOPE_BYTES = 512  # run id, pack id and tags around the tasks
+
+
+class Mixture:
+    def __init__(self, settings: EnvironmentSettings, seed: int) -> None:
+        shared = math.gcd(*settings.weights.values())
+        self._block = [name for name, weight in settings.weights.items() for _ in range(weight // shared)]
+        self._by_source: Mapping[str, str] = settings.by_source
+        self._seed = seed
+        self._shuffled: tuple[int, list[str]] = (-1, [])  # the block that was asked for last
+
+    @classmethod
+    def of(cls, settings: EnvironmentSettings, seed: int) -> Mixture | None:
+        """Return the mixture of a run file; None if no environment has a weight."""
+        return cls(settings, seed) if settings.weights else None
+
+    def name(self, environment: str, position: int, data_source: str) -> str:
+        """Return the environment of a row: ``environment``, unless that is the mixture.
+
+        ``position`` is its place in the data order; of a row whose ``data_source`` has an environment it does not matter.
+        """
+        if environment != MIXTURE:
+            return environment
+        return self._by_source.get(data_source) or self._weighted(position)
+
+    def _weighted(self, position: int) -> str:
+        number, place = divmod(position, len(self._block))
+        if self._shuffled[0] != number:
+            block = self._block.copy()
+            random.Random(derived_seed(self._seed, MIXTURE, number)).shuffle(block)  # noqa: S311 - not a secret
+            self._shuffled = (number, block)
+        return self._shuffled[1][place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +209,18 @@ def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float,
     )
     num_packs = -(-rollout.groups_per_step // max(1, int(most)))
     return -(-rollout.groups_per_step // num_packs)  # packs of a step as equal in size as possible
+
+
+class ImageUploads:
+    """The images of a run that this process has stored; for one thread."""
+
+    def __init__(self, blobs: Blobs, run_id: str) -> None:
+        self._blobs, self._run_id = blobs, run_id
+        self._stored: set[str] = set()
+
+    def store(self, images: Iterable[AdmittedImage]) -> None:
+        """Store images that are not stored yet; raises BlobError. Their keys are their hashes, so that a repetition changes nothing."""
+        for image in images:
+            if image.sha256 not in self._stored:
+                self._blobs.put(blob_keys.image(self._run_id, image.sha256), image.data)
+                self._stored.add(image.sha256)

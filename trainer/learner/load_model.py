@@ -22,10 +22,10 @@ from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.attention.models import attention_of, why_not_packed
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder, check_routers
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
-from penstock.trainer.learner.sequence_parallel import TokenShares
-from penstock.trainer.learner.step_watch import layer_groups
+from penstock.trainer.learner.step_metrics import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 

@@ -16,16 +16,16 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.trainer.algorithm.batch import StreamImages
 from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
-from penstock.trainer.algorithm.stream_images import StreamImages
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import experts
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.experts import Routing
 from penstock.trainer.learner.flops import pass_cost
-from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.vision import ImageEmbeddings, text_body, tower_of
 
 Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]

@@ -20,11 +20,11 @@ from penstock.trainer.algorithm.kl import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
-from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
 from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
+from penstock.trainer.learner.shard_files import CapturedPart, random_state_name
 from penstock.trainer.learner.step_metrics import StepMetrics, StepSums
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims

@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.trainer.attention_choice import Attention
+from penstock.trainer.data_settings import FineTuningSettings, Schedule
 from penstock.trainer.errors import TrainingDiverged
-from penstock.trainer.fine_tuning_settings import FineTuningSettings, Schedule
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.deepspeed_config import (
+from penstock.trainer.learner.optimizer_state import (
     KEEP_WHOLE_BELOW,
+    OptimizerState,
     another_model,
     deepspeed_config,
     load_written_by_deepspeed,
     lr_factor,
 )
-from penstock.trainer.learner.optimizer_state import OptimizerState
+from penstock.trainer.learner.parallel_shares import WeightShares
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
-from penstock.trainer.learner.step_watch import LayerMetrics, Outliers, StepWatch
-from penstock.trainer.learner.tensor_parallel import WeightShares
+from penstock.trainer.learner.step_metrics import LayerMetrics, Outliers, StepWatch
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings

@@ -25,8 +25,7 @@ from penstock.protocol.facts import Head, WeightsPublished, WeightsRefused, deco
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
-from penstock.trainer.publishing.head import PublishedVersions
-from penstock.trainer.publishing.publication import Publication, VersionPublisher
+from penstock.trainer.publishing.publication import Publication, PublishedVersions, VersionPublisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.version_writer import Label, VersionWriter, Written
 from penstock.trainer.publishing.weight_buckets import AdapterBase, Snapshot, Weights

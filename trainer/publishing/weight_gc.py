@@ -30,7 +30,7 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import stored_chain
 from penstock.trainer.connections import Connections
-from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.publication import read_head
 from penstock.trainer.publishing.weight_retention import (
     KeepRule,
     assembled_from,

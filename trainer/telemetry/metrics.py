@@ -11,7 +11,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
 | `grad_norm`, `lr`          |          | norm before clipping; learning rate that this step used            |
 | `lr_set`                   |          | that of the schedule; lr is less where the ESS rule scaled it      |
-| `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `step_watch.py`      |
+| `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `step_metrics.py`    |
 | `update_ratio`             | share    | norm of the change of the weights over theirs; of what is trained  |
 | `update_ratio_by_layers`   | share    | the same of each group of layers                                   |
 | `updates_left_out`         |          | optimizer steps that were outliers; where there are any            |
@@ -26,7 +26,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
 | `rejected_by`              | share    | `rejected_fraction` of each rule that is on                        |
 | `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/algorithm/mismatch.py`        |
-| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared: `engine_check.py` |
+| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared: `mismatch.py`     |
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
 | `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
 | `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
@@ -54,7 +54,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
-| `logprobs_lost`            | steps    | of this session, not stored: `telemetry/logprob_writer.py`         |
+| `logprobs_lost`            | steps    | of this session, not stored: `telemetry/event_writer.py`           |
 | `groups_digest`            | sha256   | what was trained, for an audit: `protocol/record/lineage.py`   |
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run;    |
 |                            |          | `abandoned_completions`, `abandoned_tokens`: redundant, by reason  |
@@ -91,9 +91,8 @@ from penstock.protocol.episode import Episode
 from penstock.trainer.algorithm.mismatch import mismatch_metrics
 from penstock.trainer.learner.flops import Work
 from penstock.trainer.learner.pair_planner import pair_metrics
-from penstock.trainer.learner.step_metrics import StepMetrics
+from penstock.trainer.learner.step_metrics import ALL, LayerMetrics, StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.learner.step_watch import ALL, LayerMetrics
 
 
 def step_fields(

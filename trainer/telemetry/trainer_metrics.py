@@ -21,8 +21,8 @@ from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.table import METRICS
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.stream_admin import StoreState
-from penstock.trainer.learner.step_watch import ALL
-from penstock.trainer.telemetry.heartbeat import SERVICE_ID
+from penstock.trainer.learner.step_metrics import ALL
+from penstock.trainer.telemetry.event_writer import SERVICE_ID
 
 _STEP_SECONDS, _STALENESS = "penstock_trainer_step_seconds", "penstock_trained_staleness_versions"
 _PHASES = ("wait", "train", "publish", "checkpoint")

@@ -9,8 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.chosen_parts import ALL, LOSSES
-from penstock.trainer.algorithm.presets import ALIASES, PRESETS, REFUSED, canonical
+from penstock.trainer.algorithm.chosen_parts import ALIASES, ALL, LOSSES, PRESETS, REFUSED, canonical
 from penstock.trainer.commands.algorithm_reference import with_reference
 from penstock.trainer.model_settings import CriticSettings
 

@@ -46,9 +46,9 @@ from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
 from penstock.trainer.algorithm.filters.minimal_advantage import minimal_advantage
 from penstock.trainer.algorithm.filters.skip_non_positive_advantage import skip_non_positive_advantage
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
-from penstock.trainer.algorithm.group_rules import Reuse, ReuseRefused
 from penstock.trainer.algorithm.kl import kl_estimate, kl_full
 from penstock.trainer.algorithm.losses.tokens import Sequences
+from penstock.trainer.groups.batcher import Reuse, ReuseRefused
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)
 levels = st.sampled_from(["token", "sequence", "geometric", "root"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.algorithm.summary_line import summary_line
 
 

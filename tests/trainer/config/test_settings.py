@@ -15,7 +15,7 @@ from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer import model_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
-from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.attention_choice import NAMES
 from penstock.trainer.settings import TrainerSettings
 

@@ -24,8 +24,8 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data_settings import EvalSettings, EvalSource
 from penstock.trainer.errors import EvaluationFailed
-from penstock.trainer.eval_settings import EvalSettings, EvalSource
 from penstock.trainer.evaluation.eval_result import (
     EvalResult,
     EvaluatedSource,

@@ -28,11 +28,10 @@ from penstock.protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredG
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness
-from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
-from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.batcher import Batcher, Reuse
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog

@@ -21,8 +21,7 @@ from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, Attention, matri
 from penstock.trainer.errors import NoAttentionKernel
 from penstock.trainer.learner.attention.cpu_flash import CpuFlash
 from penstock.trainer.learner.attention.cuda_flash import CudaFlash
-from penstock.trainer.learner.attention.flex import Flex
-from penstock.trainer.learner.attention.sdpa import DenseMask, Sdpa
+from penstock.trainer.learner.attention.torch_kernels import DenseMask, Flex, Sdpa
 
 log = structlog.get_logger("trainer.attention")
 

@@ -20,7 +20,7 @@ from penstock.trainer.learner import experts
 from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.experts import Routing
 from penstock.trainer.learner.flops import share_of_experts
-from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.vision import is_of_tower, text_body, tower_of
 
 NAME = "penstock_packed"
