@@ -86,10 +86,7 @@ class PreferenceTask:
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
-    """Train ``model.path`` on the preferences of ``dpo.data`` and write the result; on every rank.
-
-    Returns None if ``stop`` was set first: then everything is in a checkpoint.
-    """
+    """Train ``model.path`` on the preferences of ``dpo.data`` on every rank; None if ``stop`` was set first."""
     dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "dpo", dims) as folder:
         pairs = open_pairs(settings, settings.dpo.files or settings.data.train_files, dims)

@@ -211,10 +211,7 @@ class RewardTask:
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
-    """Train a reward model from ``model.path`` on the preferences of ``rm.data`` and write the result; on every rank.
-
-    Returns None if ``stop`` was set first: then everything is in a checkpoint.
-    """
+    """Train a reward model on the preferences of ``rm.data`` on every rank; None if ``stop`` was set first."""
     dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "rm", dims) as folder:
         pairs = _open_pairs(settings, settings.rm.files or settings.data.train_files, dims)

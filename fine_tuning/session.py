@@ -68,10 +68,7 @@ def plan_of(settings: TrainerSettings, name: str, dims: ParallelDims, *, num_row
 
 
 def load_trained(settings: TrainerSettings, section: FineTuningSettings, length: Length, dims: ParallelDims) -> Policy:
-    """Load ``model.path`` under DeepSpeed, with adapters if the run file asks for them.
-
-    The random numbers of dropout begin at a place that follows from ``run.seed``, another one on each rank.
-    """
+    """Load ``model.path`` under DeepSpeed; the random numbers of dropout follow from ``run.seed`` and the rank."""
     seed_random_numbers(settings, dims)
     return load_policy(settings.model.path, optimisation(settings, section, length.num_steps), dims, temperature=1.0)
 

@@ -89,10 +89,7 @@ class SftTask:
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
-    """Fine-tune ``model.path`` on the rows of ``sft.data`` and write the result; on every rank.
-
-    Returns None if ``stop`` was set first: then everything is in a checkpoint.
-    """
+    """Fine-tune ``model.path`` on the rows of ``sft.data`` on every rank; None if ``stop`` was set first."""
     dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "sft", dims) as folder:
         turns = open_turns(settings, settings.sft.files or settings.data.train_files, dims)

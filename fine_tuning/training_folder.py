@@ -69,7 +69,7 @@ class TrainingState(BaseModel):
     seconds: float = 0.0  # of all sessions
     first_loss: float | None = None
     last_loss: float | None = None
-    files: dict[str, str] = Field(default={})  # sha256 of the other files
+    files: dict[str, str] = Field({})  # sha256 of the other files
 
 
 def partial_folder(root: Path, step: int) -> Path:
@@ -77,11 +77,7 @@ def partial_folder(root: Path, step: int) -> Path:
 
 
 def commit(root: Path, state: TrainingState, write: Callable[[Path], None], *, keep: int) -> None:
-    """Write a checkpoint and make it the newest; removes all but the newest ``keep``.
-
-    ``write`` writes every rank's files into the folder it is given. Raises CheckpointError where that fails: the checkpoint
-    before it is unchanged.
-    """
+    """Write a checkpoint and make it the newest; CheckpointError leaves the one before it unchanged."""
     partial = partial_folder(root, state.step)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -169,10 +165,7 @@ class BackgroundCheckpoints:
         self._writer = CheckpointWriter(self._slot, dims.ranks)
 
     def begin(self, root: Path | None = None, state: TrainingState | None = None) -> None:
-        """Copy this rank's state in memory; rank 0 then has all copies written and committed below ``root``.
-
-        Called on every rank after rank 0's `wait`; ``root`` and ``state`` are given on rank 0.
-        """
+        """Copy this rank's state in memory; rank 0 then has all copies written and committed below ``root``."""
         self._slot.put(CapturedState([self._policy.capture()]))
         if root is not None and state is not None:
             self.thread.start(lambda: self._commit(root, state), step=state.step)
@@ -259,10 +252,7 @@ def write_result(
     changed: Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> None:
-    """Write the whole model, adapters merged, and the adapters; collective. ``folder`` is that of the rank that writes small files.
-
-    Raises ExportFailed as `export_model` does.
-    """
+    """Write the whole model, adapters merged, and the adapters; raises ExportFailed. Collective."""
     place = Path(dims.ranks.broadcast(None if folder is None else str(folder.absolute())))
     export_model(policy, dims, place, like=like, changed=changed, verify=verify)
     config = policy.weights.adapter_config()

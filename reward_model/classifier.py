@@ -74,10 +74,7 @@ def _is_message(item: Any) -> bool:
 
 
 def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return indices grouped into batches, longest first, with at most ``max_tokens`` per batch, padding included.
-
-    A text longer than ``max_tokens`` is a batch by itself.
-    """
+    """Return indices in batches, longest first, of at most ``max_tokens``, padding included, or one text."""
     found: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
         widest = lengths[found[-1][0]] if found else 0

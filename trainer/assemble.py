@@ -91,8 +91,7 @@ def train(
 ) -> None:
     """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError.
 
-    ``config`` is the settings as JSON, for the run record; ``watched`` returns what is known about the run's lease;
-    ``environ`` may name a collector of traces.
+    ``watched`` returns what is known about the run's lease.
     """
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
@@ -258,9 +257,7 @@ def _training(
     heartbeat = HeartbeatWriter(bus=bus, run_id=run_id, activity=activity, gpus=gpus, clock=_EVENT_CLOCK)
     heartbeat.metrics_url, session.metrics.heartbeat = session.metrics.url, lambda: heartbeat.newest
     groups = RunGroups.of(
-        resumed,
-        max_staleness=settings.rollout.max_staleness,
-        max_trained_count=settings.algorithm.max_trained_count,
+        resumed, max_staleness=settings.rollout.max_staleness, max_trained_count=settings.algorithm.max_trained_count
     )
     publisher = Publisher(
         connections,

@@ -74,10 +74,7 @@ class CommitThread:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until no commit is under way.
-
-        Raises the error of one that failed, and CheckpointError for one that takes longer than its deadline.
-        """
+        """Wait until no commit is under way; raises its error, and CheckpointError after the deadline."""
         if self._thread is not None:
             self._thread.join(self._deadline_s)
             if self._thread.is_alive():

@@ -16,21 +16,21 @@ _NOT_SERVED = ("embed_tokens", "lm_head")
 class LoraSettings(Section):
     """Low-rank adapters that are trained instead of the model."""
 
-    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0: no adapters, the whole model is trained.")
-    alpha: float = Field(default=32.0, gt=0.0, description="The adapters are scaled by alpha / rank.")
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: no adapters, the whole model is trained.")
+    alpha: float = Field(32.0, gt=0.0, description="The adapters are scaled by alpha / rank.")
     dropout: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="Share of an adapter's input that is zeroed in a training pass."
+        0.0, ge=0.0, lt=1.0, description="Share of an adapter's input that is zeroed in a training pass."
     )
     targets: list[str] = Field(
-        default=[], description='Layers by the end of their name ("q_proj"); none: every linear layer but the head.'
+        [], description='Layers by the end of their name ("q_proj"); none: every linear layer but the head.'
     )
 
     seed: int | None = Field(
-        default=None, ge=0, description="Seed of the adapters' first values, and of dropout; none: run.seed."
+        None, ge=0, description="Seed of the adapters' first values, and of dropout; none: run.seed."
     )
 
     publish: Literal["adapter", "merged"] = Field(
-        default="adapter",
+        "adapter",
         description="What a version is published as: 'adapter': the adapters alone, on a base model that is published once; "
         "engines serve several of them and never pause. 'merged': the whole model, as without adapters.",
     )
@@ -58,30 +58,25 @@ class CriticSettings(Section):
     """PPO's critic: its initial weights, its optimizer, and how its values become advantages."""
 
     path: Path | None = Field(
-        default=None,
-        description="Model folder whose weights the critic starts from, without the head; none: model.path.",
+        None, description="Model folder whose weights the critic starts from, without the head; none: model.path."
     )
-    lr: float = Field(
-        default=1e-5, gt=0.0, description="Peak learning rate of the critic's AdamW, with trainer.schedule."
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to critic.lr.")
-    max_grad_norm: float = Field(default=1.0, gt=0.0, description="The critic's gradients are clipped to this norm.")
-    head_start_steps: int = Field(
-        default=0, ge=0, description="First steps of the run, in which only the critic is updated."
-    )
-    updates: int = Field(default=1, ge=1, description="Optimizer steps of the critic on each batch.")
-    loss: Literal["mse", "huber"] = Field(default="mse", description="Value loss: half the squared error, or Huber's.")
+    lr: float = Field(1e-5, gt=0.0, description="Peak learning rate of the critic's AdamW, with trainer.schedule.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0 to critic.lr.")
+    max_grad_norm: float = Field(1.0, gt=0.0, description="The critic's gradients are clipped to this norm.")
+    head_start_steps: int = Field(0, ge=0, description="First steps of the run, in which only the critic is updated.")
+    updates: int = Field(1, ge=1, description="Optimizer steps of the critic on each batch.")
+    loss: Literal["mse", "huber"] = Field("mse", description="Value loss: half the squared error, or Huber's.")
     loss_coefficient: float = Field(
-        default=1.0, gt=0.0, description="Factor on the value loss; it has an effect only through critic.max_grad_norm."
+        1.0, gt=0.0, description="Factor on the value loss; it has an effect only through critic.max_grad_norm."
     )
     value_clip: float | None = Field(
-        default=None,
+        None,
         gt=0.0,
         description="Largest change of a value by the updates on one batch; none: unlimited; needs critic.updates > 1.",
     )
-    gamma: float = Field(default=1.0, ge=0.0, le=1.0, description="Discount of later rewards, per token.")
+    gamma: float = Field(1.0, ge=0.0, le=1.0, description="Discount of later rewards, per token.")
     lam: float = Field(
-        default=0.95,
+        0.95,
         ge=0.0,
         le=1.0,
         description="GAE's lambda: 1 uses the rewards alone (no bias, high variance), 0 the critic's next value.",
@@ -121,17 +116,16 @@ class ModelSettings(Section):
         "engine agrees, where it does not. In float32 a GPU has neither tensor cores nor flash attention.",
     )
     gradient_checkpointing: bool = Field(
-        default=False,
-        description="Recompute activations in the backward pass: less memory, about a third more compute.",
+        False, description="Recompute activations in the backward pass: less memory, about a third more compute."
     )
     activation_offload: bool = Field(
-        default=False,
+        False,
         description="Keep what gradient checkpointing holds of each layer in host memory until the backward pass; saves nothing "
         "where the CPU trains.",
     )
     lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
     train_vision_tower: bool = Field(
-        default=False,
+        False,
         description="Train the part of a model that reads images too; otherwise it stays as it is, and its images are computed "
         "without gradients.",
     )

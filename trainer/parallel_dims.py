@@ -35,14 +35,7 @@ class ParallelLayout:
         return self.sequence_parallel * self.tensor_parallel
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError if a model cannot be computed in this layout.
-
-        A config whose names of heads are others than usual is left to `check_heads`.
-
-        Args:
-            config: The content of its config.json.
-            where: Names the model.
-        """
+        """Raise ConfigError if a model, by its config.json, cannot be computed in this layout."""
         text = config.get("text_config", config)
         text = text if isinstance(text, Mapping) else config
         if self.tensor_parallel > 1:

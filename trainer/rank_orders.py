@@ -242,10 +242,7 @@ def pack_order(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
 
 
 def read_order(kind: type, data: bytes) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the method of ``kind`` that an order names, and its arguments.
-
-    Raises ValueError for a method that is not marked, and for arguments of other types.
-    """
+    """Return the method of an order and its arguments; raises ValueError for unmarked ones or wrong types."""
     name, sent = msgpack.unpackb(data)
     found = getattr(kind, name, None)
     if found is None or not getattr(found, _MARK, False):

@@ -189,10 +189,7 @@ class RankChannel:
                 self.answer_one(answer)
 
     def answer_one(self, answer: Callable[[bytes], bytes], *, deadline_s: float | None = None) -> bytes:
-        """Answer rank 0's next question, and return the question (all other ranks).
-
-        Raises RankUnresponsive when rank 0 has exited, or has not asked for ``deadline_s``.
-        """
+        """Answer rank 0's next question, and return it; raises RankUnresponsive after ``deadline_s``."""
         question = self._receive(0, _DEADLINE if deadline_s is None else timedelta(seconds=deadline_s))
         self._send(answer(question), 0, _DEADLINE if deadline_s is None else timedelta(seconds=deadline_s))
         return question

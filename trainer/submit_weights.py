@@ -34,18 +34,11 @@ class WeightSubmitter:
         self._submit(self._copy(), version, must_publish=must_publish)
 
     def submit_first(self, resumed: CheckpointState | None) -> tuple[PolicyVersion, bool]:
-        """Publish the weights that the session starts from, and wait for it.
+        """Publish the session's first weights; return their version, False if they were the head already.
 
-        Version numbers never decrease: after a crash the checkpoint's weights get the number after the newest one that
-        was ever published. Adapters need a published base model: where a resumed run finds none, it is stored under a
-        version number of its own.
-
-        Returns:
-            The version of these weights, and False if they were the head already.
-
-        Raises:
-            CheckpointError: The weights are not those of the checkpoint's state.
-            PublicationFailed: They could not be published.
+        Version numbers never decrease: after a crash the checkpoint's weights get the number after the newest one that was ever
+        published. Where a resumed run finds no base of its adapters, it is stored under a version number of its own. Raises
+        CheckpointError if the weights are not those of the checkpoint's state, and PublicationFailed.
         """
         version = PolicyVersion(resumed.version if resumed else 0)
         head = self._publisher.head

@@ -53,10 +53,7 @@ _STOP_PUBLISH_S = 20.0  # longest wait for the newest version where a run stops 
 
 @dataclass(slots=True)
 class Training:
-    """One session of a run: the time from one start of the trainer to its exit.
-
-    `trainer/assemble.py` makes the parts, some of which have threads of their own.
-    """
+    """One session of a run; `trainer/assemble.py` makes the parts, some of which have threads of their own."""
 
     settings: TrainerSettings
     learner: Learner
@@ -158,11 +155,7 @@ class Training:
         return batch
 
     def train(self, batch: list[ReadyGroup]) -> Learned:
-        """Make the optimizer step or steps of a batch.
-
-        Raises TrainingDiverged, EngineMismatch or PolicyCollapsed before anything of the update is published, writes it as an
-        event, and saves the batch.
-        """
+        """Train on a batch; raises TrainingDiverged, EngineMismatch or PolicyCollapsed before publishing."""
         started = time.monotonic()
         algorithm = self.planner.document()
         try:
@@ -240,10 +233,7 @@ class Training:
             self._fields, self._checkpoint_s = None, 0.0
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds.
-
-        While one is being written, one by steps waits for it, and one by time is left out.
-        """
+        """Begin a checkpoint when one is due; while one is written, one by steps waits, one by time is left out."""
         self.committer.thread.check()
         is_writing = self.committer.thread.is_busy
         if self.schedule.is_due(self.num_steps_done, time.monotonic(), is_writing=is_writing):

@@ -43,10 +43,7 @@ class Denominators:
 def sequence_weight(
     mode: Aggregation, num_tokens: int, batch: Denominators, *, prompt_tokens: int | None = None
 ) -> float:
-    """Return the weight of every sampled token of a sequence that has ``num_tokens`` of them.
-
-    ``prompt_tokens`` counts those of all sequences of the same prompt; only `prompt-mean` reads it.
-    """
+    """Return the weight of every sampled token of a sequence; ``prompt_tokens`` is read by `prompt-mean` alone."""
     match mode:
         case "token-mean":
             return 1.0 / batch.num_tokens

@@ -265,12 +265,7 @@ def plan_micro_batches(
 
 
 def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBatch:
-    """Build the tensors of one micro-batch; without rows it contributes nothing to the gradient.
-
-    Args:
-        rows: The rows.
-        prompts: Tokens of each row's prompt, which rows share whole; None: those before its first sampled token.
-    """
+    """Build a micro-batch; ``prompts`` are tokens that rows share whole, None: those before the first sampled token."""
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
     experts = of_all_rows([row.experts for row in rows])
     starts = [first_sampled(row.loss_mask) for row in rows] if prompts is None else prompts

@@ -214,13 +214,8 @@ def is_same_option(one: FieldInfo, other: FieldInfo) -> bool:
 def options_of_user_code(parts: ChosenParts, given: Mapping[str, Any], keys: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return [algorithm.options] with every option of the chosen user code, at its default where none is given.
 
-    Raises ValueError for an option that no chosen part has, for a wrong value, and for an option that has the name of
-    a key of [algorithm] and another declaration.
-
-    Args:
-        parts: The chosen parts.
-        given: The table as the run file has it.
-        keys: The keys of [algorithm]; an option of that name is read from there.
+    Raises ValueError for an option that no chosen part has, for a wrong value, and for an option that has the name of a key of
+    [algorithm] and another declaration.
     """
     filled: dict[str, Any] = {}
     for one in parts:
@@ -259,13 +254,7 @@ def explain(error: ValidationError, table: str) -> str:
 
 
 def refuse_idle(changed: frozenset[str], values: Mapping[str, Any], parts: ChosenParts) -> None:
-    """Raise ValueError for a setting that no chosen part reads.
-
-    Args:
-        changed: Keys that were set by hand to something else than their default.
-        values: Every key of [algorithm].
-        parts: The chosen parts.
-    """
+    """Raise ValueError for a setting, ``changed`` by hand from its default, that no chosen part reads."""
     read = parts.option_names
     by_choice: set[str] = set()
     for key, registry, chosen in (("loss", LOSSES, parts.loss), ("advantage", ESTIMATORS, parts.estimator)):

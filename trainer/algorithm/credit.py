@@ -120,10 +120,7 @@ CreditRule = Callable[[Sequence[Scored]], Credit]
 
 
 def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmState | None = None) -> CreditRule:
-    """Return the rule of an algorithm; ``longest`` is rollout.max_new_tokens.
-
-    Every batch updates ``state``; None: a fresh one.
-    """
+    """Return the rule of an algorithm; every batch updates ``state``. ``longest`` is rollout.max_new_tokens."""
     running = AlgorithmState.fresh(settings) if state is None else state
     parts = settings.parts
     estimator = parts.estimator.value

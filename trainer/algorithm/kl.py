@@ -36,9 +36,6 @@ from penstock.trainer.algorithm.batch import MicroBatch
 
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]  # estimated from the sampled token
 AnyKlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
-KL_ALIASES: dict[str, KlForm] = {
-    "kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "mse+": "k2+", "low_var_kl+": "k3+",
-}  # fmt: skip
 _MAX_K3 = 10.0
 
 
@@ -133,13 +130,7 @@ def top_of_teacher(batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def kl_from_teacher(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
-    """Return KL(teacher ‖ current) where the tokens outside ``top_ids`` are one event, [n] with gradient.
-
-    Args:
-        logits: [n, V] of the current policy.
-        top_ids: [n, k] int64, the teacher's likeliest tokens.
-        top_logprobs: [n, k] the teacher's log-probabilities of them.
-    """
+    """Return KL(teacher ‖ current), [n], of ``top_ids`` [n, k] and one event for all others; ``logits`` [n, V]."""
     mine = logits.log_softmax(-1)
     own = mine.gather(-1, top_ids)
     chances = top_logprobs.exp()

@@ -73,14 +73,7 @@ class Mismatch:
 
 
 def mismatch_sums(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
-    """Return the sums that figures are computed from, by name; the names do not depend on the tokens.
-
-    Args:
-        current: [N] log-probabilities before the update.
-        behaviour: [N] as the engine reported them.
-        ages: [N] versions between sampling and training.
-        sequences: Which token belongs where.
-    """
+    """Return the sums that figures are computed from, by name; all tensors [N], ``ages`` in versions."""
     current, behaviour = current.detach().double(), behaviour.double()
     gap = current - behaviour
     bounded = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -156,10 +149,7 @@ def mismatch_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> 
 
 
 def compare_fresh_tokens(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Mismatch | None:
-    """Return the difference on the tokens that the version in training sampled; None when there are none.
-
-    Stale tokens differ because the policy has moved; these should be equal.
-    """
+    """Return the difference on the tokens that the version in training sampled; None when there are none."""
     count = sums["fresh_tokens"]
     if not count:
         return None

@@ -36,10 +36,7 @@ class TokenOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The loss of one micro-batch, already divided by the whole batch's denominators.
-
-    ``sums`` add up over micro-batches and ranks; ``maxima`` are maximised over them.
-    """
+    """The loss of a micro-batch over the whole batch's denominators; ``sums`` add up over micro-batches."""
 
     loss: Tensor  # scalar with gradient
     sums: Mapping[str, Tensor | float]

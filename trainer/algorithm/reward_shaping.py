@@ -59,10 +59,7 @@ class RunningMoments:
 
 
 def normalise(rewards: Tensor, groups: Tensor | None = None, *, shift: bool = True, scale: bool = True) -> Tensor:
-    """Subtract the mean and divide by the unbiased standard deviation, over groups or (None) the batch, [B].
-
-    Rewards that do not differ become 0 (with shift) or stay as they are.
-    """
+    """Subtract the mean and divide by the unbiased standard deviation, over groups or (None) the batch, [B]."""
     index = torch.zeros_like(rewards, dtype=torch.int64)
     count = 1
     if groups is not None:
@@ -108,14 +105,7 @@ def whiten(values: Tensor, *, weights: Tensor | None = None, shift: bool = True)
 
 
 def kl_in_reward(scores: Tensor, kl: Tensor, sequences: Sequences, *, coefficient: float) -> Tensor:
-    """Return token rewards: ``-coefficient kl`` at every token, plus the trajectory's score at its last one, [N].
-
-    Args:
-        scores: [S] one per sequence.
-        kl: [N] without gradient, of the policy that sampled (or was recomputed) to the reference.
-        sequences: Which token belongs where.
-        coefficient: beta.
-    """
+    """Return token rewards [N]: ``-coefficient kl``, plus the trajectory's score, [S], at its last one."""
     rewards = -coefficient * kl.detach()
     lengths = torch.bincount(sequences.index, minlength=sequences.count)
     last = sequences.place() == (lengths - 1)[sequences.index]
@@ -167,10 +157,7 @@ def efficiency(
 
 
 def repetition_penalty(token_ids: list[int], *, ngram: int, factor: float) -> float:
-    """Return ``factor`` times the share of n-grams that repeat an earlier one; 0 for an answer shorter than one.
-
-    TRL's `get_repetition_penalty_reward`; a negative factor is a penalty.
-    """
+    """Return ``factor`` times the share of repeated n-grams (TRL's `get_repetition_penalty_reward`)."""
     total = len(token_ids) - ngram + 1
     if total < 1:
         return 0.0

@@ -160,16 +160,9 @@ def check_file(
     has_pairs: bool = False,
     images: ImageRows | None = None,
 ) -> FileReport:
-    """Read every row of a file as training does, and return the report.
+    """Read every row of a file, or the first ``most``, as training does; an unreadable file is one bad row.
 
-    Args:
-        path: The file; an unreadable one is one bad row.
-        data: Format and column names to use.
-        tokenizer: Counts tokens through the chat template; None counts characters.
-        max_new_tokens: Tokens of a completion, which have to fit into the model's context after every prompt.
-        most: Rows to read; None reads all.
-        has_pairs: Rows with two answers are read as pairs (algorithm.dpo_coefficient).
-        images: Reads those of rows for the tokenizer's model; None does not look at them.
+    Without a tokenizer lengths are characters; ``images`` reads those of rows, None does not look at them.
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
     report.context_tokens = tokenizer.context_tokens if tokenizer else None

@@ -27,10 +27,7 @@ from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 
 def print_rows(file: Path | None, run_file: Path | None, number: int, row_format: str, pairs: Sequence[str]) -> int:
-    """Print rows spread over the file, or over the files of a run file; ``pairs`` are COLUMN=NAME.
-
-    Raises MalformedData naming file, line and column of a malformed row, and UsageError.
-    """
+    """Print rows spread over the files; raises UsageError, and MalformedData naming file, line and column."""
     mapping = {column: name for column, _, name in (pair.partition("=") for pair in pairs)}
     if unknown := sorted(set(mapping) - set(COLUMNS)):
         raise UsageError(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")

@@ -176,11 +176,7 @@ def images_of(row: Row) -> list[Source]:
 
 
 def with_images(chat: Chat, given: list[Source]) -> tuple[Chat, tuple[Source, ...]]:
-    """Return a chat whose images are parts ``{"type": "image"}``, and their sources in order.
-
-    Args:
-        chat: As `read_chat` returned it.
-        given: The images of the column.
+    """Return a chat whose images are parts ``{"type": "image"}``, and their sources; ``given`` are those of the column.
 
     Raises MalformedData unless every image has one place, and every place an image.
     """
@@ -237,15 +233,9 @@ class ImageRows:
     processor: ImageProcessor | None  # None: the model reads no images
 
     def read(self, row: PromptRow, token_ids: Sequence[int], folder: Path) -> ReadImages:
-        """Return the prompt's token ids with those of all images, where these are, and what they are.
+        """Return a prompt's ids with those of all images, where these are, and what they are.
 
-        Args:
-            row: The prompt.
-            token_ids: Of its text, with one placeholder for each image.
-            folder: That of the data file, below which files of images are.
-
-        Raises:
-            MalformedData: For an image that is refused, a text that holds the placeholder's, a model that reads no images.
+        Raises MalformedData for an image that is refused, a text that holds the placeholder's, a model that reads no images.
         """
         if self.processor is None:
             if row.images:

@@ -134,10 +134,7 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
 
 
 def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
-    """Read a row for imitation: one `TurnRow` for each assistant message, with exactly the chat before it.
-
-    Raises MalformedData naming the column if there is nothing to imitate.
-    """
+    """Read a row for imitation, one `TurnRow` for each assistant message; raises MalformedData if there is none."""
     form = form_of(row, data)
     refuse_unread(row)
     chat = _prompt_chat(row, form, data)

@@ -40,10 +40,7 @@ class RowFile(Protocol):
 
 
 def open_rows(path: Path) -> RowFile:
-    """Open a data file in the format of its suffix, or else of its first bytes.
-
-    Raises MalformedData if the file is missing, empty or of an unknown format.
-    """
+    """Open a data file in the format of its suffix, or else of its first bytes; raises MalformedData for any other."""
     try:
         if path.exists() and not path.is_file():  # a pipe has no end, and neither has a device
             raise MalformedData(f"{path}: not a regular file; give a file")

@@ -71,10 +71,7 @@ class TurnSet:
         max_tokens: int,
         mask: TurnMasks = "turns",
     ) -> TurnSet:
-        """Open and check files; an example has at most ``max_tokens``.
-
-        Raises MalformedData listing the malformed rows, or if no example is left.
-        """
+        """Open files of examples of at most ``max_tokens``; raises MalformedData, also if none is left."""
         return cls([open_rows(path) for path in files], data, tokenizer, max_tokens, mask)
 
     def __len__(self) -> int:

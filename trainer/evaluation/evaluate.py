@@ -192,10 +192,7 @@ class Evaluator:
                 self._held.pop(delivery.sequence, None)
 
     def wait(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until an evaluation has ended, or ``should_stop`` returns True.
-
-        Raises EvaluationFailed when it failed or took too long.
-        """
+        """Wait until an evaluation has ended, or ``should_stop`` returns True; raises EvaluationFailed."""
         with self._changed:
             evaluations = [e for e in self._evaluations.values() if e.version == version]
             self._wait_while(lambda: not all(e.is_closed for e in evaluations), should_stop)

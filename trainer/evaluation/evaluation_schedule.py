@@ -26,10 +26,7 @@ class EvaluationSchedule:
     def __init__(
         self, evaluator: Evaluator | None, settings: EvalSettings, names: Sequence[str], *, num_steps: int
     ) -> None:
-        """``evaluator`` is None for a run without held-out prompts; ``num_steps`` are those of the whole run.
-
-        ``names`` are the sources that are evaluated, each with its own interval in ``settings``.
-        """
+        """``evaluator`` is None for a run without held-out prompts; ``names`` are the sources that are evaluated."""
         self._evaluator = evaluator
         self._settings = settings
         self._names = tuple(names)
@@ -59,10 +56,7 @@ class EvaluationSchedule:
         return self._newest == version
 
     def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
-        """Continue evaluations of an earlier session; return True if one of the checkpoint's weights is unfinished.
-
-        ``version`` is the number of these weights in the checkpoint, ``now`` in this session.
-        """
+        """Continue earlier evaluations; True if one of these weights, ``version`` then, is unfinished."""
         if self._evaluator is None:
             return False
         self._unfinished = self._evaluator.resume(version, now=now, step=step)

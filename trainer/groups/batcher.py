@@ -94,17 +94,9 @@ class Batcher:
         reuse: Reuse = ONCE,
         max_dead: int = _NO_LIMIT,
     ) -> None:
-        """Start with the groups of a checkpoint.
+        """Start with the groups of a checkpoint; no other object may record that they arrive, are offered or are taken.
 
-        Args:
-            groups: Where they are; no other object may record that groups arrive, are offered or are taken.
-            issued: Decides about groups that were issued; of the same ``groups``.
-            groups_per_step: Groups of a batch.
-            max_staleness: Most versions a group may be behind.
-            rules: Filters of whole groups (`algorithm.group_filters`).
-            needs_baseline: Drop groups without a greedy completion.
-            reuse: How often, and how far apart, a group may be trained on.
-            max_dead: Consecutive dead-lettered groups, without one that arrives, that end a run.
+        ``max_dead`` are the consecutive dead-lettered groups, without one that arrives, that end a run.
         """
         self._groups, self._issued = groups, issued
         self._reuse = reuse
@@ -145,10 +137,7 @@ class Batcher:
         return wanted
 
     def offer(self, groups: Iterable[ReadyGroup]) -> None:
-        """Hold groups whose pack was read, and drop those that a filter leaves out, or that have no baseline.
-
-        Raises ConfigError for a filter that fails.
-        """
+        """Hold groups that were read, and drop those that a filter or a missing baseline leaves out."""
         for group in groups:
             self._excess_dead = max(0, self._excess_dead - 1)
             self.dead_in_a_row = 0
@@ -331,10 +320,7 @@ def _unread(scored: ScoredGroup, reason: DropReason) -> Drop:
 
 
 def staleness_tokens(batch: Sequence[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
-    """Return the histogram of token ages in versions, by each token's own version.
-
-    ``least`` is the least age possible: above 0 the versions are another run's (`StepPlan`).
-    """
+    """Return the histogram of token ages in versions, of at least ``least``: above 0 the versions are another run's."""
     histogram: dict[int, int] = {}
     for group in batch:
         for trajectory in group.group.trained_rows:

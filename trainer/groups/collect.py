@@ -22,14 +22,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import (
-    BlobCorrupt,
-    BlobMissing,
-    BusUnreachable,
-    PackError,
-    PenstockError,
-    ReaderKilled,
-)
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError, ReaderKilled
 from penstock.protocol.facts import DeadLetter, GroupScored
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
@@ -64,13 +57,7 @@ class OvertakeBackoff:
         self._full_since: float | None = None  # when the batch that is to be taken became full
 
     def rest_s(self, full_s: float, *, overtakes: bool, now: float) -> float:
-        """Return how much longer a full batch waits, in seconds; 0 or less: it is to be taken.
-
-        Args:
-            full_s: The full wait, from the moment the batch became full.
-            overtakes: Whether groups under way would be too old for the next batch; False while there is no full batch.
-            now: Seconds of any monotonic clock.
-        """
+        """Return how many seconds longer a full batch waits; 0 or less: it is to be taken."""
         if not overtakes or full_s <= 0.0:
             return 0.0
         if self._full_since is None:
@@ -98,19 +85,9 @@ class Collector:
         silent_s: float = _SILENT_S,
         reader: PackReader | None = None,
     ) -> None:
-        """Bind to the trainer's consumer and request redelivery of everything unacknowledged.
+        """Bind to the trainer's consumer and request redelivery of everything unacknowledged; raises MissingStream.
 
-        Args:
-            connections: The run, NATS and the object store.
-            groups: Of the run.
-            batcher: Chooses batches of them; only this collector may use it from now on.
-            issuer: Of the same groups.
-            deadline_s: Longest wait for a batch.
-            silent_s: Time for which all queues must be empty before outstanding groups count as lost.
-            reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
-
-        Raises:
-            MissingStream: The run was not bootstrapped.
+        Only this collector may use ``batcher`` from now on. Outstanding groups count as lost after all queues were empty for ``silent_s``.
         """
         self._run_id, self._bus, self._traced = connections.run_id, connections.bus, connections.traced
         self._groups, self._batcher, self._issuer = groups, batcher, issuer

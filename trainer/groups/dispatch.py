@@ -76,9 +76,7 @@ class Dispatch:
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0), prompt)) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
-            rollout,
-            prompt_tokens=prompts.num_tokens / len(prompts),
-            bytes_per_task=sum(sizes) / len(sizes),
+            rollout, prompt_tokens=prompts.num_tokens / len(prompts), bytes_per_task=sum(sizes) / len(sizes)
         )
 
     def next_packs(
@@ -88,13 +86,7 @@ class Dispatch:
         *,
         trainer_version: PolicyVersion | None = None,
     ) -> list[TaskPack]:
-        """Issue what the staleness bound admits and the rest of the run can use; return the packs.
-
-        Args:
-            version: The newest that is announced.
-            most_outstanding: What the rest of the run can use; None: no limit.
-            trainer_version: The version that the next step starts from; None: ``version``.
-        """
+        """Issue what the staleness bound and ``most_outstanding`` admit at the announced ``version``."""
         packs = self.cursor.plan(
             self._rollout,
             self.groups_per_message,

@@ -55,10 +55,7 @@ StoredGroup = tuple[RecordedGroup, BlobRef]  # and the pack that holds it
 
 class StoredGroups:
     def __init__(self, settings: TrainerSettings, blobs: Blobs) -> None:
-        """Read the list of groups, without their tokens.
-
-        Raises RecordBroken, BlobMissing or BlobCorrupt for the input, ConfigError when the settings do not fit it.
-        """
+        """Read the list of groups, without their tokens; raises RecordBroken, BlobError or ConfigError."""
         assert settings.data.from_run is not None
         self._of, self._sha256 = find_input(settings.data.from_run, blobs)
         self._stored: list[StoredGroup] = [
@@ -198,10 +195,7 @@ class StoredCollector:
     def collect(
         self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
     ) -> list[ReadyGroup]:
-        """Return the next batch, empty when ``should_stop`` returns True; no group is under way that it could wait for.
-
-        Raises BlobMissing, BlobCorrupt or PackError for a group that cannot be read: it is not replaced.
-        """
+        """Return the next batch, [] to stop; raises BlobMissing, BlobCorrupt or PackError."""
         if should_stop() or self._draining:
             return []
         batch, drops = self._groups.take(self._count)

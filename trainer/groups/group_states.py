@@ -77,17 +77,9 @@ class GroupStates:
         dead: Iterable[str] = (),
         ledger: Iterable[tuple[int, Sequence[str]]] = (),
     ) -> None:
-        """Start empty, or from the parts of a checkpoint.
+        """Start empty, or from the parts of a checkpoint: ``outstanding`` and ``dead`` ids, ``ledger`` of `rows`.
 
         Trained groups with uses left are kept: their messages were not acknowledged, and are delivered again.
-
-        Args:
-            max_staleness: Most versions a group may be behind.
-            max_trained_count: How often a group may be trained.
-            totals: Of the whole run.
-            outstanding: Ids that are issued, and neither used nor dropped.
-            dead: Ids that dead letters closed, the oldest first.
-            ledger: Ids by the version at which they were trained (`rows`).
         """
         self._max_staleness, self._max_trained_count = max_staleness, max_trained_count
         self._groups: dict[str, GroupRecord] = {}
@@ -152,16 +144,7 @@ class GroupStates:
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
     ) -> dict[str, int]:
-        """Record the step that was made at ``version``.
-
-        Args:
-            version: That the trainer had before the step.
-            batch: The groups in use, all of them.
-            staleness_tokens: Their sampled tokens by age in versions.
-
-        Returns:
-            How often each group was trained, this step included, by id.
-        """
+        """Record the step made at ``version`` on all groups in use; return how often each was trained, by id."""
         records = [(group, self._allowed(group.group_id, "train")) for group in batch]
         first = [group for group, record in records if not record.uses]
         for group, record in records:

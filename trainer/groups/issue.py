@@ -72,10 +72,7 @@ class Issuer:
     def __init__(
         self, connections: Connections, dispatch: Dispatch, groups: RunGroups, unsent: Sequence[tuple[str, ...]] = ()
     ) -> None:
-        """Issue nothing yet; ``dispatch`` is of ``groups.train``.
-
-        ``unsent`` are packs that an earlier session issued without a receipt of the stream: they are published first.
-        """
+        """Issue nothing yet; ``unsent`` packs of an earlier session, without a receipt, are published first."""
         self._dispatch, self._groups = dispatch, groups
         self._unsent = list(unsent)
         self._resends = bool(unsent)
@@ -151,16 +148,10 @@ class Issuer:
         version: PolicyVersion,
         made: PolicyVersion,
     ) -> dict[str, int]:
-        """Record the step that a batch was trained in; return how often each of its groups was trained, by id.
+        """Record the step from ``version`` to ``made``; return how often each group was trained, by id.
 
         The message of a group that is kept for another use stays unacknowledged until the group is retired: a trainer that
         resumes receives it again.
-
-        Args:
-            batch: The groups that were taken.
-            staleness_tokens: Their sampled tokens, by age.
-            version: The version that the step started from.
-            made: The version that the step made.
         """
         with self._changed:
             uses = self._dispatch.train(version, batch, staleness_tokens)
@@ -182,12 +173,7 @@ class Issuer:
             self._changed.notify_all()
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
-        """Issue what a newly announced version admits and the rest of the run needs.
-
-        Args:
-            version: The newest that workers can fetch.
-            groups_wanted: Groups that the remaining steps train.
-        """
+        """Issue what a newly announced version admits and the ``groups_wanted`` by the remaining steps need."""
         with self._changed:
             self._version = version
             if is_newer(version, self._trainer_version):  # the first call of a session

@@ -184,15 +184,9 @@ class PackReader:
         never_published: NeverPublished | None = None,
         images: ImageReader | None = None,
     ) -> None:
-        """Read objects with ``fetch``.
+        """Read objects with ``fetch``, which verifies them; what is None is not checked, or not marked.
 
-        Args:
-            fetch: Returns the verified bytes of an object.
-            vocab_size: Of the model; token ids beyond it are refused. None: not known.
-            mark: Where the pack that is being read is marked; None: a pack that kills the trainer is not quarantined.
-            texts: Decodes completions again; None: texts are not compared with tokens.
-            never_published: Returns those versions that the run has not published; None: not known.
-            images: Reads the images of rows; None: the model reads none, and a group with one is refused.
+        Without ``images`` the model reads none, and a group with one is refused.
         """
         self._fetch = fetch
         self._vocab_size = vocab_size
@@ -202,11 +196,7 @@ class PackReader:
         self._images = images
 
     def read(self, pack: BlobRef, wanted: Sequence[ScoredGroup], promises: Sequence[TaskPromise]) -> list[Group]:
-        """Return groups of one pack; ``promises`` are what their tasks asked for.
-
-        Raises BlobMissing, BlobCorrupt, BlobStoreUnreachable, PackError, and ReaderKilled for a pack that has killed the
-        trainer twice.
-        """
+        """Return groups of one pack; raises as `read_groups`, and ReaderKilled for a quarantined pack."""
         if self._mark is not None and self._mark.is_quarantined(pack):
             raise ReaderKilled(
                 f"two sessions of the trainer were killed while they read {pack.key}: it is not read again, and its groups "
@@ -273,16 +263,8 @@ def read_groups(
 ) -> list[Group]:
     """Fetch and decode groups of one pack, and check them against the messages that describe them.
 
-    Args:
-        pack: The object.
-        wanted: The groups, as the message describes them.
-        fetch: Reads an object.
-        promises: What the task of each group asked for; () where the groups are recorded ones, which were checked.
-        vocab_size: Of the model.
-
-    Raises:
-        BlobMissing, BlobCorrupt, BlobStoreUnreachable: The object cannot be read.
-        PackError: The pack holds something else.
+    ``promises`` are what the task of each group asked for; () where the groups are recorded ones, which were checked.
+    Raises BlobMissing, BlobCorrupt, BlobStoreUnreachable, or PackError if the pack holds something else.
     """
     described = [scored.generated for scored in wanted]
     try:

@@ -110,14 +110,9 @@ class PromptCursor:
     ) -> list[tuple[GroupKey, ...]]:
         """Issue the next packs: as many groups as the staleness bound admits, in whole packs.
 
-        A pack that is not full waits until the bound admits the rest, unless fewer groups are outstanding than a step
-        needs: then waiting would starve the trainer, and the pack is cut short. A pack never spans the groups of two steps.
-
-        Args:
-            rollout: Groups of a step, and the staleness bound.
-            groups_per_message: Groups of a full pack.
-            most_outstanding: What the rest of the run can still use, so that nothing is issued needlessly near its end.
-            lag: Versions that the announced one is behind the trainer.
+        A pack that is not full waits until the bound admits the rest, unless fewer groups are outstanding than a step needs: then
+        waiting would starve the trainer, and the pack is cut short. A pack never spans the groups of two steps. ``lag`` are the
+        versions that the announced one is behind the trainer.
         """
         packs: list[tuple[GroupKey, ...]] = []
         outstanding, num_issued = self._groups.num_outstanding, self._groups.totals.sums.issued
@@ -231,10 +226,7 @@ class PromptCursor:
         return True
 
     def _was_issued(self, key: GroupKey) -> bool:
-        """Return False for a group that no session of this run has issued.
-
-        Attempts of a prompt that is closed are not stored: each counts as issued.
-        """
+        """Return False for a group that no session issued; each attempt of a closed prompt counts as issued."""
         if self.was_issued_before(key):
             return True
         if key.prompt >= self.order.num_prompts:

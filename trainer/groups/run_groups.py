@@ -23,13 +23,7 @@ class RunGroups:
 
     @classmethod
     def of(cls, state: CheckpointState | None, *, max_staleness: int, max_trained_count: int = 1) -> RunGroups:
-        """Return the groups of a checkpoint; raises CheckpointError when its parts contradict one another.
-
-        Args:
-            state: The checkpoint, of this or an earlier release; None: the run starts.
-            max_staleness: `rollout.max_staleness`.
-            max_trained_count: `algorithm.max_trained_count`.
-        """
+        """Return the groups of a checkpoint; raises CheckpointError when its parts contradict one another."""
         if state is None:
             return cls(GroupStates(max_staleness=max_staleness, max_trained_count=max_trained_count))
         totals, in_flight = state.account.totals, state.account.in_flight

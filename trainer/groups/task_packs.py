@@ -192,13 +192,7 @@ def task_bytes(task: Task) -> int:
 
 
 def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float, bytes_per_task: float) -> int:
-    """Return how many groups share a message: ``rollout.groups_per_message``, or by size when that is 0.
-
-    Args:
-        rollout: Group size, completion length and groups of a step.
-        prompt_tokens: Mean tokens of a prompt.
-        bytes_per_task: Mean size of a task in a message.
-    """
+    """Return how many groups share a message: ``rollout.groups_per_message``, or by size when that is 0."""
     if rollout.groups_per_message:
         return rollout.groups_per_message
     tokens_per_group = rollout.started_completions * (prompt_tokens + rollout.max_new_tokens)

@@ -36,15 +36,9 @@ class Lora:
 
 
 def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
-    """Put adapters into a `transformers` model and freeze the rest.
+    """Put adapters into a `transformers` model and freeze the rest, but the module ``head``, which is trained whole.
 
-    Args:
-        model: A causal language model or, with a ``head``, a sequence classifier.
-        lora: Which layers are adapted.
-        head: Name of a module that has no adapter and is trained whole beside them.
-
-    Raises:
-        UnsupportedModel: No layer matches the targets, or the head does, or they are of experts.
+    Raises UnsupportedModel: no layer matches the targets, or the head does, or they are of experts.
     """
     targets = list(lora.targets)
     if any(".experts." in name for name, _ in model.named_parameters()):

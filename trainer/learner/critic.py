@@ -75,14 +75,7 @@ class TokenCredit:
         *,
         kl_coefficient: float = 0.0,
     ) -> CreditedBatch:
-        """Return a batch with an advantage for every token.
-
-        Args:
-            micro_batches: Of this rank; their advantages are the rewards of whole trajectories.
-            values: [N] float32 of each, without gradient.
-            sum_over_ranks: Sums vectors over the ranks; the default is for one rank.
-            kl_coefficient: Of the KL from the sampler to the reference, in every token's reward; 0: none.
-        """
+        """Return a batch with an advantage for every token, from ``values`` [N] of each micro-batch."""
         rewards = [self._rewards(batch, kl_coefficient) for batch in micro_batches]
         if self.whiten_rewards:
             _, mean, variance = moments(rewards, sum_over_ranks)
@@ -215,10 +208,7 @@ class Critic:
         return steps_done < self._regression.head_start_steps
 
     def credit(self, micro_batches: Sequence[MicroBatch], kl_coefficient: float) -> CreditedBatch:
-        """Compute values of every sampled token of this rank's micro-batches, and turn rewards into advantages by token.
-
-        Above 0, ``kl_coefficient`` times the KL to the reference, which the micro-batches hold, is subtracted from rewards.
-        """
+        """Turn this rank's rewards, less ``kl_coefficient`` times their KL, into advantages by token."""
         with torch.no_grad():
             values = [self._values(batch).cpu() for batch in micro_batches]
         return self._credit(micro_batches, values, self._dims.sum, kl_coefficient=kl_coefficient)
@@ -264,10 +254,7 @@ class Critic:
 def load_critic(
     model_folder: Path, how: Optimisation, regression: Regression, credit: TokenCredit, dims: ParallelDims
 ) -> Critic:
-    """Load a model folder's backbone with a value head under DeepSpeed; on every rank.
-
-    Raises UnsupportedModel and ConfigError as `load_policy` does.
-    """
+    """Load a model folder's backbone with a value head under DeepSpeed, on every rank; raises as `load_policy` does."""
     model = load_language_model(model_folder, how, dims)
     scorer = ValueScorer(model, TokenShares(dims.token_group))
     return Critic(Trainable(scorer, how, dims), regression, credit, dims)

@@ -92,10 +92,7 @@ class Routing:
 
 
 def install(model: Any) -> None:
-    """Let a causal language model compute with given experts; raises UnsupportedModel for routers that are not known.
-
-    Without the keyword ``routing`` it computes as before.
-    """
+    """Let a causal language model compute with the keyword ``routing``; raises UnsupportedModel for unknown routers."""
     routers = [(layer, layer.mlp.gate) for layer in model.base_model.layers if hasattr(layer.mlp, "experts")]
     names = {type(router).__name__ for _, router in routers}
     if names != {"Qwen3MoeTopKRouter"}:

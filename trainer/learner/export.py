@@ -50,17 +50,8 @@ def export_model(
 ) -> None:
     """Write a model folder, adapters merged, that `transformers` loads; an older one is replaced. Collective.
 
-    Args:
-        policy: The trained model.
-        dims: Who writes which files.
-        folder: The folder to write, the same on every rank, on storage that all ranks share.
-        like: The folder that training started from, with config and tokenizer.
-        changed: Fields of ``config.json`` that differ.
-        verify: Load the folder on the rank that writes small files, and compare log-probabilities with the trainer's.
-        max_file_bytes: Bytes of a file of weights; a larger tensor has a file of its own.
-
-    Raises:
-        ExportFailed: The folder cannot be loaded, or gives other log-probabilities; an older folder is unchanged.
+    Config and tokenizer are those of the folder ``like``, but for the fields ``changed``. A tensor larger than ``max_file_bytes`` has a
+    file of its own. Raises ExportFailed if the folder cannot be loaded, or gives other log-probabilities; an older one is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     layout = policy.weights.layout(bucket_bytes=max_file_bytes)

@@ -63,11 +63,7 @@ class Learner(RankProgram):
         pairs: MixedPairs | None = None,
         images: ImageReader | None = None,
     ) -> None:
-        """Build it on every rank with the same networks.
-
-        An objective with a KL term needs the reference; plans whose advantages are rewards need a critic. Every step trains on some
-        of the ``pairs`` too. Rows with images need a reader of ``images``.
-        """
+        """Build it on every rank with the same networks; an objective with a KL needs the reference."""
         super().__init__(dims.ranks)
         self.policy = policy
         self._dims = dims

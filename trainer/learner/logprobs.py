@@ -39,10 +39,7 @@ _HEAD_SETTINGS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit
 
 
 class CompletionScorer(nn.Module):
-    """A causal language model that returns log-probabilities instead of logits.
-
-    One module around the model, so that DeepSpeed's hooks see one forward call, with the output head.
-    """
+    """A language model that returns log-probabilities; one module, so that DeepSpeed sees one forward call."""
 
     language_model: Any  # a transformers causal language model; their classes are typed loosely
 

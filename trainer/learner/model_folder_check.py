@@ -169,10 +169,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_vision(settings: TrainerSettings) -> None:
-    """Raise ConfigError for settings that a model which reads images is not trained with, all of them named.
-
-    Raises UnsupportedModel for a family or an image processor that is not known.
-    """
+    """Raise ConfigError naming all settings that a model which reads images is not trained with; UnsupportedModel."""
     if read_processor(settings.model.path) is None:
         if settings.model.train_vision_tower:
             raise ConfigError(

@@ -99,10 +99,7 @@ def deepspeed_config(
 
 
 def load_written_by_deepspeed(engine: Any, folder: Path, *, num_ranks: int, strict: bool) -> dict[str, Any]:
-    """Read ``folder`` into a DeepSpeed engine and return its state.
-
-    Raises CheckpointError for another number of ranks or a broken folder.
-    """
+    """Read ``folder`` into an engine; raises CheckpointError for another number of ranks or a broken folder."""
     try:
         with _without_pickled_code():
             found, state = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=strict)

@@ -68,10 +68,7 @@ class PairPlanner:
     def prepare(
         self, pairs: Sequence[Pair], stored: Tensor | None = None
     ) -> tuple[list[PairBatch], PreferenceObjective]:
-        """Return this rank's micro-batches of some pairs, and what they minimise; collective.
-
-        ``stored`` are the reference's sums, [2 P]; None: those of the live reference, if there is one.
-        """
+        """Return this rank's micro-batches and their objective; ``stored`` are the reference's sums, [2 P]."""
         own = list(self._own(pairs, stored))
         mean_tokens, kl = mean_tokens_of(pairs), self.kl(pairs)
         if self._couples:
@@ -92,10 +89,7 @@ class PairPlanner:
         return torch.tensor(self._dims.sum(found.tolist()), dtype=torch.float64)
 
     def kl(self, pairs: Sequence[Pair]) -> float:
-        """Return the KL of policy and live reference, at least 0; 0 where no loss needs it; collective.
-
-        It is estimated on each prompt with the answers of another one.
-        """
+        """Return the KL, at least 0, on each prompt with the answers of another one; collective."""
         if not self._needs_kl:
             return 0.0
         assert self._live is not None
@@ -215,10 +209,7 @@ class MixedPairs:
 
 
 def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
-    """Read the pairs among the rows of ``data.train``; None if the run trains on none.
-
-    Raises MalformedData for rows that are none and no prompts either, ConfigError for fewer than a step has.
-    """
+    """Read the pairs among the rows of ``data.train``; None without any. Raises MalformedData and ConfigError."""
     if not settings.algorithm.dpo_coefficient:
         return None
     data, num_wanted = settings.data, settings.dpo.batch_size

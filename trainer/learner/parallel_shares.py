@@ -139,15 +139,7 @@ class TokenShares:
         return min(width, max(0, num_tokens - self.group.index * width))
 
     def own_predictors(self, predictors: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        """Find the predictors in this rank's range.
-
-        Args:
-            predictors: [N] int64, positions in the stream.
-            num_tokens: Tokens of the stream.
-
-        Returns:
-            Their positions in the range [n], and their places among all predictors [n]; None: they are all.
-        """
+        """Return this rank's predictors [n] in its range, and their places among all [N]; None: all."""
         if self.group is None:
             return predictors, None
         width = self._width(num_tokens)

@@ -30,10 +30,7 @@ class Planner:
     """Rank 0's planner; call `plan`, then `learned` with the step's metrics."""
 
     def __init__(self, settings: TrainerSettings, learner: Learner, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's ``state``; an empty one starts a run.
-
-        Raises CheckpointError if the state is of another algorithm.
-        """
+        """Continue from a checkpoint's ``state``; raises CheckpointError if it is of another algorithm."""
         self._algorithm = settings.algorithm
         self._longest = settings.rollout.max_new_tokens
         self._budget = settings.trainer.micro_batch_tokens
@@ -151,10 +148,7 @@ def skipped_trajectories(plan: StepPlan, metrics: StepMetrics, batch: Sequence[R
 def num_kept_rows(
     plan: StepPlan, groups: Sequence[ReadyGroup], wanted: int | Literal["all"], *, max_tokens: int = MAX_TOKENS
 ) -> int:
-    """Return how many of the plan's first rows are kept: those of the first ``wanted`` trained groups that fit into an object.
-
-    ``groups`` are those of the batch. Groups are kept whole.
-    """
+    """Return the number of rows of the first ``wanted`` trained groups, kept whole, that fit into ``max_tokens``."""
     most = MAX_GROUPS if wanted == "all" else min(wanted, MAX_GROUPS)
     tokens = {(group.pack.key, group.scored.generated.row_group): group.num_tokens for group in groups}
     counts: dict[tuple[str, int], int] = {}

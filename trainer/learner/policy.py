@@ -171,10 +171,7 @@ class Policy:
         self._dims.ranks.barrier()
 
     def load(self, folder: Path) -> None:
-        """Read what was written, by any number of ranks; raises CheckpointError for a broken folder; collective.
-
-        A rank beyond those that wrote it keeps the random state that it has.
-        """
+        """Read what any number of ranks wrote; raises CheckpointError for a broken folder; collective."""
         state = self._trainable.load(folder / _TAG)
         path = folder / random_state_name(self._dims.ranks.rank)
         try:

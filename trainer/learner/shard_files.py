@@ -280,10 +280,7 @@ class CheckpointWriter:
         self._orders = RankOrders(own, ranks, "checkpoint", OSError)
 
     def write(self, folder: Path) -> None:
-        """Write them below a folder on storage that all ranks share (rank 0).
-
-        Raises OSError that names the ranks that could not write, RankUnresponsive for one that exited.
-        """
+        """Write them below a shared folder (rank 0); raises OSError naming ranks, or RankUnresponsive."""
         self._orders.ask(CaptureSlot.write, folder)
 
 

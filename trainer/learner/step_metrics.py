@@ -120,14 +120,7 @@ class StepWatch:
         groups: Mapping[str, Sequence[str]],
         is_left_out: Callable[[], bool],
     ) -> None:
-        """Watch ``optimizer``.
-
-        Args:
-            optimizer: AdamW, which DeepSpeed steps.
-            places: Returns where the parts of parameters are in what this rank steps.
-            groups: The groups of each parameter.
-            is_left_out: Returns True if the step that is about to be made is to be left out; asked once for each step.
-        """
+        """Watch AdamW; ``is_left_out`` is asked once for each step that is about to be made."""
         self._optimizer = optimizer
         self._places = places
         self._groups = groups

@@ -57,16 +57,7 @@ class Passes:
 def plan_passes(
     groups: Sequence[int], *, epochs: int, minibatches: int, seed: int, step: int, stop_kl: float | None = None
 ) -> Passes:
-    """Split the groups that are trained on into mini-batches, and order these for every pass.
-
-    Args:
-        groups: Places in the batch of the groups that have a trajectory to train on.
-        epochs: Passes over the batch.
-        minibatches: Optimizer steps of a pass; fewer where there are fewer groups. Their sizes differ by at most one group.
-        seed: ``run.seed``.
-        step: Number of steps of the run before this one.
-        stop_kl: See `Passes`.
-    """
+    """Split the places of groups into mini-batches whose sizes differ by at most 1, and order these for every pass."""
     shuffled = _shuffled(groups, f"{seed}.{step}")
     count = max(1, min(minibatches, len(shuffled)))
     edges = [len(shuffled) * number // count for number in range(count + 1)]
@@ -266,10 +257,7 @@ def _equal_credit(groups: Sequence[Scored]) -> Credit:
 def _totals(
     part: Sequence[int], groups: Sequence[Scored], counts: Sequence[int], rewards: Sequence[float], longest: int
 ) -> tuple[Denominators, int]:
-    """Return the denominators of some groups, and their number of tokens in rewarded trajectories.
-
-    ``counts`` (tokens that are trained on) and ``rewards`` have one value for each trajectory of all groups.
-    """
+    """Return the denominators of some groups, and their tokens in rewarded trajectories; counts are by trajectory."""
     pairs = iter(zip(counts, rewards, strict=True))
     by_group = [[next(pairs) for _ in group.lengths] for group in groups]
     chosen = [pair for place in part for pair in by_group[place]]
@@ -316,10 +304,7 @@ def groups_of(plan: StepPlan, share: int, ready: Iterable[ReadyGroup], packs: Pa
 def micro_batches_of(
     plan: StepPlan, share: int, groups: Mapping[Place, Group], images: ImageReader | None
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of one share of the rows, in the plan's order; the patches of images are computed when read.
-
-    Raises PackError for rows with images where none can be read.
-    """
+    """Yield one share's micro-batches in the plan's order; raises PackError for unreadable images."""
     for numbers in plan.micro_batches[share]:
         rows = rows_of(plan, numbers, groups)
         batch = build(rows)

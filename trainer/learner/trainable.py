@@ -136,18 +136,10 @@ class Trainable:
         *,
         model: Any = None,
     ) -> None:
-        """Put a module under DeepSpeed.
+        """Put a module under DeepSpeed; ``model`` is the `transformers` model in it.
 
-        Args:
-            module: What is called.
-            how: How it learns.
-            dims: How the ranks share the work.
-            layers: The groups of layers of each parameter that learns: every step is measured by group, and outliers can be left out.
-            model: The `transformers` model in it, whose weights are divided where ranks share them.
-
-        Raises:
-            ConfigError: The dtype does not work with the ZeRO stage.
-            UnsupportedModel: DeepSpeed did not divide the weights as planned.
+        Raises ConfigError if the dtype does not work with the ZeRO stage, UnsupportedModel if DeepSpeed did not divide the weights as
+        planned.
         """
         self._weights = WeightShares(dims.weight_group)
         self._weights.expose_plan(module, model)

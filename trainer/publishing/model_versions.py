@@ -60,10 +60,7 @@ class FullSnapshots:
             self._forget_older_patches()
 
     def replaces_patch(self, patch_bytes: int) -> bool:
-        """Return True if the next version should be a full snapshot instead of a patch of this size.
-
-        It should if the patch is hardly smaller, or if it is not much smaller and a full snapshot is due.
-        """
+        """Return True if such a patch is hardly smaller than a full snapshot, or not much and one is due."""
         with self._lock:
             if self._newest is None or patch_bytes <= _DENSE * self._newest.num_bytes:
                 return False

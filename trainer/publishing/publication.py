@@ -56,10 +56,7 @@ class HeadKey:
         self.value = read_head(self._state)
 
     def move(self, head: Head) -> None:
-        """Move the head; a swap whose answer was lost is recognised by its value.
-
-        Raises PublicationFailed if another trainer moved it, BusUnreachable after two minutes.
-        """
+        """Move the head; raises PublicationFailed if another trainer moved it, BusUnreachable after two minutes."""
         value = encode(head)
         deadline = time.monotonic() + _SWAP_DEADLINE_S
         revision = self._expected_revision(deadline)
@@ -107,13 +104,7 @@ class PublishedVersions:
     """Versions of all sessions of a run. Not thread-safe: the owner locks."""
 
     def __init__(self, announced: Collection[PolicyVersion], head: PolicyVersion | None) -> None:
-        """Know what earlier sessions published.
-
-        Args:
-            announced: The announcements that the stream still has. It loses the oldest first, so nothing is known about
-                versions before these.
-            head: The newest complete version, which may not have been announced.
-        """
+        """Know the versions ``announced`` in the stream, which loses the oldest first, and the head."""
         self._versions = {*announced, *(() if head is None else (head,))}
         self._unknown_before = min(self._versions, default=PolicyVersion(0))
 

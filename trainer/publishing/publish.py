@@ -118,17 +118,7 @@ class Publisher:
         coordinator: PublishCoordinator | None = None,
         signing_key: SigningKey | None = None,
     ) -> None:
-        """Read the run's head and start the thread; raises MissingStream if the run was not bootstrapped.
-
-        Args:
-            connections: The run, NATS and the object store.
-            model_folder: Where config and tokenizer come from.
-            epoch: Of the trainer's lease.
-            policy: When a full snapshot is due.
-            on_published: Called on the publisher's thread for every version that has been announced.
-            coordinator: Of all ranks; None where one process trains alone.
-            signing_key: Signs every manifest; None: they are not signed.
-        """
+        """Read the run's head and start the thread, on which ``on_published`` is called; raises MissingStream."""
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._epoch = epoch
         writer = VersionWriter(connections, model_folder, signing_key)
@@ -175,10 +165,7 @@ class Publisher:
         return self._versions.missing_base(weights)
 
     def store_base(self, base: AdapterBase, version: PolicyVersion, step: int, dtype: str) -> None:
-        """Store the base of adapters under a version number that no head names. Call before the first `submit`.
-
-        Raises BlobError if the object store does not answer, PublicationFailed if it does not list what it stored.
-        """
+        """Store adapters' base under a number that no head names; raises BlobError or PublicationFailed."""
         self._versions.store_base(base, Label(version, step, self._epoch), dtype)
 
     def pinned(self) -> set[PolicyVersion]:
@@ -231,10 +218,7 @@ class Publisher:
             self._published.add(version)
 
     def stored_steps(self, versions: Collection[PolicyVersion]) -> dict[PolicyVersion, int]:
-        """Return which of these versions workers can still fetch (announced and stored), by the step that made each.
-
-        Raises BusError or BlobError.
-        """
+        """Return the step of each of these versions that is announced and stored; raises BusError or BlobError."""
         if not versions:
             return {}
         announced = self._announced()

@@ -62,10 +62,7 @@ class RankPublisher:
     def __init__(
         self, blobs: Blobs, run_id: str, share: Share | None = None, trusted_keys: TrustedKeys | None = None
     ) -> None:
-        """Start with no buckets; ``share`` is this rank's share of all buckets, by default all of them.
-
-        With ``trusted_keys``, a head that none of them has signed is not read.
-        """
+        """Start with no buckets; a head that none of ``trusted_keys`` has signed is not read."""
         self._blobs, self._run_id, self._trusted_keys = blobs, run_id, trusted_keys
         self._share = share or Share()
         self._copies: dict[int, WeightBuckets] = {}
@@ -92,10 +89,7 @@ class RankPublisher:
 
     @order
     def read_head(self, head: BlobRef, version: PolicyVersion) -> list[TensorDigest]:
-        """Read this rank's buckets of a version from the object store; they are the committed ones from now on.
-
-        Raises PublicationFailed for a head that is unreadable.
-        """
+        """Read this rank's buckets of a version, the committed ones from now on; raises PublicationFailed."""
         reader = WeightReader(self._blobs, self._run_id, trusted_keys=self._trusted_keys)
         try:
             manifest = reader.manifest(head, version)

@@ -156,10 +156,7 @@ def copy_to_buckets(
 
 
 def read_buckets(plan: CatchUp, reader: WeightReader, numbers: Iterable[int] | None = None) -> WeightBuckets:
-    """Read buckets of a version from its full snapshot and the patches after it; all buckets by default.
-
-    Raises one of `version_reader.UNUSABLE`, and BlobStoreUnreachable if the object store does not answer.
-    """
+    """Read buckets of a version, by default all; raises one of `version_reader.UNUSABLE`, and BlobStoreUnreachable."""
     layout = reader.layout(plan.target)
     buckets = WeightBuckets(layout, range(len(layout.buckets)) if numbers is None else numbers)
     for raw in buckets.raw.values():
@@ -231,10 +228,7 @@ class Snapshot(Generic[W]):
 
 
 class ModelFiles:
-    """Some of a model folder's files of weights, written tensor by tensor; use as a context manager.
-
-    A bucket of the layout is a file. No tensor is held: each is written to its place in the file.
-    """
+    """Some of a folder's files of weights, a bucket each, written tensor by tensor; a context manager."""
 
     def __init__(self, folder: Path, layout: WeightLayout, numbers: Iterable[int]) -> None:
         self._folder = folder

@@ -39,13 +39,7 @@ class FullSnapshotPolicy:
 def retirement_floor(
     starts: Iterable[PolicyVersion], *, head: PolicyVersion, needed: Iterable[PolicyVersion]
 ) -> PolicyVersion | None:
-    """Return the oldest version that must be kept; None if nothing can be deleted.
-
-    Args:
-        starts: Versions that have a full snapshot, or are adapters.
-        head: The newest complete version.
-        needed: Versions that live workers hold or fetch, or that an evaluation has pinned.
-    """
+    """Return the oldest version to keep; None: delete none. ``starts`` are full snapshots and adapters."""
     known = sorted(start for start in starts if not is_newer(start, head))
     if not known:
         return None
@@ -122,11 +116,5 @@ def expired(retired_at: Mapping[PolicyVersion, float], *, now: float, grace_s: f
 
 
 def orphans(ages_s: Mapping[str, float], named: Collection[str], *, min_age_s: float) -> set[str]:
-    """Return the keys of objects that no manifest names and that no publication can still be writing.
-
-    Args:
-        ages_s: Key -> age in seconds of every stored object of weights, manifests included.
-        named: Keys of all manifests that are kept, and of everything they reference.
-        min_age_s: Longer than any publication takes from its first object to its manifest.
-    """
+    """Return the stored keys that no kept manifest names, older than ``min_age_s``: no publication is writing them."""
     return {key for key, age_s in ages_s.items() if key not in named and age_s >= min_age_s}

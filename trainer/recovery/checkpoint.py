@@ -141,21 +141,10 @@ def commit(
     keep: int,
     confirm: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """Write a checkpoint and make it the newest; keeps the newest ``keep``.
+    """Write a checkpoint and make it the newest; keeps the newest ``keep``, and returns the bytes of ``state.json``.
 
-    Args:
-        root: Folder of the run's checkpoints.
-        state: The content of ``state.json``.
-        write: Writes the policy's files into the folder it is given; not called where `has_weights_of` is true.
-        keep: Number of checkpoints that stay.
-        confirm: Called immediately before the rename; if it raises, the previous checkpoint is unchanged.
-
-    Returns:
-        The bytes of ``state.json``.
-
-    Raises:
-        LeaseLost: A checkpoint of a newer epoch exists.
-        CheckpointError: It could not be written, or could not be read again; the previous one is unchanged.
+    ``write`` is not called where `has_weights_of` is true. ``confirm`` is called immediately before the rename; if it raises, or
+    CheckpointError is raised, the previous checkpoint is unchanged. Raises LeaseLost for a checkpoint of a newer epoch.
     """
     partial, final = partial_of(root, state), root / folder_name(state.step)
     if has_weights_of(root, state):
@@ -200,10 +189,7 @@ def partial_of(root: Path, state: CheckpointState) -> Path:
 
 
 def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
-    """Return the newest checkpoint and its state, None when there is none.
-
-    Raises CheckpointError when it cannot be read or belongs to another run.
-    """
+    """Return the newest checkpoint and its state, None without any; raises CheckpointError for one of another run."""
     for leftover in root.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover)
     try:

@@ -211,19 +211,10 @@ def acquire(
     deadline_s: float = 120.0,
     watched: Unchanged | None = None,
 ) -> HeldLease:
-    """Take the lease of a run; if another trainer's is not released, wait until it expires.
+    """Take the lease of a run; if another trainer's is not released, wait until it expires, at most ``deadline_s``.
 
-    Args:
-        state: The run's state bucket.
-        run_id: For messages.
-        clock: Seconds since 1970.
-        ttl_s: Time without a renewal after which another trainer may take the lease.
-        deadline_s: Longest wait in total.
-        watched: What a `LeaseWatch` saw until now.
-
-    Raises:
-        RunIsHeld: Another trainer is alive.
-        BusUnreachable: NATS was unreachable until the deadline.
+    ``clock`` returns seconds since 1970; ``watched`` is what a `LeaseWatch` saw. Raises RunIsHeld if another trainer is alive,
+    BusUnreachable if NATS was unreachable until the deadline.
     """
     deadline = time.monotonic() + deadline_s
     mine = Lease(
@@ -318,10 +309,7 @@ class FencedKey:
 
 
 def fence(state: KeyValue, epoch: int) -> FencedKey:
-    """Rewrite head and checkpoint under a new holder's epoch; return the key of the checkpoint.
-
-    From then on an older holder cannot move either of them. Raises LeaseLost when a newer holder has written one.
-    """
+    """Rewrite head and checkpoint under a new holder's epoch, so that no older one can move them; raises LeaseLost."""
 
     def rewrite_head(value: bytes | None) -> bytes | None:
         if value is None:

@@ -48,10 +48,7 @@ SUMMARY_FILE = "trainer.json"
 
 
 def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat]:
-    """Return the settings of a `config_document`, and the same by dotted key.
-
-    Raises ConfigError if this build cannot read them; ``where`` names them in the text.
-    """
+    """Return the settings of a `config_document`, and the same by dotted key; raises ConfigError naming ``where``."""
     try:
         values = json.loads(document)["settings"]
         lora = values["model"].get("lora", {})
@@ -275,13 +272,7 @@ def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The steps that an earlier session made after the checkpoint that the run resumes from.
-
-    Attributes:
-        steps: Optimizer steps.
-        groups: Groups that they trained; their messages were not acknowledged and are delivered again.
-        seconds: Time that the steps took, waiting for their groups included.
-    """
+    """The steps that an earlier session made after the checkpoint that the run resumes from."""
 
     steps: int = 0
     groups: int = 0

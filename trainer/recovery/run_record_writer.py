@@ -129,10 +129,7 @@ class RunRecordWriter:
         return not (self._sessions or self._steps or self._open_step)
 
     def set_weights(self, digest: Callable[[], str]) -> None:
-        """Set the weights that the session starts from, or that the newest step made.
-
-        ``digest`` returns their digest; it is called once, on the training thread, before the next weights are copied.
-        """
+        """Set the weights of the next step; ``digest`` is called once, before the next weights are copied."""
         self._digest = functools.cache(digest)
 
     def digest(self) -> str:
@@ -151,10 +148,7 @@ class RunRecordWriter:
         config: bytes,
         extensions: Mapping[str, str] | None = None,
     ) -> None:
-        """Add this session to the next chapter.
-
-        ``config`` is its settings as JSON, ``extensions`` are the digests of user code that the settings choose.
-        """
+        """Add this session to the next chapter; ``extensions`` are the digests of user code."""
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
         self._sessions.append(
             RecordedSession(
@@ -182,10 +176,7 @@ class RunRecordWriter:
         updates: Sequence[Sequence[int]] = (),
         left_out: Sequence[int] = (),
     ) -> None:
-        """Add a step; `set_weights` with its result must follow.
-
-        ``uses`` are each group's, this one included; ``updates`` and ``left_out`` are those of `RecordedStep`.
-        """
+        """Add a step; `set_weights` with its result must follow. ``uses`` are each group's, this one included."""
         self._close_step()
         packs = {group.pack.key: group.pack for group in batch}
         numbers = {key: number for number, key in enumerate(packs)}
@@ -238,10 +229,7 @@ class RunRecordWriter:
         return self._blobs.put(key, encode_unbounded(chapter)), chapter.number, chapter.weights_digest
 
     def mark_committed(self, state: CheckpointState, state_json: bytes) -> None:
-        """Write the key of a committed checkpoint in NATS; the next chapter has this checkpoint's as its parent.
-
-        Raises LeaseLost when another trainer holds the run, BusUnreachable after two minutes.
-        """
+        """Name a committed checkpoint in NATS; raises LeaseLost, and BusUnreachable after two minutes."""
         committed = CheckpointCommitted(
             epoch=self._epoch,
             step=state.step,

@@ -55,10 +55,7 @@ _READ_BACK_BYTES = 8 * 1024 * 1024  # of one request
 
 class StoredCheckpoints:
     def __init__(self, blobs: Blobs, run_id: str, *, root: Path, metrics: Path, keeps_local: bool = True) -> None:
-        """Prepare; ``root`` is the folder of the run's checkpoints, ``metrics`` its ``metrics.jsonl``.
-
-        ``keeps_local``: the files stay in the folder after they are stored.
-        """
+        """``root`` has the run's checkpoints, whose files stay there after they are stored if ``keeps_local``."""
         self._blobs = blobs
         self._run_id = run_id
         self._root = root
@@ -68,13 +65,9 @@ class StoredCheckpoints:
         self._named: list[tuple[Path, bytes]] = []  # folders whose files may be removed, with their state.json
 
     def store(self, folder: Path) -> None:
-        """Copy one committed checkpoint, its ``state.json`` last.
+        """Copy one committed checkpoint, its ``state.json`` last, and read back files that will not stay in the folder.
 
-        Where the files will not stay in the folder, each one is read back from the object store before.
-
-        Raises:
-            CheckpointError: A file is not the one that ``state.json`` names, or the object store has altered it.
-            BlobError: The object store refused it, or gave no answer.
+        Raises CheckpointError for a file other than ``state.json`` names, BlobError if the object store refused it or gave no answer.
         """
         data = (folder / STATE_FILE).read_bytes()
         state, state_sha256 = read_state(folder), hashlib.sha256(data).hexdigest()
@@ -144,17 +137,10 @@ class StoredCheckpoints:
         )
 
     def fetch(self, known: bytes | None, found: CheckpointState | None) -> bool:
-        """Copy the checkpoint that NATS names into the folder, if the folder's newest is older and the object store has it.
+        """Copy the checkpoint that NATS names into the folder, if it is newer; True if it was copied.
 
-        Args:
-            known: The checkpoint key of the run in NATS, None when there is none.
-            found: The newest checkpoint of the folder, None when there is none.
-
-        Returns:
-            True if the folder has a checkpoint more than before.
-
-        Every file is verified against ``state.json``, and that against NATS, before the folder gets its name.
-        Raises BlobError for an object that is missing, altered or unreachable, OSError when the disk is full.
+        Every file is verified against ``state.json``, and that against NATS, before the folder gets its name. Raises BlobError for an
+        object that is missing, altered or unreachable, OSError when the disk is full.
         """
         wanted = decode(known, CheckpointCommitted) if known is not None else None
         if wanted is None or wanted.step is None or wanted.chapter is None or wanted.state_sha256 is None:

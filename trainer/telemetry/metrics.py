@@ -222,14 +222,7 @@ def _figures(played: Sequence[tuple[Episode, float, int]]) -> dict[str, Any]:
 
 
 def speed_fields(work: Work, *, num_tokens: int, step_s: float, peak: float | None) -> dict[str, Any]:
-    """Return the fields of a step's event about its speed.
-
-    Args:
-        work: What the policy computed, over all ranks.
-        num_tokens: Sampled tokens that were trained.
-        step_s: Seconds of the step, without the wait for its batch.
-        peak: Operations per second of all ranks' devices together; None: not known, and no share is given.
-    """
+    """Return the fields of a step's event about its speed; ``peak`` is in operations per second, None: not known."""
     seconds = max(step_s, 1e-9)
     flops_per_s = work.flops / seconds
     return {

@@ -13,16 +13,12 @@ class EqualRewardsOptions(Options):
     """Option of `equal_rewards`."""
 
     dynamic_sampling: bool = Field(
-        default=False, description="Groups whose rewards are all equal are replaced by other prompts before the step."
+        False, description="Groups whose rewards are all equal are replaced by other prompts before the step."
     )
 
 
 @group_filter(
-    options=EqualRewardsOptions,
-    source="arXiv 2503.14476",
-    reason="no_signal",
-    switch="dynamic_sampling",
-    precedence=0,
+    options=EqualRewardsOptions, source="arXiv 2503.14476", reason="no_signal", switch="dynamic_sampling", precedence=0
 )
 def equal_rewards(group: GroupCandidate, *, dynamic_sampling: bool = True) -> bool:
     """Drop groups whose rewards are all equal (DAPO's dynamic sampling)."""

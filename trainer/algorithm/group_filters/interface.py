@@ -74,13 +74,7 @@ def group_filter(
 
     def build(fn: GroupFilterFunction) -> GroupFilter[OptionsT_co]:
         return GroupFilter(
-            name=fn.__name__,
-            fn=fn,
-            options=options,
-            source=source,
-            reason=reason,
-            switch=switch,
-            precedence=precedence,
+            name=fn.__name__, fn=fn, options=options, source=source, reason=reason, switch=switch, precedence=precedence
         )
 
     return build

@@ -91,15 +91,13 @@ class Beta(Options):
     """How strongly the policy is held to the reference."""
 
     beta: float = Field(
-        default=0.1,
-        gt=0.0,
-        description="Scale of the implicit reward: higher values hold the policy closer to the reference.",
+        0.1, gt=0.0, description="Scale of the implicit reward: higher values hold the policy closer to the reference."
     )
 
 
 class Smoothing(Beta):
     label_smoothing: float = Field(
-        default=0.0,
+        0.0,
         ge=0.0,
         lt=0.5,
         description="Share of the labels that are taken to be flipped. TRL reads it in robust, exo_pair and aot only; here "

@@ -101,14 +101,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: flo
 def choose(query: Tensor, key: Tensor, value: Tensor, num_tokens: int) -> Backend:
     """Return the first backend that supports such tensors and agrees with the definition; the same in later calls.
 
-    Args:
-        query: [1, H, any, D].
-        key: [1, K, any, D].
-        value: [1, K, any, Dv].
-        num_tokens: Tokens of the stream, for which the definition is refused where its matrices would be large.
-
-    Raises:
-        NoAttentionKernel: No backend works, or not the one that ``trainer.attention`` names.
+    Raises NoAttentionKernel: no backend works, or not the one that ``trainer.attention`` names.
     """
     ratio = query.shape[1] // key.shape[1]
     kind = (query.device, query.dtype, query.shape[-1], value.shape[-1], ratio)
@@ -156,14 +149,8 @@ def _refusal(query: Tensor, num_tokens: int, num_bytes: int, reasons: list[str])
 def why_not_exact(backend: Backend, query: Tensor, value: Tensor, ratio: int) -> str | None:
     """Return why a backend has not the definition's results and gradients for tensors like these; None: it has.
 
-    Args:
-        backend: Is computed on a small tree in the dtype of ``query``; the definition in float64 from the same numbers.
-        query: [1, any, any, D], whose device, dtype and head size are compared.
-        value: [1, any, any, Dv].
-        ratio: Query heads for each key head.
-
-    Raises:
-        OutOfMemoryError: The device has no memory left for the comparison, which says nothing about the backend.
+    It is computed on a small tree in the dtype of ``query``; the definition in float64 from the same numbers. Raises
+    OutOfMemoryError if the device has no memory for the comparison, which says nothing about the backend.
     """
     layout, given = _small_tree(query, value, ratio)
     try:

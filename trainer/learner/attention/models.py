@@ -93,11 +93,7 @@ def pair_cost(model: Any) -> float:
 
 
 def attention_of(model: Any, device: torch.device) -> str:
-    """Return the name of the backend that computes a model's packed rows on a device, which is compared with the definition now.
-
-    Raises:
-        NoAttentionKernel: None works, and the definition would not be small for a stream of 4,096 tokens.
-    """
+    """Return the backend's name for a model's packed rows, compared now; raises NoAttentionKernel."""
     heads, kv_heads, size, value_size = head_sizes(model.config.get_text_config())
     dtype = model.get_input_embeddings().weight.dtype
     query, key, value = (
