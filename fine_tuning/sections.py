@@ -79,7 +79,8 @@ class OwnSection:
         )
         unread: list[str] = []
         for key, origin in _changed(loaded):
-            if self._is_read(key) or (key in self.keys and _is_override(origin)):
+            is_read = any(key == name or key.startswith(f"{name}.") for name in self.read)
+            if is_read or (key in self.keys and _is_override(origin)):
                 continue
             if not _is_override(origin) and (is_shared or key.startswith(_NOT_LISTED)):
                 unread += [] if key.startswith(_NOT_LISTED) else [key]
@@ -129,9 +130,6 @@ class OwnSection:
                 f"{self.section}.warmup_steps is more than {self.section}.steps; lower it, so that the peak is reached"
             )
         return settings.model_copy(update={self.section: chosen})
-
-    def _is_read(self, key: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in self.read)
 
     def _advice(self, key: str) -> str:
         instead = {**{key: f"use {own}" for key, own in self.keys.items()}, **_INSTEAD, **self.instead}

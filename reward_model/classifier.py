@@ -64,13 +64,16 @@ class Reading:
         found = row[self.prompt_column]
         if isinstance(found, str):
             return found
-        if isinstance(found, list) and found and all(_is_message(item) for item in found):
+        if (
+            isinstance(found, list)
+            and found
+            and all(
+                isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+                for item in found
+            )
+        ):
             return [{"role": str(item["role"]), "content": str(item["content"])} for item in found]  # type: ignore[index,call-overload]
         raise Unusable(f"column {self.prompt_column!r} holds neither a text nor messages with role and content")
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
 def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

@@ -154,7 +154,8 @@ class ParallelDims:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise sum over all shares of the rows, each counted once; collective."""
-        return self.ranks.sum(values if self._stands_for_rows else [0.0] * len(values))
+        stands_for_rows = self.ranks.rank % self.layout.ranks_of_rows == 0
+        return self.ranks.sum(values if stands_for_rows else [0.0] * len(values))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the ``data`` of all shares of the rows on rank 0, in their order; nothing on the others; collective."""
@@ -162,7 +163,3 @@ class ParallelDims:
 
     def maximum(self, values: Sequence[float]) -> list[float]:
         return self.ranks.maximum(values)
-
-    @property
-    def _stands_for_rows(self) -> bool:
-        return self.ranks.rank % self.layout.ranks_of_rows == 0

@@ -223,7 +223,7 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
     not_offered = names_not_offered(wanted.names, offers)
     for name in not_offered & wanted.parts.keys():
         not_offered |= names_not_offered(wanted.parts[name], offers)
-    if missing := _plain_first(not_offered, wanted.digests):
+    if missing := sorted(not_offered, key=lambda name: (name in wanted.digests, name)):  # a part's lack is the cause
         near = _near(missing[0], offers)
         return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name, or serve it: --serve FILE.py, or penstock reward serve FILE.py --register URL"
     if others := differently_defined(wanted.digests, offers):
@@ -240,11 +240,6 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
             f"to one of {', '.join(offered)}"
         )
     return ""
-
-
-def _plain_first(missing: set[str], defined: Mapping[str, str]) -> list[str]:
-    """Sort missing names, those that are not defined first: a reward made of parts is missing because of a part."""
-    return sorted(missing, key=lambda name: (name in defined, name))
 
 
 def _near(name: str, offers: list[RewardsOffered]) -> str:

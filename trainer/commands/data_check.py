@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,16 @@ class FileReport:
             "repeated_prompts": self.num_repeated_prompts,
             "bad_rows": self.problems.count,
             "first_bad_rows": self.problems.lines(),
-            "columns": {notes.purpose: _uses_document(notes) for notes in self.notes if notes.num_rows},
+            "columns": {
+                notes.purpose: {use.replace(" ", "_"): notes.columns(use) for use in notes.uses}
+                for notes in self.notes
+                if notes.num_rows
+            },
             "hints": self.hints(),
             "suggested_map": self.suggested_map or next((n.suggested_map for n in self.notes if n.num_rows), {}),
             "context_tokens": self.context_tokens,
             "overlong": self.num_overlong,
-            **({} if self.tests is None else {"tests": _tests_document(self.tests)}),
+            **({} if self.tests is None else {"tests": self.tests.to_document()}),
         }
 
 
@@ -181,17 +185,15 @@ def check_file(
             if not _check_row(rows, number, data, tokenizer, images, report, seen):
                 continue
             if limit is not None:
-                _check_length(rows.place(number), report, data, tokenizer, limit)
+                _check_length(rows.place(number), report, data, limit)
         except MalformedData as err:
             report.problems.add(rows.place(number), str(err))
     return report
 
 
-def _check_length(
-    place: str, report: FileReport, data: DataSettings, tokenizer: ChatTokenizer | None, limit: int
-) -> None:
+def _check_length(place: str, report: FileReport, data: DataSettings, limit: int) -> None:
     """Count a prompt that training would drop; one that no setting makes fit into the model's context is a bad row."""
-    length, context = report.prompt_lengths[-1], tokenizer.context_tokens if tokenizer else None
+    length, context = report.prompt_lengths[-1], report.context_tokens
     if context is not None and length >= context:
         raise MalformedData(f"{length} tokens, and the model's context has {context}; shorten the prompt")
     if length > limit:
@@ -209,10 +211,6 @@ def _run_tests(report: FileReport) -> None:
             report.tests = tests
         for place, problem in tests.problems:
             report.problems.add(place, problem)
-
-
-def _tests_document(tests: TestReport) -> dict[str, Any]:
-    return {"checked": tests.num_checked, "bad": len(tests.problems), "not_run": tests.not_run}
 
 
 def _check_row(
@@ -236,7 +234,6 @@ def _check_row(
         report.suggested_map = report.suggested_map or suggest(row)
         raise
     prompt, turns = _read(row, form, data, rows.place(number), report)
-    lengths = _completion_lengths(turns, tokenizer)
     text = _prompt_text(prompt, turns, tokenizer)
     is_plain = prompt is not None and prompt.is_plain
     if tokenizer is None:
@@ -251,7 +248,10 @@ def _check_row(
             notes.add(row, form, read, data, text if tokenizer and read is prompt else None)
             if tokenizer is not None:
                 notes.add_text(text, tokenizer)
-    report.completion_lengths += lengths
+    report.completion_lengths += [
+        len(tokenizer.encode(completion)) if tokenizer else len(completion)
+        for completion in [turn.chat[-1]["content"] for turn in turns]
+    ]
     report.formats[form.name] += 1
     report.num_sft += bool(turns)
     shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
@@ -269,8 +269,7 @@ def _check_row(
 def _read(
     row: Row, form: RowFormat, data: DataSettings, place: str, report: FileReport
 ) -> tuple[PromptRow | None, list[TurnRow]]:
-    problem: MalformedData | None = None
-    prompt = None
+    prompt, problem = None, None
     try:
         prompt = prompt_row(row, data)
     except MalformedData as err:
@@ -291,11 +290,6 @@ def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: 
     if tokenizer is not None and not turns[0].is_plain:
         return tokenizer.render(chat, add_generation_prompt=True)
     return "\n".join(text_of(message["content"]) for message in chat)
-
-
-def _completion_lengths(turns: Iterable[TurnRow], tokenizer: ChatTokenizer | None) -> list[int]:
-    texts = [turn.chat[-1]["content"] for turn in turns]
-    return [len(tokenizer.encode(text)) if tokenizer else len(text) for text in texts]
 
 
 def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
@@ -333,10 +327,6 @@ def describe(report: FileReport) -> str:
     lines.append(_line("bad rows", str(report.problems.count) if report.problems.count else "none"))
     lines += [f"    {text}" for text in report.problems.lines()]
     return "\n".join(lines) + "\n"
-
-
-def _uses_document(notes: FileNotes) -> dict[str, list[str]]:
-    return {use.replace(" ", "_"): notes.columns(use) for use in notes.uses}
 
 
 def _trainable(report: FileReport) -> str:

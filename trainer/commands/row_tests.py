@@ -22,6 +22,9 @@ class TestReport:
     problems: list[tuple[str, str]] = field(default_factory=list)
     not_run: str = ""
 
+    def to_document(self) -> dict[str, Any]:
+        return {"checked": self.num_checked, "bad": len(self.problems), "not_run": self.not_run}
+
 
 def may_hold_tests(ground_truth: str | None, extra_info: str) -> bool:
     return any(mark in text for text in (ground_truth or "", extra_info) for mark in _MARKS)

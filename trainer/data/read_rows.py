@@ -122,7 +122,7 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
         refuse(COLUMN, "expected none beside a plain text prompt", f'{len(images)}; set data.text_prompts = "chat"')
     return PromptRow(
         chat=chat if is_plain else _with_system(chat, row, data),
-        data_source=_data_source(row, form),
+        data_source=_text(row, "data_source" if "data_source" in row else form.data_source, default=""),
         ground_truth=_ground_truth(row, form, answer, data),
         extra_info=_extra_info(row, form),
         is_plain=is_plain,
@@ -209,10 +209,6 @@ def _with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
 def _text(row: Row, column: str, *, default: str) -> str:
     value = row.get(column, default)
     return value if isinstance(value, str) else refuse(column, "expected a text", shown(value))
-
-
-def _data_source(row: Row, form: RowFormat) -> str:
-    return _text(row, "data_source" if "data_source" in row else form.data_source, default="")
 
 
 def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:

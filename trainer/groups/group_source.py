@@ -57,22 +57,18 @@ class StoredGroups:
     def __init__(self, settings: TrainerSettings, blobs: Blobs) -> None:
         """Read the list of groups, without their tokens; raises RecordBroken, BlobError or ConfigError."""
         assert settings.data.from_run is not None
-        self._of, self._sha256 = find_input(settings.data.from_run, blobs)
+        self.input, self._sha256 = find_input(settings.data.from_run, blobs)
         self._stored: list[StoredGroup] = [
-            (group, piece.packs[group.pack]) for piece in pieces(self._of, blobs) for group in piece.groups
+            (group, piece.packs[group.pack]) for piece in pieces(self.input, blobs) for group in piece.groups
         ]
         self._algorithm, self._rules = settings.algorithm, group_rules(settings.algorithm)
         self.position = 0
-        _check(settings, self._of, sum(self._reason(group) is None for group, _ in self._stored))
-
-    @property
-    def input_name(self) -> str:
-        return self._of.run_id
+        _check(settings, self.input, sum(self._reason(group) is None for group, _ in self._stored))
 
     def resume(self, document: Mapping[str, Any]) -> None:
         if document.get("schema_tag") != _STATE_TAG or document.get("input") != self._sha256:
             raise CheckpointError(
-                f"the checkpoint was made from another input than {self._of.run_id} with sha256 {self._sha256[:16]}…: expected "
+                f"the checkpoint was made from another input than {self.input.run_id} with sha256 {self._sha256[:16]}…: expected "
                 f"{_STATE_TAG}, got {document.get('schema_tag')!r} of {str(document.get('input'))[:16]}…; restore data.from_run, "
                 "or start over with another run.id"
             )
@@ -238,7 +234,7 @@ def open_stored(
     settings: TrainerSettings, connections: Connections, groups: RunGroups, resumed: CheckpointState | None
 ) -> GroupSource:
     stored = StoredGroups(settings, connections.blobs)
-    mark_use(stored.input_name, connections.run_id, connections.blobs)
+    mark_use(stored.input.run_id, connections.run_id, connections.blobs)
     if resumed is not None:
         stored.resume(resumed.dispatch)
     issuer = StoredIssuer(stored, groups)

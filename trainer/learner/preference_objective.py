@@ -78,11 +78,6 @@ def answer_weights(collisions: Tensor, batch: PairBatch) -> Tensor:
     return batch.sequences.mean(values[0] - values[1]).exp()[: 2 * batch.num_pairs]
 
 
-def answer_lengths(batch: PairBatch) -> Tensor:
-    """Return the tokens of each answer, [2 P] float64."""
-    return batch.sequences.lengths(batch.targets.double())[: 2 * batch.num_pairs]
-
-
 def _row(prompt: Ids, answer: Ids, other: Ids) -> Row:
     """Return the row of an answer; one that is not there has no trained token, in a row that is computed anyway."""
     token_ids = np.concatenate([prompt, answer if len(answer) else other])
@@ -156,7 +151,8 @@ def answers_of(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) -
     plain, weighed = answer_sums(logprobs, batch, length_alpha)
     reference = torch.zeros_like(plain) if batch.references is None else batch.references.to(plain.device)
     weights = None if batch.weighting is None else batch.weighting.to(plain.device)
-    return Answers(plain, weighed, reference, answer_lengths(batch), weights)
+    lengths = batch.sequences.lengths(batch.targets.double())[: 2 * batch.num_pairs]
+    return Answers(plain, weighed, reference, lengths, weights)
 
 
 def coupled_loss(

@@ -151,11 +151,7 @@ class VersionPublisher:
         self.head = HeadKey(connections.bus, connections.run_id)
         self._models = ModelVersions(connections, writer, coordinator, policy=policy, epoch=epoch)
         self._adapters = AdapterVersions(connections, writer, coordinator, epoch=epoch)
-        self._newest: Written | None = None
-
-    @property
-    def newest(self) -> Written | None:
-        return self._newest
+        self.newest: Written | None = None
 
     @property
     def num_full_snapshots(self) -> int:
@@ -229,21 +225,19 @@ class VersionPublisher:
             Head(version=manifest.version, step=manifest.step, manifest=written.reference, epoch=self._epoch)
         )
         crash_points.reach(CrashPoint.HEAD_MOVED)
-        self._newest = written
+        self.newest = written
         self._announce(written)
         crash_points.reach(CrashPoint.ANNOUNCED)
 
     def _announce(self, written: Written) -> None:
         manifest = written.manifest
-        subject, fact = (
-            subjects.weights_published(self._run_id),
-            WeightsPublished(
-                run_id=self._run_id,
-                version=manifest.version,
-                step=manifest.step,
-                manifest=written.reference,
-                num_bytes=manifest.num_bytes,
-            ),
+        subject = subjects.weights_published(self._run_id)
+        fact = WeightsPublished(
+            run_id=self._run_id,
+            version=manifest.version,
+            step=manifest.step,
+            manifest=written.reference,
+            num_bytes=manifest.num_bytes,
         )
         msg_id = f"w:{manifest.version}:{written.reference.sha256[:16]}"
         if self._bus.publish(subject, fact, msg_id=msg_id).wait().duplicate:
@@ -253,11 +247,11 @@ class VersionPublisher:
 
     def _read_newest(self) -> Written | None:
         head = self.head.value
-        if self._newest is None and head is not None:
+        if self.newest is None and head is not None:
             try:
                 manifest = self._writer.reader().manifest(head.manifest, PolicyVersion(head.version))
             except UNUSABLE as err:
                 log.warning("the head's manifest is unreadable: publishing without a parent", error=str(err))
                 return None
-            self._newest = Written(manifest, head.manifest)
-        return self._newest
+            self.newest = Written(manifest, head.manifest)
+        return self.newest

@@ -142,13 +142,10 @@ class VersionWriter:
         """Return config and tokenizer for weights of a dtype, stored if missing; ``again`` checks the store once more."""
         if again or dtype not in self._small:
             found = small_files(self._model_folder, dtype)
-            self._small[dtype] = tuple(self._small_file(name, data) for name, data in found.items())
+            self._small[dtype] = tuple(self.small_file(name, data) for name, data in found.items())
         return self._small[dtype]
 
-    def adapter_files(self, config: bytes) -> tuple[ModelFile, ...]:
-        return (self._small_file(ADAPTER_CONFIG, config),)
-
-    def _small_file(self, name: str, data: bytes) -> ModelFile:
+    def small_file(self, name: str, data: bytes) -> ModelFile:
         key = blob_keys.model_file(self._run_id, hashlib.sha256(data).hexdigest(), name)
         return ModelFile(name=name, blob=self._put_once(key, data))
 
@@ -317,7 +314,7 @@ class AdapterVersions:
             stored = self._alone.store_whole(weights.buckets.copy_id, snapshot.version, file_name=ADAPTER_WEIGHTS)
         finally:
             self._alone.discard(())
-        files = self._writer.adapter_files(weights.base.config.to_json())
+        files = (self._writer.small_file(ADAPTER_CONFIG, weights.base.config.to_json()),)
         return self._writer.write(
             "adapter",
             Label(snapshot.version, snapshot.step, self._epoch),

@@ -87,7 +87,9 @@ class WeightBuckets:
 
     def seal(self) -> None:
         pool = ThreadPoolExecutor(1, "digest")
-        self._digests = pool.submit(self._hash)
+        self._digests = pool.submit(
+            lambda: [d for n, raw in self.raw.items() for d in bucket_digests(self.layout.buckets[n], raw.data)]
+        )
         pool.shutdown(wait=False)
 
     @property
@@ -117,9 +119,6 @@ class WeightBuckets:
         number, placed = self._places[name]
         raw = torch.from_numpy(self.raw[number])[placed.byte_offset : placed.byte_offset + placed.num_bytes]
         return raw.view(getattr(torch, self.layout.buckets[number].dtype)).view(placed.shape)
-
-    def _hash(self) -> list[TensorDigest]:
-        return [d for n, raw in self.raw.items() for d in bucket_digests(self.layout.buckets[n], raw.data)]
 
 
 def assign_buckets(layout: WeightLayout, num_shares: int) -> list[list[int]]:

@@ -132,17 +132,17 @@ def step_fields(
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
         "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
-        **({"taught_by": dict(sorted(taught.items()))} if (taught := _taught_by(batch)) else {}),
+        **(
+            {"taught_by": dict(sorted(taught.items()))}
+            if (taught := Counter(g.group.teacher.model for g in batch if g.group.teacher))
+            else {}
+        ),
         **({"reward_parts": parts} if (parts := reward_parts(batch)) else {}),
         **({"environments": played} if (played := environment_metrics(batch)) else {}),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),
     }
-
-
-def _taught_by(batch: Sequence[ReadyGroup]) -> Counter[str]:
-    return Counter(group.group.teacher.model for group in batch if group.group.teacher is not None)
 
 
 def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
