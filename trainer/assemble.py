@@ -33,8 +33,8 @@ from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, SuccessRules
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationLog, EvaluationSchedule, stored_scores
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_source import GroupSource, open_generated, open_reader, open_stored
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.learner import Learner, build_learner
 from penstock.trainer.learner.model_folder_check import check_vision

@@ -15,8 +15,7 @@ from penstock.protocol.config.shared_sections import MetricsSettings, RetentionS
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.data_settings import COLUMNS, DataSettings, EvalSettings, RmSettings, SftSettings
 from penstock.trainer.dpo_settings import DpoSettings, check_pairs
-from penstock.trainer.model_settings import CriticSettings, ModelSettings
-from penstock.trainer.optimizer_settings import OptimizerSettings
+from penstock.trainer.optimizer_settings import CriticSettings, ModelSettings, OptimizerSettings
 from penstock.trainer.rollout_settings import RolloutSettings
 
 __all__ = [

@@ -17,10 +17,9 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
-from penstock.trainer.commands import row_tests
+from penstock.trainer.commands import data_rows
 from penstock.trainer.commands.data_commands import Reading
-from penstock.trainer.commands.data_rows import as_reward_input
-from penstock.trainer.commands.row_tests import TestReport
+from penstock.trainer.commands.data_rows import TestReport, as_reward_input
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
@@ -206,7 +205,7 @@ def _check_length(place: str, report: FileReport, data: DataSettings, limit: int
 
 def _run_tests(report: FileReport) -> None:
     if report.rows_with_tests:
-        tests = row_tests.check(report.rows_with_tests)
+        tests = data_rows.check_tests(report.rows_with_tests)
         if tests.num_checked or tests.not_run:
             report.tests = tests
         for place, problem in tests.problems:
@@ -261,7 +260,7 @@ def _check_row(
         report.num_grpo += 1
         report.data_sources[prompt.data_source] += 1
         report.num_ground_truths[prompt.data_source] += prompt.ground_truth is not None
-        if row_tests.may_hold_tests(prompt.ground_truth, prompt.extra_info):
+        if data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info):
             report.rows_with_tests.append(as_reward_input(rows.place(number), prompt))
     return True
 

@@ -40,10 +40,10 @@ from penstock.trainer.evaluation.eval_result import (
     summarise,
     version_of,
 )
-from penstock.trainer.groups import waiting
+from penstock.trainer.groups import collect
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import ImageUploads, Mixture, in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
 
@@ -332,7 +332,9 @@ class Evaluator:
     def _finish(self, evaluation: Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
         if not evaluation.is_over and elapsed_s > self._deadline_s:
-            queues = waiting.describe(self._bus, self._run_id)  # without the lock, since the bus's thread needs it
+            queues = collect.describe_queues(
+                self._bus, self._run_id
+            )  # without the lock, since the bus's thread needs it
             evaluation.failure = f"{evaluation.missing} did not arrive within {self._deadline_s:.0f} s. {queues}"
         if not evaluation.is_over and self._is_lost(evaluation):
             group_id = min(evaluation.waiting_for)

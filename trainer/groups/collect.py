@@ -18,23 +18,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
-from penstock.protocol import streams, subjects
+from penstock.protocol import heartbeats, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError, ReaderKilled
 from penstock.protocol.facts import DeadLetter, GroupScored
+from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.transport.stream_admin import ConsumerState
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
-from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_totals import DropReason, describe_drops
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.collect")
@@ -43,6 +45,49 @@ _FETCH_MESSAGES = 16
 _FETCH_WAIT_S = 0.5
 _DRAIN_S = 300.0  # a run that pauses waits no longer for the next group; the rest stays in the queues
 _SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
+
+
+@dataclass(frozen=True, slots=True)
+class PipeState:
+    tasks: ConsumerState
+    generated: ConsumerState
+    scored: ConsumerState
+
+    def is_empty(self, held_by_us: int) -> bool:
+        upstream = (self.tasks, self.generated)
+        return (
+            not any(state.num_pending or state.num_ack_pending for state in upstream)
+            and not self.scored.num_pending
+            and self.scored.num_ack_pending <= held_by_us
+        )
+
+
+def read_pipe(bus: Bus, run_id: str) -> PipeState:
+    specs = (
+        streams.tasks_consumer(run_id, "train"),
+        streams.generated_consumer(run_id),
+        streams.scored_consumer(run_id, "train"),
+    )
+    tasks, generated, scored = [asked.wait() for asked in [bus.consumer_state(spec) for spec in specs]]
+    return PipeState(tasks, generated, scored)
+
+
+def describe_queues(bus: Bus, run_id: str) -> str:
+    """Describe queue depths and services alive, for error messages; never raises."""
+    try:
+        pipe = read_pipe(bus, run_id)
+        beats = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
+        services = heartbeats.readable(entry.value for entry in beats)
+    except PenstockError as err:
+        return f"queue depths unknown: {err}"
+    stages = "; ".join(
+        f"{name}: {state.num_pending} messages waiting, {state.num_ack_pending} in work"
+        for name, state in (("tasks", pipe.tasks), ("generated", pipe.generated), ("scored", pipe.scored))
+    )
+    workers = [f"{b.service_id} ({b.state}, version {b.version})" for b in services if b.role == "rollout"]
+    rewards = [f"{b.service_id} ({b.state})" for b in services if b.role == "reward"]
+    alive = f"rollout workers alive: {', '.join(sorted(workers)) or 'NONE'}"
+    return f"{stages}; {alive}; reward services alive: {', '.join(sorted(rewards)) or 'NONE'}"
 
 
 class OvertakeBackoff:
@@ -160,7 +205,7 @@ class Collector:
             if time.monotonic() - started > self._deadline_s:
                 raise CollectTimeout(
                     f"no full batch within trainer.collect_deadline_s = {self._deadline_s:.0f} s: {num_ready} groups "
-                    f"ready, {num_outstanding} outstanding. {waiting.describe(self._bus, self._run_id)}"
+                    f"ready, {num_outstanding} outstanding. {describe_queues(self._bus, self._run_id)}"
                     f"{self._dead_lettered()}{self._dropped_since_last_batch()}"
                 )
         return []
@@ -256,7 +301,7 @@ class Collector:
         if time.monotonic() - self._last_arrival < self._silent_s or not has_question:
             return False
         try:
-            return waiting.read_pipe(self._bus, self._run_id).is_empty(self._inbox.num_held)
+            return read_pipe(self._bus, self._run_id).is_empty(self._inbox.num_held)
         except BusUnreachable:
             return False
 

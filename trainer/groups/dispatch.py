@@ -1,17 +1,25 @@
-"""Which groups are issued next, what each must be, and what happens to its prompt when it is closed; no I/O."""
+"""Which groups are issued next, what each must be, and what happens to its prompt when it is closed; no I/O.
+
+`RunGroups` has all groups of a run, those that are trained on and those of evaluations, and the lock of both.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.protocol.facts import RouterShape, Task
+from penstock.protocol.facts import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import PolicyVersion, last_chance_version, staleness
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt
+from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates
-from penstock.trainer.groups.group_totals import Drop, DropReason
+from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
 from penstock.trainer.groups.prompt_cursor import GroupKey, PromptCursor, order_id
 from penstock.trainer.groups.task_packs import (
     Mixture,
@@ -28,6 +36,51 @@ from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import RolloutSettings
 
 _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroups:
+    """Changed by the threads of issuer, collector and evaluator and by the training thread, each with ``lock`` held."""
+
+    train: GroupStates = field(default_factory=GroupStates)
+    held_out: GroupStates = field(default_factory=GroupStates)
+    lock: threading.RLock = field(default_factory=threading.RLock, compare=False)
+
+    @classmethod
+    def of(cls, state: CheckpointState | None, *, max_staleness: int, max_trained_count: int = 1) -> RunGroups:
+        """Return the groups of a checkpoint; raises CheckpointError when its parts contradict one another."""
+        if state is None:
+            return cls(GroupStates(max_staleness=max_staleness, max_trained_count=max_trained_count))
+        totals, in_flight = state.account.totals, state.account.in_flight
+        outstanding = in_flight.get("train", ())
+        listed = state.dispatch.get("outstanding", outstanding)  # a run on stored groups lists none there
+        trained = {group_id for _, ids in state.ledger for group_id in ids}
+        if contradiction := (set(outstanding) ^ set(listed)) | (set(outstanding) & trained):
+            raise CheckpointError(
+                f"checkpoint of step {state.step}: group {min(contradiction)} is outstanding by one of its parts and closed by "
+                "another; restore its state.json, or remove its folder to resume the checkpoint before it"
+            )
+        train = GroupStates(
+            max_staleness=max_staleness,
+            max_trained_count=max_trained_count,
+            totals=GroupTotals(totals.get("train"), state.totals),
+            outstanding=outstanding,
+            dead=state.dispatch.get("dead", ()),
+            ledger=state.ledger,
+        )
+        train.letters_read = state.letters_read
+        return cls(train, GroupStates(totals=GroupTotals(totals.get("eval")), outstanding=in_flight.get("eval", ())))
+
+    def take_entries(self) -> Entries:
+        splits: dict[Split, GroupStates] = {"train": self.train, "eval": self.held_out}
+        account = AccountState(
+            totals={
+                split: states.totals.sums.model_copy(update={"in_flight": states.num_outstanding})
+                for split, states in splits.items()
+            },
+            in_flight={split: tuple(sorted(states.outstanding())) for split, states in splits.items()},
+        )
+        return Entries.of({split: states.totals.take_new() for split, states in splits.items()}, account)
 
 
 class Prompts(Protocol):

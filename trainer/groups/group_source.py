@@ -34,12 +34,11 @@ from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.batcher import Batcher, Reuse, group_rules
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.groups.issue import Issuer, IssuerState, outcomes
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
 from penstock.trainer.groups.pack_reader import CompletionTexts, NeverPublished, PackReader, ReadingMark, ready_groups
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.learner.step_plan import ReadyGroup

@@ -21,11 +21,10 @@ from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries
 from penstock.trainer.groups.issue_log import IssueLog
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import ImageUploads, TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
 

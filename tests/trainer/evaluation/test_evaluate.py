@@ -35,7 +35,7 @@ from penstock.trainer.evaluation.eval_result import (
 )
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
-from penstock.trainer.groups.run_groups import RunGroups
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.settings import DataSettings

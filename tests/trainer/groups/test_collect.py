@@ -37,13 +37,12 @@ from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups.batcher import Batcher, Reuse, group_rules
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
 from penstock.trainer.groups.group_totals import MAX_CLAIMED_TOKENS, Drop, DropReason, GroupTotals
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.pack_reader import CompletionTexts, PackReader, ReadingMark
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 ROLLOUT = RolloutSettings(group_size=2, groups_per_step=4, groups_per_message=2, max_staleness=1, max_new_tokens=8)

@@ -7,9 +7,9 @@ from tests.trainer.groups.test_batcher import Box, ready
 
 from penstock.protocol.facts import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import SplitTotals
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_states import GroupStates
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
-from penstock.trainer.groups.run_groups import RunGroups
 
 
 def resumed(entries: Entries) -> RunGroups:

@@ -19,8 +19,7 @@ from torch import Tensor
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, Attention, matrix_bytes
 from penstock.trainer.errors import NoAttentionKernel
-from penstock.trainer.learner.attention.cpu_flash import CpuFlash
-from penstock.trainer.learner.attention.cuda_flash import CudaFlash
+from penstock.trainer.learner.attention.flash import CpuFlash, CudaFlash
 from penstock.trainer.learner.attention.torch_kernels import DenseMask, Flex, Sdpa
 
 log = structlog.get_logger("trainer.attention")
