@@ -33,7 +33,6 @@ class PreferenceTask:
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
-        """Hold the model and the rows; `use_reference` before the first step, if a loss has one."""
         chosen = settings.dpo
         self.policy = policy
         self.num_rows = len(pairs)

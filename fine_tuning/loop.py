@@ -209,7 +209,6 @@ class Training:
         return self._task.has_validation and every > 0 and self._step % every == 0
 
     def _validate(self) -> bool:
-        """Validate; returns True if the training ends early."""
         started = time.monotonic()
         found = self._task.validate()
         self._validated_at = self._step
@@ -369,5 +368,4 @@ def _short(value: float | str) -> str:
 
 
 def _rounded(value: float | str) -> float | str:
-    """Return a number that stays one in a log line of JSON."""
     return value if isinstance(value, str) else float(_short(value))

@@ -125,8 +125,6 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch(MicroBatch):
-    """A micro-batch with one reward for each sequence: chosen, rejected, chosen, … of some pairs."""
-
     margins: Tensor | None = None  # [P] float32
 
 
@@ -243,7 +241,6 @@ def _longer(pair: Pair) -> Pair:
 
 
 def _row(prompt: Ids, answer: Ids) -> Row:
-    """Return a row whose only predicting position is the last token of the text."""
     length = len(prompt) + len(answer)
     return Row(
         token_ids=np.concatenate([prompt, answer]),

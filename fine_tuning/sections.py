@@ -61,7 +61,6 @@ class OwnSection:
 
     @property
     def keys(self) -> dict[str, str]:
-        """General keys, and the key of the section that each means on the command line."""
         return {key: f"{self.section}.{name}" for key, name in _OWN_NAMES.items()}
 
     def chosen_settings(

@@ -215,7 +215,6 @@ class TrainingFolder:
         return self._metrics.seek(0, 2)
 
     def best(self, step: int) -> Path:
-        """Return the folder of the weights after ``step`` steps, if they are the best."""
         return self._path / "best" / f"step{step:08d}"
 
     def keep_best(self, steps: Collection[int]) -> None:

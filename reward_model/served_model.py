@@ -82,7 +82,6 @@ class Reading:
 
 
 def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return indices in batches, longest first, of at most ``max_tokens``, padding included, or one text."""
     found: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
         widest = lengths[found[-1][0]] if found else 0
@@ -95,8 +94,6 @@ def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A text's number and its length in tokens, or its error."""
-
     num_tokens: int
     value: float | None = None
     error: str = ""
@@ -174,7 +171,6 @@ class Classifier:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a short hash of a model folder's small files and of its weights' sizes and times."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file():
@@ -215,7 +211,6 @@ class ModelReward:
     batched = True
 
     def __init__(self, folder: Path, options: ModelOptions) -> None:
-        """Read nothing yet; `load` loads the model."""
         self._options = options
         self._folder = folder
         self._model: Any = None

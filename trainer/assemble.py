@@ -160,8 +160,6 @@ def _hold_lease(
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What a trainer has once it holds the lease."""
-
     settings: TrainerSettings
     config: bytes
     data: RunData

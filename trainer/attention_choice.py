@@ -28,5 +28,4 @@ def expected_backend(chosen: Attention, *, device: Literal["cuda", "cpu"], dtype
 
 
 def matrix_bytes(num_heads: int, num_tokens: int) -> int:
-    """Return the bytes of one float32 matrix [H, T, T], of which the backend ``dense`` holds several."""
     return 4 * num_heads * num_tokens * num_tokens

@@ -107,7 +107,6 @@ class DpoSettings(_AllSettings):
 
     @property
     def reward_scale(self) -> float:
-        """Factor from log-ratios to the rewards that are reported: beta of the first loss that has it."""
         return next((float(weighed.options["beta"]) for weighed in self.losses if "beta" in weighed.options), 1.0)
 
     def _options(self, loss: PreferenceLoss[Any]) -> dict[str, Any]:

@@ -100,15 +100,12 @@ def _divisors(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of ``count`` shares of some work; the default is all of it."""
-
     index: int = 0
     count: int = 1
 
 
 class ParallelDims:
     def __init__(self, ranks: Ranks, layout: ParallelLayout | None = None) -> None:
-        """Divide the ranks; without a layout every rank computes rows of its own. The same call on every rank."""
         self.ranks = ranks
         self.layout = layout or ParallelLayout()
         sequence, tensor = self.layout.sequence_parallel, self.layout.tensor_parallel
@@ -117,13 +114,11 @@ class ParallelDims:
 
     @property
     def rows(self) -> Share:
-        """The share of a step's rows that this rank computes, alone or with others."""
         together = self.layout.ranks_of_rows
         return Share(self.ranks.rank // together, self.ranks.num_ranks // together)
 
     @property
     def tokens(self) -> Share:
-        """The share of a micro-batch's tokens that this rank computes."""
         size = self.layout.sequence_parallel
         return Share(self.ranks.rank // self.layout.tensor_parallel % size, size)
 
@@ -144,7 +139,6 @@ class ParallelDims:
 
     @property
     def buckets(self) -> Share:
-        """The share of a model's weight buckets that this rank copies, compares and stores."""
         return Share(self.ranks.rank, self.ranks.num_ranks)
 
     @property

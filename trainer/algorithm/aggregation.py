@@ -43,7 +43,6 @@ class Denominators:
 def sequence_weight(
     mode: Aggregation, num_tokens: int, batch: Denominators, *, prompt_tokens: int | None = None
 ) -> float:
-    """Return the weight of every sampled token of a sequence; ``prompt_tokens`` is read by `prompt-mean` alone."""
     match mode:
         case "token-mean":
             return 1.0 / batch.num_tokens

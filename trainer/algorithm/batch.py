@@ -52,8 +52,6 @@ class StoredImage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageParts:
-    """The distinct images of some rows; their parts are numbered through all of them."""
-
     images: tuple[StoredImage, ...]
     rows: list[Tokens]  # of each row, its tokens with ``-1 - part`` for each token of an image
 
@@ -69,7 +67,6 @@ class StreamImages:
     read: Callable[[StoredImage], npt.NDArray[np.float32]] | None = None  # the patches of one
 
     def pixel_values(self) -> Tensor:
-        """Return the patches of all images, [P, values of a patch] float32."""
         if self.read is None:
             raise ValueError("internal error, please report: images of a micro-batch without their pixel values")
         return torch.from_numpy(np.concatenate([self.read(image) for image in self.images]))
@@ -82,7 +79,6 @@ class StreamImages:
 
 
 def number_parts(rows: Sequence[Tokens], images: Sequence[PlacedImages | None]) -> ImageParts:
-    """Number the parts of all images of rows; an image that occurs in several places has the same numbers everywhere."""
     first: dict[tuple[str, tuple[int, int, int], int], int] = {}
     found: list[StoredImage] = []
     size = 0
@@ -132,7 +128,6 @@ def stream_positions(packed: PackedRows, images: Sequence[PlacedImages | None]) 
 
 
 def merge_size(ref: ImageRef) -> int:
-    """Return how many patches of an image a token stands for in each direction."""
     return math.isqrt(ref.num_patches // ref.num_tokens)
 
 
@@ -189,7 +184,6 @@ class MicroBatch:
 
     @property
     def turns(self) -> Sequences:
-        """Which token belongs to which turn; a turn is in one trajectory."""
         return self.sequences if self.turn is None else Sequences(self.turn, self.num_turns)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -209,7 +203,6 @@ def prefixes_of(
     experts: Sequence[Experts | None] = (),
     images: Sequence[PlacedImages | None] | None = None,
 ) -> Prefixes:
-    """Return the prefixes that rows share, for `plan_micro_batches`; ``experts`` and ``images`` as in `Row`."""
     starts = [first_sampled(mask) for mask in loss_masks]
     rows = token_ids if images is None else number_parts(token_ids, images).rows
     return common_prefixes([tokens[:-1] for tokens in rows], starts, of_all_rows(experts))

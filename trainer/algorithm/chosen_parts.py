@@ -254,7 +254,6 @@ def explain(error: ValidationError, table: str) -> str:
 
 
 def refuse_idle(changed: frozenset[str], values: Mapping[str, Any], parts: ChosenParts) -> None:
-    """Raise ValueError for a setting, ``changed`` by hand from its default, that no chosen part reads."""
     read = parts.option_names
     by_choice: set[str] = set()
     for key, registry, chosen in (("loss", LOSSES, parts.loss), ("advantage", ESTIMATORS, parts.estimator)):

@@ -31,8 +31,6 @@ _STATE_TAG = "algorithm_state.v1"
 
 @dataclass(slots=True)
 class AlgorithmState:
-    """Moments of all rewards so far, and the adapted KL coefficient."""
-
     kl: KlController
     scaling: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_scaling
     norm: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_norm = "running"
@@ -120,7 +118,6 @@ CreditRule = Callable[[Sequence[Scored]], Credit]
 
 
 def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmState | None = None) -> CreditRule:
-    """Return the rule of an algorithm; every batch updates ``state``. ``longest`` is rollout.max_new_tokens."""
     running = AlgorithmState.fresh(settings) if state is None else state
     parts = settings.parts
     estimator = parts.estimator.value

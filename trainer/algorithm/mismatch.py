@@ -171,7 +171,6 @@ def _bins() -> list[str]:
 
 
 def _percentiles(counts: list[float]) -> dict[str, float]:
-    """Read percentiles of the ratio from the histogram of its logarithm, evenly spread within a bin."""
     total = sum(counts)
     if not total:
         return {}

@@ -36,8 +36,6 @@ class TokenOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The loss of a micro-batch over the whole batch's denominators; ``sums`` add up over micro-batches."""
-
     loss: Tensor  # scalar with gradient
     sums: Mapping[str, Tensor | float]
     maxima: Mapping[str, Tensor | float]
@@ -48,9 +46,7 @@ class Objective(Protocol):
     """The function that a policy minimises, with what the policy must compute for it."""
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether ``entropies`` come with the log-probabilities."""
-        ...
+    def needs_entropy(self) -> bool: ...
 
     @property
     def needs_full_kl(self) -> bool:
@@ -66,9 +62,7 @@ class Objective(Protocol):
         """Return the loss of a micro-batch from log-probabilities, and the ``scores`` that it needs, all [N] with gradient."""
         ...
 
-    def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return the factor on the step's learning rate, from the sums of the whole batch."""
-        ...
+    def lr_factor(self, sums: Mapping[str, float]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +74,6 @@ class KlTerm:
 
 @dataclass(frozen=True, slots=True)
 class EssRule:
-    """The learning rate of a step, scaled by the batch's effective sample size (arXiv 2602.17616)."""
-
     level: Level = "root"
     power: float = 0.5
     floor: float = 0.0
@@ -143,7 +135,6 @@ class PolicyGradient:
         return self.entropy_coefficient != 0.0
 
     def with_kl(self, coefficient: float | None) -> PolicyGradient:
-        """Return the objective with another coefficient of its KL term; with None, this objective."""
         if self.kl is None or coefficient is None:
             return self
         return replace(self, kl=replace(self.kl, coefficient=coefficient))

@@ -28,8 +28,6 @@ def clip_symmetric(values: Tensor, limit: float | None) -> Tensor:
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Mean and variance of everything seen so far (Welford's update over batches)."""
-
     count: float = 0.0
     mean: float = 0.0
     sum_squares: float = 0.0  # of deviations from the mean

@@ -221,7 +221,6 @@ def _check_row(
     report: FileReport,
     seen: set[int],
 ) -> bool:
-    """Count a row; return False for a pair, which is no prompt."""
     row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
     if report.num_pairs is not None and holds_pair(row):
         pair_row(row, data)

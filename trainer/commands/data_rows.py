@@ -36,8 +36,6 @@ _MARKS = ("assert", "def test", "def check_tests", "inputs", "test_list")
 
 @dataclass(slots=True)
 class TestReport:
-    """The number of rows whose tests ran, (place, problem) of the bad ones, and why none could run."""
-
     num_checked: int = 0
     problems: list[tuple[str, str]] = field(default_factory=list)
     not_run: str = ""
@@ -51,7 +49,6 @@ def may_hold_tests(ground_truth: str | None, extra_info: str) -> bool:
 
 
 def check_tests(rows: Sequence[dict[str, Any]]) -> TestReport:
-    """Run the rows' tests in a process of the reward service, which this service does not import."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     try:
         done = subprocess.run(

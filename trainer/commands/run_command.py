@@ -60,7 +60,6 @@ def start_process() -> None:
 def run_command(
     module: str, commands: Commands, arguments: Sequence[str], run: Callable[[str, Sequence[str]], int]
 ) -> int:
-    """Run one command of ``python -m module``; ``run`` imports what the command needs."""
     if not arguments or arguments[0] not in commands:
         sys.stderr.write(_usage(module, commands))
         return USAGE_ERROR

@@ -38,8 +38,6 @@ AUTO_REWARD = "auto"  # the reward service chooses by data_source
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; ``index`` counts the prompts that were kept, in the files' order."""
-
     index: int
     token_ids: tuple[int, ...]
     text: str  # as the template rendered it
@@ -234,7 +232,6 @@ def _short(sha256: bytes) -> int:
 
 
 def _size(prompt: Prompt) -> int:
-    """Return what a kept prompt costs, in tokens of 40 bytes."""
     return len(prompt.token_ids) + sum(len(image.data) for image in prompt.image_files) // 40
 
 

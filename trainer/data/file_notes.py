@@ -92,7 +92,6 @@ class FileNotes:
             self.left_out.update({role for role, one in said if one not in text})
 
     def add_text(self, text: str, tokenizer: ChatTokenizer) -> None:
-        """Count the characters of a prompt that its tokens do not have; only texts with new characters are looked at."""
         found = set(text)
         if new := found - self.characters:
             self.lost.update(dict.fromkeys(tokenizer.lost_characters(text) & new, 0))
@@ -131,7 +130,6 @@ class FileNotes:
 
     @property
     def suggested_map(self) -> dict[str, str]:
-        """The column that may hold the ground truth, where none is read as it; empty if none has a likely name."""
         if self.purpose != "grpo" or "ground truth" in self.uses:
             return {}
         return suggest(["prompt", *self.columns("reward only")])

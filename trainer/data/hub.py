@@ -109,7 +109,6 @@ def _fetch(kind: Kind, repo_id: str, commit: str, name: str) -> Path:
 
 
 def _remember(file: Path, commit: str, revision: str | None) -> None:
-    """Note in the cache which commit a revision was, now that all its files are there: `_cached` looks it up."""
     storage = next(parent for parent in file.parents if parent.name == commit).parent.parent
     reference = storage / "refs" / (revision or "main")
     reference.parent.mkdir(parents=True, exist_ok=True)

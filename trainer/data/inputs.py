@@ -55,7 +55,6 @@ def model_folder(path: Path, key: str) -> Path:
 
 
 def data_files(paths: Sequence[Path], key: str, split: Split) -> list[Path]:
-    """Return the data files that paths name: themselves, or those of one split of a folder or of a data set on the hub."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

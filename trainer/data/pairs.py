@@ -41,8 +41,6 @@ _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """Two answers to one prompt, each as the chat that ends with it; of a row with a label only one is there."""
-
     chosen: TurnRow | None
     rejected: TurnRow | None
     margin: float = 0.0  # how much better chosen is
@@ -118,7 +116,6 @@ def _hh_chat(text: str, column: str) -> Chat:
 
 
 def _whole(before: Chat | None, chat: Chat, column: str) -> Chat:
-    """Return prompt and answer; an answer that repeats the prompt's messages is not added to them."""
     if before is not None and chat[: len(before)] != before:
         chat = (*before, *chat)
     num_before = len(chat) - 1 if before is None else len(before)

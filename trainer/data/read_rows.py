@@ -177,7 +177,6 @@ def _prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images:
 
 
 def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
-    """Return True if the prompt is used as a text, without the chat template; it is refused where that loses something."""
     if data.text_prompts == "chat" or not isinstance(row[form.prompt], str):
         return False
     for other in ("system", "history"):

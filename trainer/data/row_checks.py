@@ -59,8 +59,6 @@ class Located:
 
 
 class Problems:
-    """Collects the problems of rows: each text once, with the first row that has it and how many others."""
-
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, int]] = {}  # by text: the first place, and the number of rows
         self.count = 0
@@ -100,7 +98,6 @@ def batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
 
 
 def fits(length: int, data: DataSettings, limit: int, place: str, problems: Problems, dropped: Counter[str]) -> bool:
-    """Return True if a row of ``length`` tokens is within the limit; otherwise it is counted, or a problem."""
     if length <= limit:
         return True
     if data.overlong == "error":
@@ -137,7 +134,6 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def is_self_play(row: Row) -> bool:
-    """Return True if the completions of the row's group are to be compared with one another."""
     return row.get("self_play") not in (None, False, "", "false")
 
 

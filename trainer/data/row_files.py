@@ -73,7 +73,6 @@ def open_rows(path: Path) -> RowFile:
 
 
 def fingerprint(paths: Iterator[Path] | list[Path] | tuple[Path, ...]) -> str:
-    """Return the sha256 of the files' contents, by which a resumed run detects changed data."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -233,8 +232,6 @@ class _ParquetRows(_TableRows):
 
 
 class _ArrowRows(_TableRows):
-    """A file of the ``datasets`` library."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         try:

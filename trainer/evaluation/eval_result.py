@@ -25,8 +25,6 @@ _ROUNDING = 1e-6  # a reward this far below its threshold reaches it
 
 @dataclass(frozen=True, slots=True)
 class SuccessRule:
-    """What counts as correct for one reward."""
-
     reward: str
     threshold: SuccessThreshold  # of the reward, or of each of these parts
 
@@ -57,7 +55,6 @@ class SuccessRules:
 
     @classmethod
     def make(cls, given: Mapping[str, SuccessThreshold], offers: Iterable[RewardsOffered]) -> SuccessRules:
-        """Join what the run file says with what the reward services offer; the run file has precedence."""
         thresholds: dict[str, SuccessThreshold] = {}
         by_source: dict[str, str] = {}
         for offer in offers:
@@ -228,7 +225,6 @@ class NumberedSources:
         return {group_id for name in self.numbers for group_id in self.ids(version, name)}
 
     def by_source(self, ids: Iterable[str]) -> dict[str, set[str]]:
-        """Return group ids by source; those beyond the present prompts with the last source."""
         by_name: dict[str, set[str]] = {}
         for group_id in ids:
             number = index_of(group_id)

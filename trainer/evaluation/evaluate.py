@@ -113,7 +113,6 @@ class Evaluator:
             self._reader.close()
 
     def start(self, version: PolicyVersion, step: int, names: Collection[str] | None = None) -> None:
-        """Start to evaluate a version that was submitted with ``must_publish``, on all sources or those in ``names``."""
         with self._changed:
             in_flight = self._open_groups()
             for source in self._sources.sources:

@@ -63,7 +63,6 @@ class EvaluationSchedule:
         return bool(self._unfinished)
 
     def start(self, version: PolicyVersion, step: int) -> None:
-        """Start the evaluations that an earlier session left unfinished, else those that are due; results are reported later."""
         assert self._evaluator is not None
         self._evaluator.start(version, step, self._unfinished or self._due(step))
         self._unfinished = []
@@ -83,8 +82,6 @@ log = structlog.get_logger("trainer.evaluation.evaluation_log")
 
 
 class EvaluationLog:
-    """The results of this session: written as events, and compared by the source and metric that decide between versions."""
-
     def __init__(
         self, events: EventWriter, best: BestBy | None, early_stop: EarlyStop, kept_versions: KeptVersionsKey
     ) -> None:
@@ -148,14 +145,12 @@ class EarlyStop:
     """Counts evaluations without a better result; results come on the evaluator's thread."""
 
     def __init__(self, limit: int, earlier: Iterable[tuple[int, float]] = ()) -> None:
-        """End after ``limit`` evaluations, 0: never. ``earlier`` are steps and scores of earlier sessions."""
         self._limit = limit
         self._lock = threading.Lock()
         self._scores: dict[int, float] = dict(earlier)
         self._measure = ""
 
     def add(self, step: int, measure: str, score: float) -> None:
-        """Count a result; the same step again replaces its result."""
         with self._lock:
             self._scores[step], self._measure = score, measure
 
@@ -181,7 +176,6 @@ class EarlyStop:
 
 
 def stored_scores(metrics: Path, by: BestBy | None) -> Iterator[tuple[int, float]]:
-    """Yield steps and scores of the evaluations in a ``metrics.jsonl``, of the source and metric that decide."""
     if by is None:
         return
     try:

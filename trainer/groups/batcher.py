@@ -66,17 +66,11 @@ def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
 
 
 class IssuedGroups(Protocol):
-    def accept(self, group_id: str) -> DropReason | None:
-        """Record that a group comes which has not arrived yet; return why it must not be used."""
-        ...
+    def accept(self, group_id: str) -> DropReason | None: ...
 
-    def is_late(self, trainer_version: PolicyVersion) -> bool:
-        """Return True if a group under way may be too old for every step after the one at ``trainer_version``."""
-        ...
+    def is_late(self, trainer_version: PolicyVersion) -> bool: ...
 
-    def drop(self, drop: Drop) -> object:
-        """Close a group, and queue its prompt again."""
-        ...
+    def drop(self, drop: Drop) -> object: ...
 
 
 class Batcher:
@@ -137,7 +131,6 @@ class Batcher:
         return wanted
 
     def offer(self, groups: Iterable[ReadyGroup]) -> None:
-        """Hold groups that were read, and drop those that a filter or a missing baseline leaves out."""
         for group in groups:
             self._excess_dead = max(0, self._excess_dead - 1)
             self.dead_in_a_row = 0
@@ -167,12 +160,10 @@ class Batcher:
 
     @property
     def num_ready(self) -> int:
-        """Groups that could be taken if all were fresh."""
         return self._groups.num(State.READY)
 
     @property
     def may_be_full(self) -> bool:
-        """Whether there are enough groups for a batch if none is too old; cheap, for each message that arrives."""
         return self.num_ready + self._groups.num_kept_here >= self._groups_per_step
 
     def is_full(self, version: PolicyVersion) -> bool:
@@ -274,7 +265,6 @@ class Batcher:
         self.dropped[str(drop.reason)] += 1
 
     def _check(self, version: PolicyVersion) -> None:
-        """Find the ready groups that are too old for ``version``; those known from an earlier call are not checked again."""
         if version != self._checked_at:
             self._checked_at, self._unchecked, self._too_old = version, self._groups.held(State.READY), {}
         for group in self._unchecked:
@@ -283,7 +273,6 @@ class Batcher:
         self._unchecked = []
 
     def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
-        """Return the kept groups that may be used at ``version``: the least used first, then the oldest."""
         uses = {group.group_id: self._groups.uses(group.group_id) for group in self._groups.held(State.KEPT)}
         free = [
             group

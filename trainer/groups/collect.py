@@ -102,7 +102,6 @@ class OvertakeBackoff:
         self._full_since: float | None = None  # when the batch that is to be taken became full
 
     def rest_s(self, full_s: float, *, overtakes: bool, now: float) -> float:
-        """Return how many seconds longer a full batch waits; 0 or less: it is to be taken."""
         if not overtakes or full_s <= 0.0:
             return 0.0
         if self._full_since is None:
@@ -110,7 +109,6 @@ class OvertakeBackoff:
         return self._full_since + self.scale(full_s) - now
 
     def scale(self, full_s: float) -> float:
-        """Return how much of a full wait to use now, in seconds."""
         return full_s * self._share
 
     def record(self, *, overtook: bool) -> None:
@@ -215,12 +213,10 @@ class Collector:
         return self._batcher.abandoned
 
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
-        """Train on no sample of the versions between both, which a rolled-back session published (`Batcher.abandon`)."""
         with self._changed:
             self._batcher.abandon(after, until)
 
     def drain(self) -> None:
-        """Let `collect` return an empty batch once everything under way has arrived and is not enough for a batch."""
         with self._changed:
             self._draining_since = time.monotonic()
             self._changed.notify_all()
@@ -230,7 +226,6 @@ class Collector:
             self._batcher.end()
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return the messages all of whose groups are trained or dropped: a checkpoint taken now covers them."""
         with self._changed:
             return [self._held[sequence] for sequence in self._groups.train.settled()]
 

@@ -149,7 +149,6 @@ class Dispatch:
         return [self._pack(keys, version) for keys in packs]
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
-        """Return the pack of groups that are issued already: the same ids, and so the same pack id."""
         return self._pack([GroupKey.parse(group_id) for group_id in group_ids], version)
 
     def is_late(self, trainer_version: PolicyVersion) -> bool:
@@ -173,7 +172,6 @@ class Dispatch:
         return uses
 
     def drop(self, drop: Drop) -> bool:
-        """Close a group that is not trained on, and queue its prompt again; return False if it had its last attempt."""
         self.groups.drop(drop)
         if drop.is_final:
             self.cursor.close([drop.group_id])

@@ -119,8 +119,6 @@ def _check(settings: TrainerSettings, of: RescoredInput, num_usable: int) -> Non
 
 
 class StoredIssuer:
-    """Replaces `Issuer`: does the accounting of groups that are not generated."""
-
     def __init__(self, stored: StoredGroups, groups: RunGroups) -> None:
         self._stored, self._groups = stored, groups
 
@@ -144,7 +142,6 @@ class StoredIssuer:
         version: PolicyVersion,
         made: PolicyVersion,
     ) -> dict[str, int]:
-        """Record the step that a batch was trained in; return how often each of its groups was trained, by id."""
         with self._groups.lock:
             return self._groups.train.train(version, batch, staleness_tokens)
 
@@ -181,8 +178,6 @@ class StoredIssuer:
 
 
 class StoredCollector:
-    """Replaces `Collector`: reads the next groups from the object store, and has nothing to acknowledge."""
-
     def __init__(self, groups: StoredGroups, issuer: StoredIssuer, blobs: Blobs, groups_per_step: int) -> None:
         self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
         self._draining = False
@@ -202,7 +197,6 @@ class StoredCollector:
 
     @property
     def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
-        """No range of versions: none of this run sampled a stored group."""
         return ()
 
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:

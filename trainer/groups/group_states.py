@@ -108,7 +108,6 @@ class GroupStates:
         self.totals.issue(ids)
 
     def set_task(self, group_id: str, version: PolicyVersion, promise: TaskPromise) -> None:
-        """Record what the task of a group asks for, and the version that it is issued for; again for a later version."""
         if (record := self._groups.get(group_id)) is not None:
             self._count_under_way(record, -1)
             record.issued_for, record.promise = version, promise
@@ -125,7 +124,6 @@ class GroupStates:
         self._move(group_id, record, State.ARRIVED)
 
     def offer(self, group: ReadyGroup) -> None:
-        """Hold a group whose pack was read; one that was trained before is kept, or closed if the run has ended."""
         record = self._allowed(group.group_id, "offer")
         record.content = group
         if record.uses and self._is_ended:
@@ -220,7 +218,6 @@ class GroupStates:
         return record.promise if record is not None else None
 
     def uses(self, group_id: str) -> tuple[PolicyVersion, ...]:
-        """Return the versions at which a group was trained; complete while the group is within the staleness window."""
         record = self._groups.get(group_id)
         return record.uses if record is not None else ()
 
@@ -229,7 +226,6 @@ class GroupStates:
         return record is not None and (record.content is not None or record.state is State.ARRIVED)
 
     def is_returning(self, group_id: str) -> bool:
-        """Return True for a group that an earlier session trained and kept, until it is delivered again."""
         return self.state(group_id) is State.KEPT and not self.has_arrived(group_id)
 
     def is_dead(self, group_id: str) -> bool:
@@ -255,15 +251,12 @@ class GroupStates:
         return sum(record.content is not None for record in self._by_state[State.KEPT].values())
 
     def held(self, state: State) -> list[ReadyGroup]:
-        """Return the groups in a state as they were offered, in the order in which they came into it."""
         return [record.content for record in self._by_state[state].values() if record.content is not None]
 
     def num_under_way(self, version: PolicyVersion) -> int:
-        """Return how many groups that this session issued for a version have not arrived, or are being read."""
         return self._under_way[version]
 
     def dead(self) -> list[str]:
-        """Return the groups that dead letters closed, the oldest first."""
         return [group_id for group_id, record in self._by_state[State.CLOSED].items() if record.is_dead]
 
     def settled(self) -> list[int]:
@@ -272,7 +265,6 @@ class GroupStates:
         return [message for message in self._messages if message not in unsettled]
 
     def rows(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Return the groups trained within the staleness window, by version, as a checkpoint holds them."""
         rows: dict[PolicyVersion, list[str]] = {}
         for group_id, record in sorted(self._groups.items()):
             for version in record.uses:

@@ -75,8 +75,6 @@ def claimed_tokens(scored: ScoredGroup) -> int:
 
 @dataclass(slots=True)
 class NewEvents:
-    """What happened since the last chapter."""
-
     issued: list[str] = field(default_factory=list)
     reopened: list[str] = field(default_factory=list)
     dropped: list[Drop] = field(default_factory=list)
@@ -84,8 +82,6 @@ class NewEvents:
 
 
 class GroupTotals:
-    """The sums of one split; `GroupStates` checks that each group is counted once."""
-
     def __init__(self, sums: SplitTotals | None = None, counts: Mapping[str, Any] | None = None) -> None:
         counts = counts or {}
         self.sums = sums or SplitTotals()  # but ``in_flight``, which `GroupStates` knows
@@ -100,7 +96,6 @@ class GroupTotals:
         self.sums = self.sums.model_copy(update={"issued": self.sums.issued + len(group_ids)})
 
     def train(self, first: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int], *, num_reused: int) -> None:
-        """Count a step: the groups that it was the first use of, and the sampled tokens of all by age in versions."""
         self._use({group.group_id: group.num_tokens for group in first})
         self._count_abandoned(one for group in first for one in group.scored.generated.abandoned)
         self.num_reused += num_reused
@@ -116,7 +111,6 @@ class GroupTotals:
         self._count_abandoned(drop.abandoned)
 
     def revive(self, group_id: str) -> None:
-        """Take back the drop of a dead-lettered group, which had no tokens."""
         unwritten = [drop for drop in self.new.dropped if drop.group_id == group_id]
         if unwritten:
             self.new.dropped.remove(unwritten[-1])
@@ -171,8 +165,6 @@ class GroupTotals:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What happened since the previous entries, and the resulting state."""
-
     issued: dict[Split, tuple[str, ...]]
     reopened: tuple[str, ...]  # stored in the chapter as ``revived``
     dropped: tuple[DroppedGroup, ...]

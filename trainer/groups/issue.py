@@ -71,7 +71,6 @@ class Issuer:
     def __init__(
         self, connections: Connections, dispatch: Dispatch, groups: RunGroups, unsent: Sequence[tuple[str, ...]] = ()
     ) -> None:
-        """Issue nothing yet; ``unsent`` packs of an earlier session, without a receipt, are published first."""
         self._dispatch, self._groups = dispatch, groups
         self._unsent = list(unsent)
         self._resends = bool(unsent)
@@ -100,7 +99,6 @@ class Issuer:
             self._log.close()
 
     def keep_log(self, log: IssueLog) -> None:
-        """Record in ``log`` what is issued, and accept only what it has of earlier sessions; call it before the start."""
         self._log = log
         self._dispatch.cursor.before = log.before
 
@@ -110,7 +108,6 @@ class Issuer:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Issue nothing new; what an earlier session issued without a receipt of the stream is still published."""
         with self._changed:
             self._draining = True
 
@@ -160,7 +157,6 @@ class Issuer:
             return uses
 
     def drop(self, drop: Drop) -> None:
-        """Close a group that is not trained on; its prompt is issued again while it has attempts left."""
         with self._changed:
             self._traced.ended(drop.group_id, "dropped", reason=str(drop.reason))
             if not self._dispatch.drop(drop):
@@ -172,7 +168,6 @@ class Issuer:
             self._changed.notify_all()
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
-        """Issue what a newly announced version admits and the ``groups_wanted`` by the remaining steps need."""
         with self._changed:
             self._version = version
             if is_newer(version, self._trainer_version):  # the first call of a session
@@ -213,7 +208,6 @@ class Issuer:
             self._unsent.clear()
 
     def take_state(self) -> IssuerState:
-        """Return the state at one moment; its entries are those since the last call."""
         with self._changed:
             return IssuerState(
                 dispatch=self._dispatch.cursor.to_document(),

@@ -41,8 +41,6 @@ class IssuedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IssuedBefore:
-    """What earlier sessions issued: every first attempt before ``position``, and these later attempts."""
-
     position: int = 0
     later: frozenset[str] = frozenset()
     ranges: tuple[IssuedRange, ...] = ()
@@ -64,8 +62,6 @@ class IssuedBefore:
 
 
 class IssueLog:
-    """The file of one run; only its trainer may use it."""
-
     def __init__(
         self,
         folder: Path,
@@ -143,7 +139,6 @@ class IssueLog:
 
 
 def _write(file: int, line: bytes) -> int:
-    """Write a line and sync it to disk; return its length. Raises OSError, also when only a part was written."""
     written = os.write(file, line)
     if written != len(line):
         raise OSError(f"only {written} of {len(line)} bytes were written")
@@ -171,7 +166,6 @@ def _read(path: Path, order_id: str) -> list[IssuedRange]:
 
 
 def _started(found: list[IssuedRange], line: str) -> list[IssuedRange]:
-    """Return the ranges after a line of settings, the last one being that which the lines after it continue."""
     try:
         _, _, number, document = line.split(" ", 3)
         first, values = int(number), json.loads(document)

@@ -116,10 +116,7 @@ def _ascii(text: str) -> str:
 
 
 class ReadingMark:
-    """The mark of one run; only its trainer may use it."""
-
     def __init__(self, folder: Path) -> None:
-        """Read the mark that an earlier session left, and count it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._counts_path = folder / _COUNTS
         self._file = os.open(folder / _MARK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -131,11 +128,9 @@ class ReadingMark:
         self.clear()
 
     def is_quarantined(self, pack: BlobRef) -> bool:
-        """Return True if trainers were killed while they read this pack, as often as is allowed."""
         return self._killed.get(_name(pack), 0) >= _MOST_KILLED
 
     def set(self, pack: BlobRef) -> None:
-        """Mark a pack whose bytes have arrived, before anything in them is interpreted."""
         os.pwrite(self._file, _name(pack).encode() + b"\n", 0)
 
     @contextlib.contextmanager

@@ -157,7 +157,6 @@ class PromptCursor:
         return DropReason.DUPLICATE
 
     def may_arrive(self, group_id: str) -> bool:
-        """Return True if a later attempt that an earlier session issued could still be used."""
         try:
             key = GroupKey.parse(group_id)
         except ValueError:
@@ -175,7 +174,6 @@ class PromptCursor:
         return self.before.position > 0 and self.order.position_of(key.place) < self.before.position
 
     def close(self, group_ids: Iterable[str]) -> None:
-        """Forget the attempts that were refused at prompts whose groups are closed, and not issued again."""
         if self.refused:
             places = {GroupKey.parse(group_id).place for group_id in group_ids}
             self.refused = {key for key in self.refused if key.place not in places}
@@ -208,7 +206,6 @@ class PromptCursor:
             self.ahead.remove(place)
 
     def _replace_with(self, key: GroupKey) -> bool:
-        """Issue a group of an earlier session in the place of older attempts; return False if its prompt is closed."""
         older = [key._replace(attempt=n) for n in self._attempts(key.place) if n < key.attempt]
         queued = [k for k in self.again if k.place == key.place and k.attempt <= key.attempt]
         if any(self._groups.has_arrived(str(k)) for k in older):

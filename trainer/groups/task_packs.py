@@ -82,8 +82,6 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class TaskPack:
-    """Tasks that share a message. ``blob`` is to be stored first when they do not fit into one."""
-
     pack_id: str
     tasks: tuple[Task, ...]
     blob: bytes | None
@@ -110,7 +108,6 @@ def pack_tasks(tasks: Sequence[Task], images: Iterable[AdmittedImage] = ()) -> T
 def training_sampling(
     rollout: RolloutSettings, stop_token_ids: Sequence[int], routers: RouterShape | None = None
 ) -> Sampling:
-    """Return how the engines sample what is trained on; ``routers`` are those whose choices they return."""
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -156,12 +153,10 @@ def make_task(
 
 
 def seeded(task: Task, seed: int) -> Task:
-    """Return a task whose samples and episodes follow from ``run.seed`` and the group's id."""
     return task.model_copy(update={"seed": derived_seed(seed, task.split, task.group_id)})
 
 
 def in_environment(task: Task, prompt: Prompt, environment: str) -> Task:
-    """Return a task for another environment than `single_turn`: with the row's messages, which that one renders itself."""
     if environment == SINGLE_TURN:
         return task
     if prompt.images is not None:
@@ -192,7 +187,6 @@ def task_bytes(task: Task) -> int:
 
 
 def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float, bytes_per_task: float) -> int:
-    """Return how many groups share a message: ``rollout.groups_per_message``, or by size when that is 0."""
     if rollout.groups_per_message:
         return rollout.groups_per_message
     tokens_per_group = rollout.started_completions * (prompt_tokens + rollout.max_new_tokens)

@@ -140,7 +140,6 @@ class Rounding:
         self.sums = (0.0, 0.0)  # <rounded - W, change>, <change, change>
 
     def add(self, weight: Tensor, change: Tensor, rounded: Tensor) -> None:
-        """Count a weight, what is added to it in float32, and their rounded sum."""
         left = rounded.float() - weight.float()
         self.sums = self.sums[0] + float((left * change).sum()), self.sums[1] + float(change.square().sum())
 

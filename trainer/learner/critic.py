@@ -204,11 +204,9 @@ class Critic:
         return self._credit.kl_form
 
     def learns_alone(self, steps_done: int) -> bool:
-        """Return True if the policy does not change in the step after ``steps_done``."""
         return steps_done < self._regression.head_start_steps
 
     def credit(self, micro_batches: Sequence[MicroBatch], kl_coefficient: float) -> CreditedBatch:
-        """Turn this rank's rewards, less ``kl_coefficient`` times their KL, into advantages by token."""
         with torch.no_grad():
             values = [self._values(batch).cpu() for batch in micro_batches]
         return self._credit(micro_batches, values, self._dims.sum, kl_coefficient=kl_coefficient)

@@ -77,8 +77,6 @@ _KEYWORD = "routing"
 
 @dataclass(slots=True, eq=False)
 class Routing:
-    """The experts of one stream of tokens in one forward pass, and what became of them."""
-
     chosen: Tensor  # [T, layers, k], or the own tokens of several shares
     num_tokens: int  # the first so many of these; what follows them is padding
     changed: dict[int, Tensor] = field(default_factory=dict)  # by layer, [tokens] bool: its own choice is another

@@ -240,7 +240,6 @@ def check_gguf(path: Path) -> GgufHeader:
 
 
 def _convert(path: Path, header: GgufHeader, folder: Path) -> None:
-    """Write ``folder``; called by one process at a time."""
     started = time.monotonic()
     log.info("converting a GGUF file, once", file=str(path), folder=str(folder), num_elements=header.num_elements)
     partial = folder.with_name(f".{folder.name}.partial")

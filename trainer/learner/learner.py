@@ -259,7 +259,6 @@ class Learner(RankProgram):
         return [replace(batch, drift_limit=limit) for batch in batches]
 
     def _drift_limit(self, batches: Sequence[MicroBatch], budget: float, form: str) -> float:
-        """Return how far a token of the whole batch, over all ranks, may have drifted from its behaviour policy."""
         squares = []
         for batch in batches:
             held = self.policy.logprobs(batch).cpu()

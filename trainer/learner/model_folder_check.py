@@ -113,7 +113,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_header(path: Path) -> None:
-    """Read a header as safetensors does, and refuse weights that are no floating-point numbers."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

@@ -150,8 +150,6 @@ def _without_pickled_code() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A contiguous part of a parameter, inside a tensor that the optimizer steps."""
-
     name: str
     start: int  # in the flattened parameter, or in this rank's part of it
     num: int
@@ -162,7 +160,6 @@ class Place:
 
 class OptimizerState:
     def __init__(self, engine: Any, share: Share, *, file: Share, weights: WeightShares) -> None:
-        """Read and write the state of ``engine``, this rank's ``share`` of that of its weights, as one of the checkpoint's files."""
         self._engine, self._share, self._file, self._weights = engine, share, file, weights
         self._stage: int = engine.zero_optimization_stage()
         self.base: Any = engine.optimizer if self._stage == 0 else engine.optimizer.optimizer
@@ -172,7 +169,6 @@ class OptimizerState:
         }
 
     def capture(self, state: Mapping[str, Any]) -> Shard:
-        """Copy what this rank writes to the CPU; later steps do not change the copy."""
         steps, fragments = 0.0, []
         for place in self.places():
             own = self.base.state.get(place.stepped, {})
@@ -268,5 +264,4 @@ class OptimizerState:
 
 
 def part_of(tensor: Tensor, place: Place) -> Tensor:
-    """Return the part of a tensor of the shape of ``place.stepped`` that is at a place, flattened; a view."""
     return tensor.detach().view(-1).narrow(0, place.offset, place.num)

@@ -40,8 +40,6 @@ Numbered = tuple[list[int], PairBatch]  # a micro-batch, and which of the pairs 
 
 
 class Scorer(Protocol):
-    """A policy that scores answers: the one that is trained, or its reference."""
-
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch without a gradient; [N] float32."""
         ...
@@ -68,7 +66,6 @@ class PairPlanner:
     def prepare(
         self, pairs: Sequence[Pair], stored: Tensor | None = None
     ) -> tuple[list[PairBatch], PreferenceObjective]:
-        """Return this rank's micro-batches and their objective; ``stored`` are the reference's sums, [2 P]."""
         own = list(self._own(pairs, stored))
         mean_tokens, kl = mean_tokens_of(pairs), self.kl(pairs)
         if self._couples:
@@ -139,7 +136,6 @@ class PairPlanner:
 
 
 def mean_tokens_of(pairs: Sequence[Pair]) -> float:
-    """Return the tokens of chosen answers for each pair; at least 1, where rows of one answer have none."""
     return max(1.0, sum(len(pair.chosen) for pair in pairs) / len(pairs))
 
 

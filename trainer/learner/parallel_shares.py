@@ -42,8 +42,6 @@ _SUMMED = "replicated_with_grad_allreduce"  # whole on every rank, with a gradie
 
 
 class WeightShares:
-    """The shares of a module's weights; the default is one rank with all of them."""
-
     def __init__(self, group: RankSubgroup | None = None) -> None:
         self.group = group
 
@@ -52,7 +50,6 @@ class WeightShares:
         return Share() if self.group is None else Share(self.group.index, self.group.size)
 
     def expose_plan(self, module: nn.Module, model: Any) -> None:
-        """Put the plan of a `transformers` model inside of ``module`` where AutoTP reads it."""
         if self.group is not None:
             module.config = model.config
             module._tp_plan = dict(model.config.get_text_config().base_model_tp_plan)  # type: ignore[assignment]
@@ -115,8 +112,6 @@ def cut_of(parameter: Tensor) -> Cut | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenShares:
-    """The shares of a stream's tokens; the default is one rank with all of them."""
-
     group: RankSubgroup | None = None
 
     @property

@@ -27,8 +27,6 @@ OUTLIER_STEP = "outlier_step"  # why trajectories were not trained on, beside th
 
 
 class Planner:
-    """Rank 0's planner; call `plan`, then `learned` with the step's metrics."""
-
     def __init__(self, settings: TrainerSettings, learner: Learner, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's ``state``; raises CheckpointError if it is of another algorithm."""
         self._algorithm = settings.algorithm
@@ -107,7 +105,6 @@ class Learned:
 
     @property
     def updates(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of each optimizer step, by their place in the batch; empty: one optimizer step on all of them."""
         return self.plan.passes.updates(len(self.metrics.passes)) if self.plan.passes else ()
 
 
@@ -129,7 +126,6 @@ def learn(
 
 
 def skipped_trajectories(plan: StepPlan, metrics: StepMetrics, batch: Sequence[ReadyGroup]) -> dict[str, int]:
-    """Return how many trajectories changed no weight, by reason: what filters removed, and those of outlier steps alone."""
     skipped = dict(plan.skipped)
     if not any(metrics.left_out):
         return skipped
@@ -148,7 +144,6 @@ def skipped_trajectories(plan: StepPlan, metrics: StepMetrics, batch: Sequence[R
 def num_kept_rows(
     plan: StepPlan, groups: Sequence[ReadyGroup], wanted: int | Literal["all"], *, max_tokens: int = MAX_TOKENS
 ) -> int:
-    """Return the number of rows of the first ``wanted`` trained groups, kept whole, that fit into ``max_tokens``."""
     most = MAX_GROUPS if wanted == "all" else min(wanted, MAX_GROUPS)
     tokens = {(group.pack.key, group.scored.generated.row_group): group.num_tokens for group in groups}
     counts: dict[tuple[str, int], int] = {}

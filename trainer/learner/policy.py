@@ -123,7 +123,6 @@ class Policy:
         ends_batch: bool = True,
         observe: Observer | None = None,
     ) -> StepMetrics:
-        """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
         loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=False)
         self.steps_done += ends_batch
         return StepMetrics(loss, 0.0, 0.0, sums, maxima)
@@ -157,7 +156,6 @@ class Policy:
         return Work(flops, tokens)
 
     def end_batch(self, *, has_learned: bool = True) -> None:
-        """Count the step whose optimizer steps were made one by one; if it ``has_learned``, the schedule advances."""
         self.steps_done += 1
         if has_learned:
             self._trainable.end_batch()

@@ -56,7 +56,6 @@ class PolicyWeights:
         return copies
 
     def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
-        """Return the layout of the model as `copy_to` copies it; the same on every rank, without gathering tensors."""
         specs = []
         for name, tensor, _ in self._published():
             rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -106,7 +105,6 @@ class PolicyWeights:
         ]
 
     def _published(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor, tuple[Any, ...] | None]]:
-        """Yield what is published, in the same order on all ranks: name, tensor, and the adapter to merge into it."""
         adapted = adapter.factors(self._scorer) if merge else {}
         for name, parameter in self._scorer.named_parameters():
             if not adapter.is_adapter(name):
@@ -127,7 +125,6 @@ class PolicyWeights:
         merge: bool = True,
         rounding: adapter.Rounding | None = None,
     ) -> None:
-        """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
         for name, tensor, low_rank in self._published(merge=merge):
             with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())) as (whole, *_):
                 if low_rank:

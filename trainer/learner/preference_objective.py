@@ -147,7 +147,6 @@ class Preference:
 
 
 def answers_of(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) -> Answers:
-    """Return the sums of a micro-batch; without a reference its log-probabilities count as 0."""
     plain, weighed = answer_sums(logprobs, batch, length_alpha)
     reference = torch.zeros_like(plain) if batch.references is None else batch.references.to(plain.device)
     weights = None if batch.weighting is None else batch.weighting.to(plain.device)

@@ -57,9 +57,7 @@ class ReferencePolicy(Protocol):
         """Score a micro-batch; [N] float32 on the batch's device."""
         ...
 
-    def logits(self, batch: MicroBatch) -> Logits:
-        """Return a function for the logits of some of a micro-batch's tokens, on the batch's device."""
-        ...
+    def logits(self, batch: MicroBatch) -> Logits: ...
 
 
 class RemoteReference:
@@ -102,7 +100,6 @@ class Reference:
             return self._read(batch).to(batch.input_ids.device)
 
     def logits(self, batch: MicroBatch) -> Logits:
-        """Return the logits of a micro-batch; holds its hidden states, and computes logits for the requested tokens only."""
         with torch.no_grad():
             hidden = self._read(batch, hidden_only=True)
 

@@ -47,8 +47,6 @@ _CAPTURE_S = 600.0  # a rank may still be copying when it is asked to write
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A parameter in ``count`` equal parts along a dimension."""
-
     dim: int
     count: int
 
@@ -64,8 +62,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements ``start`` and following of a flattened parameter, or of its part."""
-
     name: str
     start: int
     tensors: Mapping[str, Tensor]  # by kind, [L] float32 each
@@ -223,7 +219,6 @@ def _of_part(name: str, index: int) -> str:
 
 
 def has_shards(folder: Path) -> bool:
-    """Return True if a checkpoint was written as shards, not by DeepSpeed as in releases before."""
     return any(folder.glob(_PATTERN))
 
 
@@ -250,8 +245,6 @@ class CapturedState:
 
 
 class CaptureSlot:
-    """The copy of one rank's state that is to be written; there is at most one."""
-
     def __init__(self) -> None:
         self._slot: queue.Queue[CapturedState] = queue.Queue(maxsize=1)
 

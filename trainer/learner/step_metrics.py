@@ -94,7 +94,6 @@ class Outliers:
         return self.above * median(self.norms) if len(self.norms) >= min(self.after, WINDOW) else None
 
     def is_outlier(self, norm: float) -> bool:
-        """Return True if the step of a gradient of this norm is to be left out, and remember the norm."""
         limit = self.limit
         self.norms.append(norm)
         return limit is not None and norm > limit
@@ -111,8 +110,6 @@ class LayerMetrics:
 
 
 class StepWatch:
-    """Watches one optimizer; `begin` and `end` on all ranks together."""
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -259,13 +256,11 @@ class RowRecorder:
     """Takes the rows below ``num_rows`` of one rank's micro-batches; an `Observer` of a policy."""
 
     def __init__(self, micro_batches: Sequence[Sequence[int]], num_rows: int) -> None:
-        """``micro_batches`` are the plan's row numbers of this rank, in the order in which the policy takes them."""
         self._micro_batches = iter(micro_batches)
         self._num_rows = num_rows
         self._parts: list[KeptRows] = []
 
     def __call__(self, tokens: TokenOutcomes | None, batch: MicroBatch) -> None:
-        """Take the rows of the next micro-batch of the plan; one without outcomes, as of pairs, is none of it."""
         if tokens is None:
             return
         rows = np.array(next(self._micro_batches), np.int64)
@@ -328,7 +323,6 @@ class StepSums:
 
 
 def pass_metrics(steps: Sequence[StepMetrics]) -> PassMetrics:
-    """Return the metrics of one pass: means over its tokens, each measured before the optimizer step on its mini-batch."""
     tokens = max(1.0, sum(step.sums["tokens"] for step in steps))
     return PassMetrics(
         num_updates=len(steps),

@@ -50,7 +50,6 @@ class Passes:
         return self.stop_kl is not None and not kl <= self.stop_kl  # a NaN is above every limit
 
     def updates(self, num_passes: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of every optimizer step of the first ``num_passes`` passes, in the order they were made."""
         return tuple(self.groups[number] for order in self.orders[:num_passes] for number in order)
 
 
@@ -88,7 +87,6 @@ class ReadyGroup:
 
     @property
     def trained(self) -> Scored:
-        """The trajectories that are trained on, as `credit` takes them, with the baseline apart."""
         summary, rewards = self.scored.generated, self.scored.rewards
         num = summary.num_trained
         return Scored(
@@ -235,12 +233,10 @@ def _micro_batches(
 
 
 def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
-    """Return a plan with every trajectory of a batch, in its order, to measure them before `make_plan`."""
     return make_plan(groups, credit=_equal_credit, aggregation="token-sum", max_completion_tokens=1, capacity=capacity)
 
 
 def by_trajectory(groups: Sequence[ReadyGroup], values: Sequence[float]) -> list[float]:
-    """Return the sums of values by trajectory, all rows of an episode together; ``values`` are in the order of `all_rows`."""
     remaining = iter(values)
     return [
         sum(next(remaining) for _ in rows)
@@ -257,7 +253,6 @@ def _equal_credit(groups: Sequence[Scored]) -> Credit:
 def _totals(
     part: Sequence[int], groups: Sequence[Scored], counts: Sequence[int], rewards: Sequence[float], longest: int
 ) -> tuple[Denominators, int]:
-    """Return the denominators of some groups, and their tokens in rewarded trajectories; counts are by trajectory."""
     pairs = iter(zip(counts, rewards, strict=True))
     by_group = [[next(pairs) for _ in group.lengths] for group in groups]
     chosen = [pair for place in part for pair in by_group[place]]
@@ -280,13 +275,10 @@ def placed_images(trajectory: Trajectory, pack: BlobRef) -> PlacedImages | None:
 
 
 class PackStore(Protocol):
-    """Where packs are: the object store of a run, or the folder of a saved batch."""
-
     def get(self, ref: BlobRef) -> bytes: ...
 
 
 def groups_of(plan: StepPlan, share: int, ready: Iterable[ReadyGroup], packs: PackStore) -> dict[Place, Group]:
-    """Return the groups that are ``ready``, and those of one share of the rows that are not, fetched from ``packs``."""
     numbers = {reference.key: number for number, reference in enumerate(plan.packs)}
     found = {(numbers[one.pack.key], one.scored.generated.row_group): one.group for one in ready}
     rows = [plan.rows[number] for numbers_of_rows in plan.micro_batches[share] for number in numbers_of_rows]

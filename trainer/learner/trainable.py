@@ -75,7 +75,6 @@ class Optimisation:
 def optimisation(
     settings: TrainerSettings, section: OptimizerSettings | FineTuningSettings, num_steps: int
 ) -> Optimisation:
-    """Return what every training reads alike: learning rate and schedule of its own section, the rest of [trainer] and [model]."""
     trainer, model = settings.trainer, settings.model
     lora = model.lora
     return Optimisation(
@@ -107,8 +106,6 @@ class Update:
 
 
 class _Schedule(LambdaLR):
-    """A learning rate that stays the same for all optimizer steps of a batch."""
-
     def step(self, epoch: int | None = None, *, ends_batch: bool = True) -> None:
         """Set the next batch's rate or, within a batch, this one's again, without the factor of the last optimizer step."""
         if ends_batch:
@@ -187,7 +184,6 @@ class Trainable:
         return self._engine(*args, **kwargs)
 
     def begin(self, *, is_last: bool) -> None:
-        """Tell DeepSpeed, before a forward pass, whether the micro-batch is the last one before the update."""
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: Tensor) -> None:
@@ -327,7 +323,6 @@ def _say_nothing(*_: object, **__: object) -> None:
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed for this machine, without what it compiles or prints at its start."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415  seconds of import, and the accelerator must be chosen before

@@ -35,7 +35,6 @@ _T = TypeVar("_T")
 
 
 def tower_of(model: Any) -> Any:
-    """Return the vision tower of a language model; None of one that reads no images."""
     return getattr(model.base_model, "visual", None)
 
 
@@ -48,7 +47,6 @@ def text_body(model: Any) -> Any:
 
 
 def saved_name(model: Any, name: str) -> str:
-    """Return the name under which transformers saves a parameter: models that read images have other names in files."""
     if tower_of(model) is None:
         return name
     for own, saved in (("model.visual.", "visual."), ("model.language_model.", "model.")):
@@ -190,8 +188,6 @@ class ImageReader:
 
 
 class _Kept(Generic[_T]):
-    """The last values by name, up to a size of all together; one alone may be larger."""
-
     def __init__(self, most: int, size: Callable[[_T], int]) -> None:
         self._most, self._size = most, size
         self._values: OrderedDict[str, _T] = OrderedDict()

@@ -34,8 +34,6 @@ _POINTLESS = 0.8
 
 
 class FullSnapshots:
-    """Tracks the newest full snapshot and the patches since, and writes the next one when it is due."""
-
     def __init__(self, writer: VersionWriter, coordinator: PublishCoordinator, policy: FullSnapshotPolicy) -> None:
         self._writer = writer
         self._coordinator = coordinator
@@ -67,7 +65,6 @@ class FullSnapshots:
             return patch_bytes > _POINTLESS * self._newest.num_bytes or self._is_due(extra=patch_bytes)
 
     def add_patch(self, version: PolicyVersion, patch: VersionManifest) -> bool:
-        """Record a committed patch; return True if its weights should be retained for `write_retained`."""
         with self._lock:
             self._patches.append((version, patch.num_bytes))
             due = self._is_due()
@@ -78,7 +75,6 @@ class FullSnapshots:
         self._thread.start()
 
     def close(self, deadline_s: float) -> None:
-        """Wait for a full snapshot that is being written; nothing depends on one that is not finished."""
         if self._thread is not None:
             self._thread.join(deadline_s)
 
@@ -159,7 +155,6 @@ class ModelVersions:
         return None
 
     def store(self, snapshot: Snapshot[ModelWeights], newest: Written | None) -> StoredVersion:
-        """Store a patch of the newest version, or a full snapshot if there is nothing to compare with or no gain."""
         started = time.monotonic()
         layout, copy_id = snapshot.weights.buckets.layout, snapshot.weights.buckets.copy_id
         self._dtype = snapshot.dtype
@@ -178,7 +173,6 @@ class ModelVersions:
         return StoredVersion(written, _density(patch, layout, written), layout.num_bytes, diff_s)
 
     def committed(self, snapshot: Snapshot[ModelWeights], written: Written) -> None:
-        """Have every rank take the version as the committed one; start a full snapshot of it if one is due."""
         manifest = written.manifest
         is_due = manifest.kind == "patch" and self.full_snapshots.add_patch(snapshot.version, manifest)
         self._coordinator.commit(snapshot.weights.buckets.copy_id, retain=is_due)

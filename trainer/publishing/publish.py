@@ -53,7 +53,6 @@ class Refusals:
         self._counted_at = clock()
 
     def add(self, fact: WeightsRefused, newest: Written | None) -> bool:
-        """Record that a worker cannot use a version; return True if it is the newest one and this refusal counts."""
         workers = self._refused.setdefault(fact.manifest.sha256, set())
         if fact.worker_id in workers or len(workers) >= _ENOUGH_WORKERS:
             return False
@@ -212,7 +211,6 @@ class Publisher:
                     )
 
     def pin(self, version: PolicyVersion) -> None:
-        """Keep a version that an earlier session published and announced, until `unpin`."""
         with self._changed:
             self._pinned.add(version)
             self._published.add(version)

@@ -49,8 +49,6 @@ class PatchSize:
 
 @dataclass(frozen=True, slots=True)
 class StoredBuckets:
-    """What a rank has stored of a version; ranges index these ``objects``."""
-
     objects: tuple[BlobRef, ...]
     numbers: tuple[int, ...]  # of the buckets, as many as ``states``
     states: tuple[BucketState, ...]
@@ -62,7 +60,6 @@ class RankPublisher:
     def __init__(
         self, blobs: Blobs, run_id: str, share: Share | None = None, trusted_keys: TrustedKeys | None = None
     ) -> None:
-        """Start with no buckets; a head that none of ``trusted_keys`` has signed is not read."""
         self._blobs, self._run_id, self._trusted_keys = blobs, run_id, trusted_keys
         self._share = share or Share()
         self._copies: dict[int, WeightBuckets] = {}
@@ -73,7 +70,6 @@ class RankPublisher:
         self._changed = threading.Condition()
 
     def hold(self, buckets: WeightBuckets, *, permanently: bool = False) -> None:
-        """Hold a copy that may be published; ``permanently`` if it may be requested more than once."""
         with self._changed:
             (self._permanent if permanently else self._copies)[buckets.copy_id] = buckets
             self._changed.notify_all()
@@ -214,8 +210,6 @@ class RankPublisher:
 
 @dataclass(frozen=True, slots=True)
 class StoredObjects:
-    """The objects of a version, and the state of every bucket in the layout's order."""
-
     attempt: str
     objects: tuple[BlobRef, ...]
     buckets: tuple[BucketState, ...]
@@ -252,7 +246,6 @@ class PublishCoordinator:
         return _joined(attempt, self._orders.ask(RankPublisher.store_patch, copy_id, version, attempt))
 
     def store_whole(self, copy_id: int, version: PolicyVersion, *, file_name: str = "") -> StoredObjects:
-        """Have every rank store its buckets of a copy whole; ``file_name`` is for a copy of one bucket."""
         attempt = _attempt()
         return _joined(attempt, self._orders.ask(RankPublisher.store_whole, copy_id, version, attempt, file_name))
 
@@ -264,7 +257,6 @@ class PublishCoordinator:
         self._orders.ask(RankPublisher.commit, copy_id, retain)
 
     def store_retained(self, version: PolicyVersion) -> StoredObjects:
-        """Have every rank store its retained buckets whole, and release them."""
         attempt = _attempt()
         try:
             return _joined(attempt, self._in_background.ask(RankPublisher.store_retained, version, attempt))
@@ -273,7 +265,6 @@ class PublishCoordinator:
 
 
 def _joined(attempt: str, parts: Sequence[StoredBuckets]) -> StoredObjects:
-    """Return what all ranks stored; the ranges of each rank index its own objects, and afterwards those of all."""
     objects: list[BlobRef] = []
     buckets: dict[int, BucketState] = {}
     for part in parts:

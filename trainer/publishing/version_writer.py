@@ -41,8 +41,6 @@ W = TypeVar("W", ModelWeights, AdapterWeights)
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A complete version in the object store, not announced yet."""
-
     manifest: VersionManifest
     reference: BlobRef
 
@@ -139,7 +137,6 @@ class VersionWriter:
         return self._layouts[digest]
 
     def small_files(self, dtype: str, *, again: bool = False) -> tuple[ModelFile, ...]:
-        """Return config and tokenizer for weights of a dtype, stored if missing; ``again`` checks the store once more."""
         if again or dtype not in self._small:
             found = small_files(self._model_folder, dtype)
             self._small[dtype] = tuple(self.small_file(name, data) for name, data in found.items())
@@ -189,17 +186,13 @@ class VersionKind(Protocol[W]):
         """Store the objects of a version, then its manifest; nothing refers to it yet."""
         ...
 
-    def committed(self, snapshot: Snapshot[W], written: Written) -> None:
-        """Update state after the head was moved to a snapshot's version."""
-        ...
+    def committed(self, snapshot: Snapshot[W], written: Written) -> None: ...
 
     def store_again(self, newest: Written) -> Written | None:
         """Store the newest version again under its own number; None if its weights are not at hand."""
         ...
 
-    def close(self, deadline_s: float) -> None:
-        """Wait for what is being stored in the background."""
-        ...
+    def close(self, deadline_s: float) -> None: ...
 
 
 class PublishedBase:
@@ -260,7 +253,6 @@ class AdapterVersions:
     def __init__(
         self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator, *, epoch: int
     ) -> None:
-        """``coordinator`` stores the base, which is split over all ranks."""
         self._writer = writer
         self._epoch = epoch
         self._alone = PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))

@@ -181,7 +181,6 @@ class ModelWeights:
     all_ranks_root: Callable[[], str] | None = None  # root over all ranks' buckets; None if all are here
 
     def root_later(self) -> Callable[[], str]:
-        """Return a function that returns the root, without a reference to the weights."""
         if self.all_ranks_root is not None:
             return self.all_ranks_root
         hashed = self.buckets.hashed
@@ -217,8 +216,6 @@ W = TypeVar("W", ModelWeights, AdapterWeights, Weights)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Generic[W]):
-    """One version; the other ranks hold their buckets of a model under the same ``weights.buckets.copy_id``."""
-
     version: PolicyVersion
     step: int
     weights: W
@@ -271,7 +268,6 @@ def _file_name(layout: WeightLayout, number: int) -> str:
 def write_small_files(
     folder: Path, layout: WeightLayout, *, like: Path, dtype: str, changed: Mapping[str, Any] | None = None
 ) -> None:
-    """Write everything of a model folder but its weights, their index included; ``like``, ``dtype``, ``changed`` as in `small_files`."""
     index = {"model.safetensors.index.json": shard_index(layout)} if len(layout.buckets) > 1 else {}
     for name, data in {**small_files(like, dtype, changed), **index}.items():
         atomic_write(folder / name, data, sync=True)

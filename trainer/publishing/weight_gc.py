@@ -58,7 +58,6 @@ class KeptVersionsKey:
         self._num_failures = 0
 
     def add_result(self, evaluated: KeptVersion) -> None:
-        """Record an evaluation, before its version is unpinned; kept in memory while NATS does not answer."""
         if not self._rule.best:
             return
         with self._lock:
@@ -69,7 +68,6 @@ class KeptVersionsKey:
                 kept_log.warning("evaluated version not recorded yet", policy_version=evaluated.version, error=str(err))
 
     def unwritten(self) -> set[PolicyVersion]:
-        """Return the evaluated versions that are not recorded yet: they are pinned."""
         with self._lock:
             return {PolicyVersion(one.version) for one in self._unwritten}
 
@@ -245,7 +243,6 @@ class WeightGc:
         return floor
 
     def _mark(self) -> None:
-        """Record the milestones, and where the evaluated versions are stored, without deleting anything."""
         if (head := read_head(self._state)) is not None:
             self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
             self.kept.update(_stored(head.manifest, stored_chain(head.manifest, self._manifests)))
@@ -259,7 +256,6 @@ class WeightGc:
                 log.warning("garbage collection failed; trying again in half a minute", error=str(err))
 
     def _read_manifests(self, stored: Iterable[BlobStat]) -> None:
-        """Read new manifests; one that cannot be read names nothing."""
         keys = {stat.key for stat in stored if stat.key.endswith(_MANIFEST)}
         self._manifests = {key: manifest for key, manifest in self._manifests.items() if key in keys}
         for key in keys - self._manifests.keys():
@@ -320,7 +316,6 @@ def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
 
 
 def holds_lease(leases: KeyValue, key: str, holder: bytes) -> bool:
-    """Take or renew a lease of garbage collection; return False if another process holds it."""
     entry = leases.get(key, may_lag=True).wait()
     if entry is not None and entry.value != holder:
         return False

@@ -64,8 +64,6 @@ def retired(
 
 @dataclass(frozen=True, slots=True)
 class KeepRule:
-    """Which versions are kept below the floor; each number bounds the versions of its kind."""
-
     best: int = 0
     milestone_every: int = 1
     milestones: int = 0
@@ -111,7 +109,6 @@ def assembled_from(kept: Iterable[KeptVersion], manifests: Mapping[str, VersionM
 
 
 def expired(retired_at: Mapping[PolicyVersion, float], *, now: float, grace_s: float) -> set[PolicyVersion]:
-    """Return the retired versions whose objects can be deleted; times in seconds of one clock."""
     return {version for version, since in retired_at.items() if now - since >= grace_s}
 
 

@@ -33,9 +33,7 @@ _COMPARED = ("output", "gradient of the queries", "gradient of the keys", "gradi
 
 class Backend(Protocol):
     @property
-    def name(self) -> str:
-        """Its name in ``trainer.attention``, in reports and in logs."""
-        ...
+    def name(self) -> str: ...
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:
         """Return why it is not made for tensors like these; None: it is."""
@@ -70,8 +68,6 @@ Checked = tuple[Backend | None, list[str]]  # the first backend that works, and 
 
 @dataclass(slots=True)
 class _Choice:
-    """The backend that is set for this process, and what was found for each kind of tensors."""
-
     wanted: Attention = "auto"
     checked: dict[tuple[object, ...], Checked] = field(default_factory=dict)
 

@@ -171,7 +171,6 @@ def _like_lse(query: Tensor, lse: Tensor) -> Tensor:
 
 
 def _cpu_parts(layout: Layout, dtype: torch.dtype) -> _CpuParts:
-    """Choose the kernel calls of a layout, once per micro-batch."""
     if (known := layout.prepared.get((CpuFlash.name, dtype))) is not None:
         return known
     small: list[list[Node]] = []
@@ -329,7 +328,6 @@ def _cuda_kernel(query: Tensor, key: Tensor, value: Tensor, part: _CudaPart, sca
 
 
 def _cuda_kernel_backward(*given: Any) -> Any:
-    """Return the gradients of queries, keys and values; given those of the output, these, the output and its log-sum-exp."""
     *tensors, part, scale = given
     bounds = (part.query_bounds, part.key_bounds, part.longest_query, part.longest_key)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)

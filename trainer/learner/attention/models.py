@@ -104,7 +104,6 @@ def attention_of(model: Any, device: torch.device) -> str:
 
 
 def head_sizes(config: Any) -> tuple[int, int, int, int]:
-    """Return query heads, key heads, and the dimensions of a query's and a value's head, from a text model's config."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if (rotary := getattr(config, "qk_rope_head_dim", None)) and (other := getattr(config, "qk_nope_head_dim", None)):
@@ -214,7 +213,6 @@ def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Return no mask where none was given: the layout says which token attends to which, and positions do not."""
     if attention_mask is None:
         return None
     from transformers.masking_utils import sdpa_mask  # noqa: PLC0415

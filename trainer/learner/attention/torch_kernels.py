@@ -91,7 +91,6 @@ class Flex:
 
 
 def block_mask(layout: Layout, device: torch.device) -> BlockMask:
-    """Return which blocks of `BLOCK` tokens a layout computes, and which of these without a mask."""
     ends = subtree_ends(layout)
     mixed, full = block_tables(ends)
     on_device = torch.from_numpy(ends).to(device)
