@@ -37,8 +37,7 @@ class PreferenceTask:
         self.policy = policy
         self.num_rows = len(pairs)
         self.has_validation = held_out is not None
-        self._pairs = pairs
-        self._held_out = held_out
+        self._pairs, self._held_out = pairs, held_out
         self._batch_size = chosen.batch_size
         self._planner = PairPlanner(policy, dims, chosen, budget_tokens=settings.trainer.micro_batch_tokens)
         self._stored: dict[int, Tensor] = {}  # of pairs that are trained on

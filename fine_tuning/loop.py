@@ -137,9 +137,7 @@ class Plan:
 class Training:
     def __init__(self, plan: Plan, task: Task, folder: TrainingFolder | None, stop: threading.Event) -> None:
         """Hold the parts; ``folder`` is that of rank 0, None on the others. ``stop`` asks for a checkpoint and an end."""
-        self._plan = plan
-        self._task = task
-        self._folder = folder
+        self._plan, self._task, self._folder = plan, task, folder
         self._stop = stop
         self._dims = plan.dims
         self._best = Best()
@@ -346,8 +344,7 @@ class Training:
 
 class ProgressLine:
     def __init__(self, job: str, num_steps: int) -> None:
-        self._job = job
-        self._num_steps = num_steps
+        self._job, self._num_steps = job, num_steps
         self._rewrites = sys.stderr.isatty()
         self._started = time.monotonic()
 

@@ -164,8 +164,7 @@ class RewardTask:
         self.policy = policy
         self.num_rows = len(pairs)
         self.has_validation = held_out is not None
-        self._pairs = pairs
-        self._held_out = held_out
+        self._pairs, self._held_out = pairs, held_out
         self._use_margin = settings.rm.use_margin
         self._center = settings.rm.center
         self._budget = settings.trainer.micro_batch_tokens

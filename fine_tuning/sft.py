@@ -39,8 +39,7 @@ class SftTask:
         self.policy = policy
         self.num_rows = len(turns)
         self.has_validation = held_out is not None
-        self._turns = turns
-        self._held_out = held_out
+        self._turns, self._held_out = turns, held_out
         self._objective = CrossEntropy(settings.sft.loss)
         self._budget = settings.trainer.micro_batch_tokens
         self._dims = dims

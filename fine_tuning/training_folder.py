@@ -157,9 +157,7 @@ class BackgroundCheckpoints:
 
     def __init__(self, policy: Policy, dims: ParallelDims, *, keep: int, on_committed: Callable[[float], None]) -> None:
         """Keep the newest ``keep``; ``on_committed`` is called with the seconds of each one, on its thread (rank 0)."""
-        self._policy = policy
-        self._keep = keep
-        self._on_committed = on_committed
+        self._policy, self._keep, self._on_committed = policy, keep, on_committed
         self._slot = CaptureSlot()
         self.thread = CommitThread()  # rank 0's
         self._writer = CheckpointWriter(self._slot, dims.ranks)

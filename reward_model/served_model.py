@@ -211,8 +211,7 @@ class ModelReward:
     batched = True
 
     def __init__(self, folder: Path, options: ModelOptions) -> None:
-        self._options = options
-        self._folder = folder
+        self._options, self._folder = options, folder
         self._model: Any = None
         self._reading: Reading | None = None
         self._version = ""

@@ -112,8 +112,7 @@ class CheckpointSchedule:
 
     def __init__(self, *, every_steps: int, every_s: float, now: float) -> None:
         """Start counting at ``now``, in seconds of a monotonic clock; ``every_s`` 0 means by steps only."""
-        self._every_steps = every_steps
-        self._every_s = every_s
+        self._every_steps, self._every_s = every_steps, every_s
         self._previous_at = now
         self._previous_took_s = 0.0
         self._write_s = 0.0

@@ -20,9 +20,7 @@ class WeightSubmitter:
     def __init__(
         self, settings: TrainerSettings, learner: Learner, publisher: Publisher, record_writer: RunRecordWriter
     ) -> None:
-        self._settings = settings
-        self._learner = learner
-        self._publisher = publisher
+        self._settings, self._learner, self._publisher = settings, learner, publisher
         self._record_writer = record_writer
 
     @property

@@ -189,8 +189,7 @@ def _percentiles(counts: list[float]) -> dict[str, float]:
 class EngineCheck:
     def __init__(self, *, limit: float | None, max_violations: int) -> None:
         """Stop at a mean difference above ``limit`` nats (None: never) in ``max_violations`` comparisons in a row."""
-        self._limit = limit
-        self._max_violations = max_violations
+        self._limit, self._max_violations = limit, max_violations
         self._num_comparisons = 0
         self._num_violations = 0
         self.steps_since = 0  # steps without enough tokens to compare

@@ -62,9 +62,7 @@ class PromptSet:
         self._files = files
         self._images = ImageRows(processor)
         self._limit = prompt_limit(data, tokenizer, max_new_tokens)
-        self._data = data
-        self._reward = reward
-        self._skips_pairs = skips_pairs
+        self._data, self._reward, self._skips_pairs = data, reward, skips_pairs
         self._tokenizer = tokenizer
         self._kept: OrderedDict[int, Prompt] = OrderedDict()  # the least recently used first
         self._num_kept_tokens = 0

@@ -187,8 +187,7 @@ class PairSet:
         skips_prompts: bool,
     ):
         self._ends_at = ends
-        self._takes_one_answer = takes_one_answer
-        self._skips_prompts = skips_prompts
+        self._takes_one_answer, self._skips_prompts = takes_one_answer, skips_prompts
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason."""
         self.num_rows = Counter[Path]()

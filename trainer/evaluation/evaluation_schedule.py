@@ -27,8 +27,7 @@ class EvaluationSchedule:
         self, evaluator: Evaluator | None, settings: EvalSettings, names: Sequence[str], *, num_steps: int
     ) -> None:
         """``evaluator`` is None for a run without held-out prompts; ``names`` are the sources that are evaluated."""
-        self._evaluator = evaluator
-        self._settings = settings
+        self._evaluator, self._settings = evaluator, settings
         self._names = tuple(names)
         self._num_steps = num_steps
         self._newest: PolicyVersion | None = None  # started last in this session

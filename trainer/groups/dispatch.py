@@ -122,9 +122,7 @@ class Dispatch:
         }
         self.groups = GroupStates(max_staleness=rollout.max_staleness) if groups is None else groups
         self.cursor = PromptCursor(order, order_id(order, prompts.fingerprint), self.groups)
-        self._mixture = mixture
-        self._prompts = prompts
-        self._rollout = rollout
+        self._mixture, self._prompts, self._rollout = mixture, prompts, rollout
         self._sampling = training_sampling(rollout, stop_token_ids, routers)
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0), prompt)) for prompt in sampled]

@@ -51,8 +51,7 @@ NeverPublished = Callable[[Iterable[PolicyVersion]], Sequence[PolicyVersion]]
 class CompletionTexts:
     def __init__(self, decode: Decode, *, rows: int | None) -> None:
         """Decode ``rows`` completions of a group, chosen at random, with ``decode``; None: all."""
-        self._decode = decode
-        self._rows = rows
+        self._decode, self._rows = decode, rows
 
     @classmethod
     def of(cls, check_texts: int | Literal["all"], decode: Decode) -> CompletionTexts | None:
@@ -183,12 +182,8 @@ class PackReader:
 
         Without ``images`` the model reads none, and a group with one is refused.
         """
-        self._fetch = fetch
-        self._vocab_size = vocab_size
-        self._mark = mark
-        self._texts = texts
-        self._never_published = never_published
-        self._images = images
+        self._fetch, self._vocab_size, self._mark = fetch, vocab_size, mark
+        self._texts, self._never_published, self._images = texts, never_published, images
 
     def read(self, pack: BlobRef, wanted: Sequence[ScoredGroup], promises: Sequence[TaskPromise]) -> list[Group]:
         """Return groups of one pack; raises as `read_groups`, and ReaderKilled for a quarantined pack."""

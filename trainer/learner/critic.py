@@ -194,9 +194,7 @@ class Critic:
     """A value network under DeepSpeed; `credit`, `learn` and `load` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, dims: ParallelDims) -> None:
-        self._trainable = trainable
-        self._regression = regression
-        self._credit = credit
+        self._trainable, self._regression, self._credit = trainable, regression, credit
         self._dims = dims
 
     @property

@@ -65,15 +65,10 @@ class Learner(RankProgram):
     ) -> None:
         """Build it on every rank with the same networks; an objective with a KL needs the reference."""
         super().__init__(dims.ranks)
-        self.policy = policy
-        self._dims = dims
+        self.policy, self._dims = policy, dims
         self._share = dims.rows
-        self._packs = packs
-        self._objective = objective
-        self._reference = reference
-        self._critic = critic
-        self._pairs = pairs
-        self._images = images
+        self._packs, self._objective, self._reference = packs, objective, reference
+        self._critic, self._pairs, self._images = critic, pairs, images
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
         self._publisher: RankPublisher | None = None

@@ -49,8 +49,7 @@ class PairPlanner:
     """Prepares steps on pairs; every method is called on all ranks with the same pairs."""
 
     def __init__(self, policy: Policy, dims: ParallelDims, chosen: DpoSettings, *, budget_tokens: int) -> None:
-        self._policy = policy
-        self._dims = dims
+        self._policy, self._dims = policy, dims
         self._budget = budget_tokens
         self._couples = any(weighed.loss.couples_pairs for weighed in chosen.losses)
         self._is_weighted = chosen.weighting == "wpo"
@@ -187,11 +186,8 @@ class MixedPairs:
     def __init__(
         self, pairs: PairSet, planner: PairPlanner, order: DataOrder, *, batch_size: int, coefficient: float
     ) -> None:
-        self._pairs = pairs
-        self._planner = planner
-        self._order = order
-        self._batch_size = batch_size
-        self._coefficient = coefficient
+        self._pairs, self._planner, self._order = pairs, planner, order
+        self._batch_size, self._coefficient = batch_size, coefficient
         self.fingerprint = pairs.fingerprint
 
     def at(self, step: int) -> list[Pair]:

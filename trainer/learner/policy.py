@@ -46,9 +46,7 @@ class Policy:
         router_replay: bool = False,
     ) -> None:
         self.attention = attention  # what computes it: the name of a backend, or padded
-        self._trainable = trainable
-        self._scorer = scorer
-        self._dims = dims
+        self._trainable, self._scorer, self._dims = trainable, scorer, dims
         self._cost = scorer.pass_cost
         self._router_replay = router_replay
         self.weights = PolicyWeights(trainable, scorer, dims)

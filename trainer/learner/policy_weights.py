@@ -38,9 +38,7 @@ class PolicyWeights:
     """Copies of a policy's weights; `snapshot`, `copy_to` and `adapter_tensors` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
-        self._trainable = trainable
-        self._scorer = scorer
-        self._dims = dims
+        self._trainable, self._scorer, self._dims = trainable, scorer, dims
         self._family = str(scorer.language_model.config.get_text_config().model_type)
 
     def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -145,9 +143,7 @@ def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 class WeightCopies:
     def __init__(self, policy: Policy, dims: ParallelDims, all_ranks_root: Callable[[], str]) -> None:
-        self._policy = policy
-        self._dims = dims
-        self._all_ranks_root = all_ranks_root
+        self._policy, self._dims, self._all_ranks_root = policy, dims, all_ranks_root
         self._num_copies = 0
         self._hashed: Future[list[TensorDigest]] | None = None  # of the model that was copied last
         self._base: tuple[str | None, AdapterBase] | None = None  # dtype that it was rounded to, and the copy

@@ -118,9 +118,7 @@ class StepWatch:
         is_left_out: Callable[[], bool],
     ) -> None:
         """Watch AdamW; ``is_left_out`` is asked once for each step that is about to be made."""
-        self._optimizer = optimizer
-        self._places = places
-        self._groups = groups
+        self._optimizer, self._places, self._groups = optimizer, places, groups
         self._is_left_out = is_left_out
         self._names = sorted({group for own in groups.values() for group in own})
         self._squares: dict[str, list[float]] = {}  # of gradient, update and weights, by group

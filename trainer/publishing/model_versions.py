@@ -35,9 +35,7 @@ _POINTLESS = 0.8
 
 class FullSnapshots:
     def __init__(self, writer: VersionWriter, coordinator: PublishCoordinator, policy: FullSnapshotPolicy) -> None:
-        self._writer = writer
-        self._coordinator = coordinator
-        self._policy = policy
+        self._writer, self._coordinator, self._policy = writer, coordinator, policy
         self._newest: AnchorRef | None = None
         self._patches: list[tuple[PolicyVersion, int]] = []  # since the newest full snapshot: version, bytes
         self._thread: threading.Thread | None = None
@@ -130,9 +128,7 @@ class ModelVersions:
         policy: FullSnapshotPolicy,
         epoch: int,
     ) -> None:
-        self._writer = writer
-        self._coordinator = coordinator
-        self._epoch = epoch
+        self._writer, self._coordinator, self._epoch = writer, coordinator, epoch
         self.full_snapshots = FullSnapshots(writer, coordinator, policy)
         self._layout: WeightLayout | None = None  # of the committed model, which every rank holds its buckets of
         self._was_read = False  # whether reading the head's model was tried

@@ -73,8 +73,7 @@ class Content:
 class VersionWriter:
     def __init__(self, connections: Connections, model_folder: Path, signing_key: SigningKey | None = None) -> None:
         self._run_id, self._blobs = connections.run_id, connections.blobs
-        self._model_folder = model_folder
-        self._signing_key = signing_key
+        self._model_folder, self._signing_key = model_folder, signing_key
         self._small: dict[str, tuple[ModelFile, ...]] = {}  # by dtype
         self._layouts: dict[str, BlobRef] = {}
 
@@ -200,8 +199,7 @@ class PublishedBase:
 
     def __init__(self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator) -> None:
         self._blobs = connections.blobs
-        self._writer = writer
-        self._coordinator = coordinator
+        self._writer, self._coordinator = writer, coordinator
         self._found: Written | None = None
 
     def find(self, base: AdapterBase, newest: Written | None) -> AnchorRef | None:
@@ -253,8 +251,7 @@ class AdapterVersions:
     def __init__(
         self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator, *, epoch: int
     ) -> None:
-        self._writer = writer
-        self._epoch = epoch
+        self._writer, self._epoch = writer, epoch
         self._alone = PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
         self._base = PublishedBase(connections, writer, coordinator)
         self._newest: Snapshot[AdapterWeights] | None = None  # the head's version, if it is an adapter

@@ -67,8 +67,7 @@ class WeightBuckets:
     """Buckets ``numbers`` of a layout. Written by one thread, then sealed, then read by any."""
 
     def __init__(self, layout: WeightLayout, numbers: Iterable[int], *, copy_id: int = 0) -> None:
-        self.layout = layout
-        self.copy_id = copy_id
+        self.layout, self.copy_id = layout, copy_id
         self.raw: dict[int, Bytes] = {n: np.empty(layout.buckets[n].num_bytes, np.uint8) for n in numbers}
         self._places = {t.name: (n, t) for n in self.raw for t in layout.buckets[n].tensors}
         self._digests: Future[list[TensorDigest]] | None = None
@@ -227,8 +226,7 @@ class ModelFiles:
     """Some of a folder's files of weights, a bucket each, written tensor by tensor; a context manager."""
 
     def __init__(self, folder: Path, layout: WeightLayout, numbers: Iterable[int]) -> None:
-        self._folder = folder
-        self._layout = layout
+        self._folder, self._layout = folder, layout
         self._places = {t.name: (n, t) for n in numbers for t in layout.buckets[n].tensors}
         self._files: dict[int, tuple[BinaryIO, int]] = {}  # with the length of its header
         self._opened = ExitStack()

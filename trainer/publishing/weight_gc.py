@@ -180,8 +180,7 @@ class WeightGc:
         holder: str,
     ) -> None:
         self._run_id, self._blobs = connections.run_id, connections.blobs
-        self._retention = retention
-        self._pinned = pinned
+        self._retention, self._pinned = retention, pinned
         self._holder = holder.encode()
         self._state, self._live, self._leases = (
             connections.bus.key_value(spec(connections.run_id).bucket).wait()

@@ -64,8 +64,7 @@ class LeaseWatch:
 
     def __init__(self, connect: Callable[[], Bus], run_id: str) -> None:
         """``connect`` is called in the thread. If NATS is unreachable, or the run not bootstrapped, nothing is observed."""
-        self._connect = connect
-        self._run_id = run_id
+        self._connect, self._run_id = connect, run_id
         self._unchanged: Unchanged | None = None
         self._num_transitions = 0  # of the connection, when it was last looked at
         self._stop = threading.Event()
@@ -109,8 +108,7 @@ class HeldLease:
     """A lease that this process holds, renewed by a thread; use as a context manager, whose exit releases it."""
 
     def __init__(self, state: KeyValue, lease: Lease, revision: int) -> None:
-        self._state = state
-        self._lease = lease
+        self._state, self._lease = state, lease
         self._value = encode(lease)
         self._revision = revision
         self._renewed = time.monotonic()
@@ -268,8 +266,7 @@ class FencedKey:
 
     def __init__(self, state: KeyValue, key: str, rewrite: Callable[[bytes | None], bytes | None]) -> None:
         """Rewrite the key with the result of ``rewrite`` (None: leave it absent); raises LeaseLost, BusUnreachable."""
-        self._state = state
-        self._key = key
+        self._state, self._key = state, key
         self.value: bytes | None = None  # as rewritten here
         deadline = time.monotonic() + _NATS_DEADLINE_S
         while True:

@@ -114,8 +114,7 @@ class RunRecordWriter:
         self, connections: Connections, pointer: FencedKey, *, epoch: int, resumed: CheckpointState | None
     ) -> None:
         self._run_id, self._blobs = connections.run_id, connections.blobs
-        self._pointer = pointer
-        self._epoch = epoch
+        self._pointer, self._epoch = pointer, epoch
         self._last = resumed.record if resumed else None
         self._number = resumed.chapter if resumed else 0
         self._sessions: list[RecordedSession] = []

@@ -56,11 +56,8 @@ _READ_BACK_BYTES = 8 * 1024 * 1024  # of one request
 class StoredCheckpoints:
     def __init__(self, blobs: Blobs, run_id: str, *, root: Path, metrics: Path, keeps_local: bool = True) -> None:
         """``root`` has the run's checkpoints, whose files stay there after they are stored if ``keeps_local``."""
-        self._blobs = blobs
-        self._run_id = run_id
-        self._root = root
-        self._metrics = metrics
-        self._keeps_local = keeps_local
+        self._blobs, self._run_id, self._root = blobs, run_id, root
+        self._metrics, self._keeps_local = metrics, keeps_local
         self._read_keys = set[str]()  # objects that this session has read whole
         self._named: list[tuple[Path, bytes]] = []  # folders whose files may be removed, with their state.json
 

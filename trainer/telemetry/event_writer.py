@@ -70,9 +70,7 @@ class HeartbeatWriter:
         self, *, bus: Bus, run_id: str, activity: Activity, gpus: GpuSampler, clock: Callable[[], float]
     ) -> None:
         self._bucket = bus.key_value(streams.live_bucket(run_id).bucket).wait()
-        self._activity = activity
-        self._gpus = gpus
-        self._clock = clock
+        self._activity, self._gpus, self._clock = activity, gpus, clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self.version: PolicyVersion | None = None
@@ -133,9 +131,7 @@ class EventWriter:
         observe: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._bus = bus
-        self._run_id = run_id
-        self._clock = clock
+        self._bus, self._run_id, self._clock = bus, run_id, clock
         self._observe = observe
         self._session = secrets.token_hex(4)  # events of another session are other events, even for the same step
         self._num_events = 0
@@ -193,8 +189,7 @@ class EventWriter:
 
 class StepReporter:
     def __init__(self, events: EventWriter, heartbeat: HeartbeatWriter, dropped: Mapping[str, int]) -> None:
-        self._events = events
-        self._heartbeat = heartbeat
+        self._events, self._heartbeat = events, heartbeat
         self._dropped = Counter(dropped)  # as last reported
 
     def report(self, step: int, fields: Mapping[str, Any], groups: Mapping[str, Any]) -> None:

@@ -243,8 +243,7 @@ class _CudaPart:
 class CudaFlash:
     def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
         """Take the name of a backend, and torch's name of an installed implementation; None: the one within torch."""
-        self.name = name
-        self._implementation = implementation
+        self.name, self._implementation = name, implementation
 
     def supports(self, query: Tensor, value: Tensor) -> str | None:
         if query.device.type != "cuda":
