@@ -69,7 +69,7 @@ class TrainingState(BaseModel):
     seconds: float = 0.0  # of all sessions
     first_loss: float | None = None
     last_loss: float | None = None
-    files: dict[str, str] = Field({})  # sha256 of the other files
+    files: dict[str, str] = Field(default={})  # sha256 of the other files
 
 
 def partial_folder(root: Path, step: int) -> Path:

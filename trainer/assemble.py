@@ -27,7 +27,7 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
-from penstock.trainer.commit import Committer
+from penstock.trainer.commit import Committer, WeightSubmitter
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, SuccessRules
@@ -61,7 +61,6 @@ from penstock.trainer.recovery.resume_checks import (
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import TrainerSettings
-from penstock.trainer.submit_weights import WeightSubmitter
 from penstock.trainer.telemetry import trainer_metrics
 from penstock.trainer.telemetry.event_writer import (
     METRICS_FILE,

@@ -55,31 +55,35 @@ def listed(files: Files) -> tuple[Path, ...]:
 class FineTuningSettings(Section):
     """What every kind of training on given answers has: data, length, optimizer, validation, result."""
 
-    data: Files = Field([], description="Rows to train on; none: data.train.")
+    data: Files = Field(default=[], description="Rows to train on; none: data.train.")
     eval_data: Files = Field(
-        [], description="Held-out rows of the same forms, for the validation loss; none: no validation."
+        default=[], description="Held-out rows of the same forms, for the validation loss; none: no validation."
     )
-    steps: int = Field(100, ge=1, description="Optimizer steps.")
+    steps: int = Field(default=100, ge=1, description="Optimizer steps.")
     epochs: float | None = Field(
-        None, gt=0.0, description="Passes over the rows, such as 3 or 0.5, instead of steps; none: steps."
+        default=None, gt=0.0, description="Passes over the rows, such as 3 or 0.5, instead of steps; none: steps."
     )
-    batch_size: int = Field(32, ge=1, description="Rows of one optimizer step, over all ranks.")
-    lr: float = Field(1e-5, gt=0.0, description="Peak learning rate of AdamW.")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's decay of both moments.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0 to lr.")
-    schedule: Schedule = Field("constant", description="Learning rate after the warm-up.")
-    eval_every: int = Field(0, ge=0, description="Steps between validations on eval_data; 0: only after the last step.")
+    batch_size: int = Field(default=32, ge=1, description="Rows of one optimizer step, over all ranks.")
+    lr: float = Field(default=1e-5, gt=0.0, description="Peak learning rate of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
+    eval_every: int = Field(
+        default=0, ge=0, description="Steps between validations on eval_data; 0: only after the last step."
+    )
     early_stop: int = Field(
-        0, ge=0, description="Stop after so many validations in a row without a lower validation loss; 0: never."
+        default=0,
+        ge=0,
+        description="Stop after so many validations in a row without a lower validation loss; 0: never.",
     )
     keep_best: bool = Field(
-        False, description="The result has the weights of the lowest validation loss, not the last ones."
+        default=False, description="The result has the weights of the lowest validation loss, not the last ones."
     )
     checkpoint_every: int = Field(
-        0, ge=0, description="Steps between checkpoints; 0: by time alone, trainer.checkpoint_every_s."
+        default=0, ge=0, description="Steps between checkpoints; 0: by time alone, trainer.checkpoint_every_s."
     )
     output: Path | None = Field(
-        None, description="Folder for the result; none: a folder of the command's name in the run's folder."
+        default=None, description="Folder for the result; none: a folder of the command's name in the run's folder."
     )
 
     @property
@@ -104,13 +108,13 @@ class SftSettings(FineTuningSettings):
     """Supervised fine-tuning, `penstock sft`."""
 
     mask: TurnMasks = Field(
-        "auto",
+        default="auto",
         description="Tokens that are trained. turns: each assistant turn is an example of its own, after the chat before it. "
         "markers: a chat is one example, and what the chat template puts between {% generation %} and {% endgeneration %} is "
         "trained. auto: markers where the template has them.",
     )
     loss: Literal["nll", "dft"] = Field(
-        "nll",
+        default="nll",
         description="nll: cross-entropy; dft: the same, each token weighed by its probability (arXiv 2508.05629).",
     )
 
@@ -119,10 +123,11 @@ class RmSettings(FineTuningSettings):
     """Training of a reward model on preferences, `penstock rm`."""
 
     use_margin: bool = Field(
-        True, description="A row's column margin is the least difference of rewards that is asked for; false: 0."
+        default=True,
+        description="A row's column margin is the least difference of rewards that is asked for; false: 0.",
     )
     center: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         description="Weight of the squared sum of both rewards, which keeps rewards near 0 (arXiv 2312.09244); TRL's is 0.01.",
     )
@@ -137,18 +142,20 @@ class EvalSource(Section):
     """One source of held-out prompts; what is not set is as in [eval]."""
 
     data: Files = Field(description="Held-out prompts, same forms as data.eval.")
-    every: int | None = Field(None, ge=0, description="Steps between evaluations; none: eval.every.")
-    num_prompts: int | None = Field(None, ge=0, description="Only the first prompts, 0: all; none: eval.num_prompts.")
-    temperature: float | None = Field(
-        None, ge=0.0, le=100.0, description="Sampling temperature; none: eval.temperature."
+    every: int | None = Field(default=None, ge=0, description="Steps between evaluations; none: eval.every.")
+    num_prompts: int | None = Field(
+        default=None, ge=0, description="Only the first prompts, 0: all; none: eval.num_prompts."
     )
-    samples: int | None = Field(None, ge=1, description="Completions per prompt; none: eval.samples.")
-    max_new_tokens: int | None = Field(None, ge=1, description="Longest completion; none: eval.max_new_tokens.")
+    temperature: float | None = Field(
+        default=None, ge=0.0, le=100.0, description="Sampling temperature; none: eval.temperature."
+    )
+    samples: int | None = Field(default=None, ge=1, description="Completions per prompt; none: eval.samples.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: eval.max_new_tokens.")
     environment: str | None = Field(
-        None, pattern=ENVIRONMENT, max_length=200, description="Environment; none: eval.environment."
+        default=None, pattern=ENVIRONMENT, max_length=200, description="Environment; none: eval.environment."
     )
     reward: RewardName | None = Field(
-        None, description="Reward that scores its completions; none: as the rows of training, by [reward]."
+        default=None, description="Reward that scores its completions; none: as the rows of training, by [reward]."
     )
 
     @property
@@ -159,28 +166,28 @@ class EvalSource(Section):
 class EvalSettings(Section):
     """Evaluation on held-out prompts, each pinned to one version."""
 
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at start and end.")
-    num_prompts: int = Field(0, ge=0, description="Only the first prompts of data.eval; 0: all.")
-    at_start: bool = Field(True, description="Evaluate version 0, when there is data.eval or a source.")
-    at_end: bool = Field(True, description="Evaluate the last version, when there is data.eval or a source.")
-    temperature: float = Field(0.0, ge=0.0, le=100.0, description="Sampling temperature; 0 is greedy.")
-    samples: int = Field(1, ge=1, description="Completions per prompt; their rewards are averaged.")
-    max_new_tokens: int | None = Field(None, ge=1, description="Longest completion; none: as in rollout.")
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at start and end.")
+    num_prompts: int = Field(default=0, ge=0, description="Only the first prompts of data.eval; 0: all.")
+    at_start: bool = Field(default=True, description="Evaluate version 0, when there is data.eval or a source.")
+    at_end: bool = Field(default=True, description="Evaluate the last version, when there is data.eval or a source.")
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Sampling temperature; 0 is greedy.")
+    samples: int = Field(default=1, ge=1, description="Completions per prompt; their rewards are averaged.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: as in rollout.")
     environment: str | None = Field(
-        None, pattern=ENVIRONMENT, max_length=200, description="Environment; none: as in rollout."
+        default=None, pattern=ENVIRONMENT, max_length=200, description="Environment; none: as in rollout."
     )
     source: dict[str, EvalSource] = Field(
-        {},
+        default={},
         description='Further sources by name, each evaluated by itself: eval.source.aime.data = "aime.parquet". data.eval is the '
         "source eval.",
     )
     best_by: str = Field(
-        "",
+        default="",
         description="What versions are compared by, for trainer.keep_best and eval.early_stop: SOURCE or SOURCE.METRIC, such as "
         "aime.pass@8; metrics are accuracy, reward and pass@K. Empty: the first source, its accuracy or else its mean reward.",
     )
     early_stop: int = Field(
-        0,
+        default=0,
         ge=0,
         description="End the run after so many evaluations in a row of the source of eval.best_by without a better result; 0: never.",
     )
@@ -248,62 +255,64 @@ class DataSettings(Section):
     """Prompts to train and evaluate on, and how rows are read as prompts."""
 
     train: Files = Field(
-        [],
+        default=[],
         description="JSONL, JSON, CSV, Parquet or Arrow file with the training prompts, a folder of them, an id on the Hugging "
         "Face hub (OWNER/NAME, OWNER/NAME:main/train-*), or a list of these.",
     )
-    eval: Files = Field([], description="Held-out prompts, same forms; none: no evaluation.")
+    eval: Files = Field(default=[], description="Held-out prompts, same forms; none: no evaluation.")
     from_run: Identifier | None = Field(
-        None,
+        default=None,
         description="Train on this output of `penstock rescore` instead of generating: no engine, no rewards, no evaluation; "
         "data.train and data.eval are not read.",
     )
     format: str = Field(
-        "auto",
+        default="auto",
         description="Form of the rows: auto recognises it by the columns; verl, trl, messages, flat, question_answer, sharegpt, "
         "alpaca, openrlhf, or your own as my_format.py:my_format.",
     )
     map: dict[str, str] = Field(
-        {}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'
+        default={}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'
     )
-    system_prompt: str = Field("", description="Prepended to every prompt that has no system message.")
-    max_prompt_tokens: int = Field(1024, ge=1, description="Longest prompt, template included, in tokens.")
+    system_prompt: str = Field(default="", description="Prepended to every prompt that has no system message.")
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="Longest prompt, template included, in tokens.")
     overlong: Literal["drop", "error"] = Field(
-        "drop",
+        default="drop",
         description="Prompts above max_prompt_tokens, or too long for the model's context: drop and count them, or refuse the "
         "file.",
     )
     max_samples: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="Only the first training rows, for a quick try; none: all. Of data.eval: eval.num_prompts.",
     )
     text_prompts: Literal["chat", "plain"] = Field(
-        "chat",
+        default="chat",
         description="A prompt that is a text: chat makes it a user message in the model's chat template (as verl does); plain "
         "trains on the text itself (as TRL, ROLL and OpenRLHF do), also with a base model that has no template.",
     )
     template_arguments: dict[str, bool | int | float | str] = Field(
-        {}, description="Arguments of the chat template: data.template_arguments.enable_thinking = false."
+        default={}, description="Arguments of the chat template: data.template_arguments.enable_thinking = false."
     )
     use_tools: bool = Field(
-        False, description="Give a row's column tools to the chat template; false: only the reward sees it."
+        default=False, description="Give a row's column tools to the chat template; false: only the reward sees it."
     )
     answer_is_ground_truth: bool = Field(
-        False,
+        default=False,
         description="The answer in a row without a ground truth (last assistant message, completion, response, output) is its "
         "ground truth; false: only SFT uses it.",
     )
     self_play_reward: RewardName | None = Field(
-        None,
+        default=None,
         description="Reward of rows with self_play = true, which compares the completions of a group with one another, such as a "
         "judge with mode = pairwise; none: such rows are refused.",
     )
     roles: dict[str, str] = Field(
-        {}, description='Other roles of messages, as found = "meant": data.roles.bot = "assistant".'
+        default={}, description='Other roles of messages, as found = "meant": data.roles.bot = "assistant".'
     )
-    ignore: list[str] = Field([], description="Columns to leave out, as named in the file; no reward sees them.")
-    shuffle: bool = Field(True, description="Another order in every epoch, made from run.seed alone.")
+    ignore: list[str] = Field(
+        default=[], description="Columns to leave out, as named in the file; no reward sees them."
+    )
+    shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
 
     @field_validator("format")
     @classmethod

@@ -24,40 +24,40 @@ from penstock.trainer.rollout_settings import RolloutSettings
 class _GeneralSettings(FineTuningSettings):
     """The keys of [dpo] that belong to no loss."""
 
-    lr: float = Field(1e-6, gt=0.0, description="Peak learning rate of AdamW.")
+    lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
     loss: str | list[str] = Field(
-        "sigmoid",
+        default="sigmoid",
         description="Preference loss by name (docs/fine_tuning.md has each formula), as module:attribute or file.py:attribute, "
         "or a list of them, which are added up.",
     )
-    loss_weights: list[float] = Field([], description="Factor on each loss of the list; none: 1 each.")
+    loss_weights: list[float] = Field(default=[], description="Factor on each loss of the list; none: 1 each.")
     divergence: Divergence = Field(
-        "reverse_kl",
+        default="reverse_kl",
         description="Divergence from the reference that the margin's rewards follow from (f-DPO, arXiv 2309.16240).",
     )
-    alpha: float = Field(0.5, description="Exponent of the alpha divergence.")
+    alpha: float = Field(default=0.5, description="Exponent of the alpha divergence.")
     length_alpha: float | None = Field(
-        None,
+        default=None,
         ge=0.0,
         le=1.0,
         description="Factor on log-probabilities of tokens beyond the length of the shorter answer (LD-DPO, arXiv 2409.06411); "
         "none: 1.",
     )
     weighting: Literal["none", "wpo"] = Field(
-        "none",
+        default="none",
         description="wpo: weigh each pair by how likely the policy samples its answers (arXiv 2406.11827); costs one more pass "
         "without gradients.",
     )
     reference: Literal["auto", "live", "precomputed"] = Field(
-        "auto",
+        default="auto",
         description="live: a frozen copy computes the reference's log-probabilities in each step, with LoRA the model without "
         "adapters; precomputed: they are computed once, before the first step, and no copy is held. auto: live with LoRA and "
         "for kto, else precomputed.",
     )
     reference_path: Path | None = Field(
-        None, description="Model folder of the reference; none: model.path as the training began."
+        default=None, description="Model folder of the reference; none: model.path as the training began."
     )
-    options: dict[str, Any] = Field({}, description="Options of your own losses, by their names.")
+    options: dict[str, Any] = Field(default={}, description="Options of your own losses, by their names.")
 
 
 def _option_fields() -> dict[str, FieldInfo]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 _NOT_SERVED = ("embed_tokens", "lm_head")
-
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and WSL
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -25,37 +24,31 @@ _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVI
 class LoraSettings(Section):
     """Low-rank adapters that are trained instead of the model."""
 
-    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: no adapters, the whole model is trained.")
-    alpha: float = Field(32.0, gt=0.0, description="The adapters are scaled by alpha / rank.")
+    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0: no adapters, the whole model is trained.")
+    alpha: float = Field(default=32.0, gt=0.0, description="The adapters are scaled by alpha / rank.")
     dropout: float = Field(
-        0.0, ge=0.0, lt=1.0, description="Share of an adapter's input that is zeroed in a training pass."
+        default=0.0, ge=0.0, lt=1.0, description="Share of an adapter's input that is zeroed in a training pass."
     )
     targets: list[str] = Field(
-        [], description='Layers by the end of their name ("q_proj"); none: every linear layer but the head.'
+        default=[], description='Layers by the end of their name ("q_proj"); none: every linear layer but the head.'
     )
-
     seed: int | None = Field(
-        None, ge=0, description="Seed of the adapters' first values, and of dropout; none: run.seed."
+        default=None, ge=0, description="Seed of the adapters' first values, and of dropout; none: run.seed."
     )
-
     publish: Literal["adapter", "merged"] = Field(
-        "adapter",
+        default="adapter",
         description="What a version is published as: 'adapter': the adapters alone, on a base model that is published once; "
         "engines serve several of them and never pause. 'merged': the whole model, as without adapters.",
     )
 
     @model_validator(mode="after")
-    def _can_be_served(self) -> LoraSettings:
+    def _consistent(self) -> LoraSettings:
         unserved = [target for target in self.targets if target.rpartition(".")[2] in _NOT_SERVED]
         if unserved and self.rank and self.publish == "adapter":
             raise ValueError(
                 f"model.lora.targets = {self.targets}: engines serve no adapter of {unserved[0]}; leave it out, or set "
                 'model.lora.publish = "merged"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _not_idle(self) -> LoraSettings:
         fields = type(self).model_fields
         idle = sorted(key for key in fields if key != "rank" and getattr(self, key) != fields[key].default)
         if idle and not self.rank:
@@ -67,25 +60,30 @@ class CriticSettings(Section):
     """PPO's critic: its initial weights, its optimizer, and how its values become advantages."""
 
     path: Path | None = Field(
-        None, description="Model folder whose weights the critic starts from, without the head; none: model.path."
+        default=None,
+        description="Model folder whose weights the critic starts from, without the head; none: model.path.",
     )
-    lr: float = Field(1e-5, gt=0.0, description="Peak learning rate of the critic's AdamW, with trainer.schedule.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0 to critic.lr.")
-    max_grad_norm: float = Field(1.0, gt=0.0, description="The critic's gradients are clipped to this norm.")
-    head_start_steps: int = Field(0, ge=0, description="First steps of the run, in which only the critic is updated.")
-    updates: int = Field(1, ge=1, description="Optimizer steps of the critic on each batch.")
-    loss: Literal["mse", "huber"] = Field("mse", description="Value loss: half the squared error, or Huber's.")
+    lr: float = Field(
+        default=1e-5, gt=0.0, description="Peak learning rate of the critic's AdamW, with trainer.schedule."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to critic.lr.")
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="The critic's gradients are clipped to this norm.")
+    head_start_steps: int = Field(
+        default=0, ge=0, description="First steps of the run, in which only the critic is updated."
+    )
+    updates: int = Field(default=1, ge=1, description="Optimizer steps of the critic on each batch.")
+    loss: Literal["mse", "huber"] = Field(default="mse", description="Value loss: half the squared error, or Huber's.")
     loss_coefficient: float = Field(
-        1.0, gt=0.0, description="Factor on the value loss; it has an effect only through critic.max_grad_norm."
+        default=1.0, gt=0.0, description="Factor on the value loss; it has an effect only through critic.max_grad_norm."
     )
     value_clip: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="Largest change of a value by the updates on one batch; none: unlimited; needs critic.updates > 1.",
     )
-    gamma: float = Field(1.0, ge=0.0, le=1.0, description="Discount of later rewards, per token.")
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0, description="Discount of later rewards, per token.")
     lam: float = Field(
-        0.95,
+        default=0.95,
         ge=0.0,
         le=1.0,
         description="GAE's lambda: 1 uses the rewards alone (no bias, high variance), 0 the critic's next value.",
@@ -121,16 +119,17 @@ class ModelSettings(Section):
         "engine agrees, where it does not. In float32 a GPU has neither tensor cores nor flash attention.",
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, about a third more compute."
+        default=False,
+        description="Recompute activations in the backward pass: less memory, about a third more compute.",
     )
     activation_offload: bool = Field(
-        False,
+        default=False,
         description="Keep what gradient checkpointing holds of each layer in host memory until the backward pass; saves nothing "
         "where the CPU trains.",
     )
     lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
     train_vision_tower: bool = Field(
-        False,
+        default=False,
         description="Train the part of a model that reads images too; otherwise it stays as it is, and its images are computed "
         "without gradients.",
     )
@@ -149,53 +148,53 @@ class OptimizerSettings(Section):
     """Optimizer, ranks, checkpoints, deadlines."""
 
     steps: int = Field(
-        100,
+        default=100,
         ge=1,
         description="Steps of the whole run, resumed ones included: each trains one batch and makes one version. Warm-up and "
         "schedule count them too, whatever number of optimizer steps a batch has.",
     )
     epochs: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="Passes over the rows of data.train instead of steps: the steps are counted at the start, as epochs x rows "
         "that are not left out / rollout.groups_per_step, rounded up.",
     )
-    lr: float = Field(1e-6, gt=0.0, description="Peak learning rate of AdamW.")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's decay of both moments.")
-    weight_decay: float = Field(0.0, ge=0.0, description="AdamW's decoupled weight decay.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0 to lr.")
-    schedule: Schedule = Field("constant", description="Learning rate after the warm-up.")
-    min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0, description="End of linear and cosine, as a share of lr.")
-    max_grad_norm: float = Field(1.0, gt=0.0, description="Gradients are clipped to this norm.")
+    lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's decoupled weight decay.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0, description="End of linear and cosine, as a share of lr.")
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are clipped to this norm.")
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 also gradients, 3 also parameters."
+        default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 also gradients, 3 also parameters."
     )
     offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none",
+        default="none",
         description="Held in host memory: optimizer, the master weights and states of AdamW, which steps there (ZeRO 1 to 3); "
         "parameters, also the parameters, a layer at a time on the device (ZeRO 3). Saves nothing where the CPU trains. NVMe is not "
         "offered: DeepSpeed compiles its access to it at the start, which was never run here.",
     )
     gradient_dtype: Literal["float32", "as-trained"] = Field(
-        "float32",
+        default="float32",
         description="In which gradients are summed over micro-batches and ranks with model.dtype = bfloat16; as-trained needs "
         "half the memory and drops small terms.",
     )
-    num_ranks: int = Field(1, ge=1, description="Processes that train together, under torchrun when above 1.")
+    num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
     sequence_parallel: int = Field(
-        1,
+        default=1,
         ge=1,
         description="Ranks that compute a micro-batch together, each a part of its tokens and, in attention, of its heads (Ulysses): "
         "for rows whose activations do not fit on one. Divides trainer.num_ranks and the model's attention heads.",
     )
     tensor_parallel: int = Field(
-        1,
+        default=1,
         ge=1,
         description="Ranks that have a part of every linear layer each (AutoTP of DeepSpeed): for models of llama, qwen2 and qwen3 that "
         "ZeRO 3 alone does not fit or gathers too often. Divides trainer.num_ranks, attention heads and key heads; not with adapters.",
     )
     attention: Attention = Field(
-        "auto",
+        default="auto",
         description="What computes the attention of packed rows. auto: the first of the others that works for the model's heads on this "
         "device and agrees with the definition, except dense. flash-3, flash-4: FlashAttention where it is installed; flash: torch's kernels for CUDA, in "
         "bfloat16; cpu-flash: torch's kernel for the CPU; sdpa: torch's scaled_dot_product_attention, one node of the prompts' tree at a "
@@ -203,160 +202,162 @@ class OptimizerSettings(Section):
         "trainer.micro_batch_tokens.",
     )
     router_replay: bool = Field(
-        False,
+        default=False,
         description="For a mixture of experts: compute every token with the experts that the engine's routers chose for it, which packs "
         "then store (Rollout Routing Replay, arXiv:2510.11370). Router weights still learn, by the gates of those experts. For models "
         "of qwen3_moe on the embedded engine and SGLang, episodes of several turns included.",
     )
     micro_batch_tokens: int = Field(
-        16_384,
+        default=16_384,
         ge=1,
         description="Most tokens of one forward and backward pass on a rank, or on those of trainer.sequence_parallel together; a "
         "prompt that completions share counts once.",
     )
-    checkpoint_every: int = Field(50, ge=1, description="Steps between checkpoints; the last step makes one too.")
+    checkpoint_every: int = Field(
+        default=50, ge=1, description="Steps between checkpoints; the last step makes one too."
+    )
     checkpoint_every_s: float = Field(
-        60.0,
+        default=60.0,
         ge=0.0,
         description="Longest time between checkpoints besides, in s, so that a crash costs no more than this; longer where "
         "training would stand still for more than a twentieth of it, or one be written for more than half. 0: only every "
         "checkpoint_every steps.",
     )
     signing_key_file: Path | None = Field(
-        None,
+        default=None,
         description="Ed25519 private key in PEM form, such as the signing.key of penstock certs, which signs the manifest of every "
         "version: workers with worker.trusted_keys_file load no others.",
     )
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints that stay on disk.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
     store_checkpoints: bool = Field(
-        False,
+        default=False,
         description="Copy each checkpoint to the object store before its groups are acknowledged, so that a trainer on another "
         "machine resumes the run without this folder. The store keeps as many as keep_checkpoints.",
     )
     local_checkpoints: bool = Field(
-        True,
+        default=True,
         description="Keep the files of checkpoints in the run's folder too. False, with store_checkpoints: once the object store has "
         "all files of a checkpoint, each read back, and NATS names it, only its state.json stays on disk, so that at most the "
         "checkpoint that is being written or resumed takes space there.",
     )
-    resume: bool = Field(True, description="Resume from the newest checkpoint of this run id, if there is one.")
+    resume: bool = Field(default=True, description="Resume from the newest checkpoint of this run id, if there is one.")
     resume_older_step: int | None = Field(
-        None,
+        default=None,
         ge=0,
         description="Resume from the checkpoint of this step although the run committed a newer one that is not in the "
         "folder any more, or although its state.json was altered; none: refused, because the steps since would be lost.",
     )
     lease_s: float = Field(
-        6.0, ge=1.0, le=60.0, description="A lease that was not renewed for this long has expired, in s."
+        default=6.0, ge=1.0, le=60.0, description="A lease that was not renewed for this long has expired, in s."
     )
     rank_deadline_s: float = Field(
-        60.0,
+        default=60.0,
         ge=1.0,
         description="Longest time for which one of several ranks may not answer while the run trains, in s: one that is "
         "suspended or blocked. Then the other ranks end, and the launcher starts all of them again.",
     )
     verify_export: bool = Field(
-        True,
+        default=True,
         description="Load the exported model on rank 0 and compare its log-probabilities with the trainer's, before it replaces an "
         "earlier one. Needs host memory for one more copy of the model, in float32.",
     )
     kill_at: str = Field(
-        "",
+        default="",
         description="For crash tests: the trainer sends itself SIGKILL at this point (trainer/crash_points.py), NAME:2 the "
         "2nd time, NAME@1 on rank 1.",
     )
     collect_deadline_s: float = Field(
-        600.0,
+        default=600.0,
         gt=0.0,
         description="Longest wait for a full batch before an error with queue depths and services alive, in s.",
     )
     oldest_patience: float = Field(
-        3.0,
+        default=3.0,
         ge=0.0,
         le=1000.0,
         description="Longest wait of a full batch for groups under way that would be too old for the next one, in durations "
         "of the last step; halved after each wait without result. Later groups are dropped and sampled again. 0: no wait.",
     )
     max_mismatch: float | None = Field(
-        0.1,
+        default=0.1,
         gt=0.0,
         description="Largest mean difference, in nats, between the engine's log-probabilities and the trainer's, of tokens "
         "that the version in training sampled; beyond it the run stops with an error. None: only reported.",
     )
     mismatch_patience: int = Field(
-        3,
+        default=3,
         ge=1,
         description="Consecutive comparisons beyond max_mismatch before the run stops; at the first comparison it stops at once.",
     )
     check_texts: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
-        "all",
+        default="all",
         description="Completions of each group whose text (which was scored) is compared with their decoded tokens (which are "
         "trained on); only of the environment single_turn. A number: as many, chosen at random. 0: none.",
     )
     min_entropy: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="Smallest entropy of the sampled tokens, in nats per token; below it in three steps in a row the run stops with "
         "an error, as a collapse. None: only reported.",
     )
     skip_step_above_grad_norm: float | None = Field(
-        None,
+        default=None,
         gt=1.0,
         description="Leave out an optimizer step whose gradient norm is above this multiple of the median of the last 64 steps' "
         "norms; its trajectories are counted as outlier_step, and a replay leaves it out too. None: every step is made. Not finite "
         "norms stop the run in any case.",
     )
     skip_step_after: int = Field(
-        20,
+        default=20,
         ge=1,
         le=64,
         description="Optimizer steps whose norms must be known before one is left out (trainer.skip_step_above_grad_norm).",
     )
     peak_flops: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="Peak of the device of one rank, in floating-point operations per second, for the metric mfu. None: that of a "
         "table of GPUs for model.dtype = bfloat16; no mfu for other devices and for float32.",
     )
     store_logprobs: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
-        "all",
+        default="all",
         description="Trained groups of each step of which the object store keeps the log-probability of every trained token under "
         "the policy before the step, for the ratios on the live page. A number: the first ones of the batch. Five bytes a token, "
         "at most 3 million tokens of a step, kept as long as its packs. 0: none.",
     )
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = Field(
-        "as-trained",
+        default="as-trained",
         description="Number format of published weights; bfloat16 halves their size and suits engines on GPUs.",
     )
     keep_versions: int = Field(
-        8,
+        default=8,
         ge=2,
         description="Newest published versions that can be read from the object store; see keep_best and keep_milestones.",
     )
     keep_best: int = Field(
-        1,
+        default=1,
         ge=0,
         le=16,
         description="Versions with the best evaluations that are kept beyond keep_versions: by eval.best_by, else by the share of "
         "correct completions, or by the mean reward where nothing says when one is correct. 0: none.",
     )
     milestone_every: int = Field(
-        10,
+        default=10,
         ge=1,
         description="Versions between two milestones, which are kept beyond keep_versions; doubled when there would be more "
         "than keep_milestones, so that they are spread over the whole run.",
     )
-    keep_milestones: int = Field(3, ge=0, le=64, description="Most milestones that are kept. 0: none.")
+    keep_milestones: int = Field(default=3, ge=0, le=64, description="Most milestones that are kept. 0: none.")
     anchor_every: int = Field(
-        64, ge=1, le=128, description="Most versions between two full snapshots, stored beside the patches."
+        default=64, ge=1, le=128, description="Most versions between two full snapshots, stored beside the patches."
     )
     anchor_ratio: float = Field(
-        2.0,
+        default=2.0,
         gt=0.0,
         description="A full snapshot is written when the patches since the last one have this multiple of its size.",
     )
     weights_grace_s: float = Field(
-        1800.0,
+        default=1800.0,
         ge=0.0,
         description="How long weights are kept after the last version that needs them expired, for readers under way, in s.",
     )

@@ -12,51 +12,53 @@ from penstock.trainer.data_settings import ENVIRONMENT
 class RolloutSettings(Section):
     """What the workers generate, and how stale it may be."""
 
-    group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt; advantages compare them.")
-    groups_per_step: int = Field(32, ge=1, description="Groups that make one optimizer step.")
+    group_size: int = Field(default=8, ge=1, le=4096, description="Completions of one prompt; advantages compare them.")
+    groups_per_step: int = Field(default=32, ge=1, description="Groups that make one optimizer step.")
     groups_per_message: int = Field(
-        0, ge=0, description="Groups that share a message; 0 chooses by size: many tiny ones, or a single large one."
+        default=0,
+        ge=0,
+        description="Groups that share a message; 0 chooses by size: many tiny ones, or a single large one.",
     )
     redundant_completions: int = Field(
-        0,
+        default=0,
         ge=0,
         description="Completions of a prompt that are started besides group_size, so that no group waits for its longest ones: once "
         "group_size have ended, the engine aborts the rest. The first to end are the shorter ones: what is trained is biased to "
         "short completions. Not in evaluations, and only in single_turn.",
     )
     redundant_wait: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         le=1000.0,
         description="How much longer the rest may take, as a share of the time in which the first group_size ended: what ends by then "
         "is part of the group too, which then has group_size to group_size + redundant_completions. 0: the rest is aborted at once.",
     )
     max_staleness: int = Field(
-        2,
+        default=2,
         ge=0,
         description="Most versions that a sample may be behind when it is trained; 0: generation waits for every step.",
     )
-    max_new_tokens: int = Field(256, ge=1, description="Longest completion, in tokens.")
+    max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
     temperature: float = Field(
-        1.0,
+        default=1.0,
         gt=0.0,
         le=100.0,
         description="Sampling temperature; the trainer divides its logits by it too, so that log-probabilities agree.",
     )
     stop: StopStrings = Field(
-        (),
+        default=(),
         description='Strings that end a completion, such as ["</answer>"], in training and evaluation; the string remains part '
         "of the completion, in its tokens and in its text. At most 16, of 200 characters.",
     )
     environment: str = Field(
-        SINGLE_TURN,
+        default=SINGLE_TURN,
         pattern=ENVIRONMENT,
         max_length=200,
         description="Environment that generates the trajectories, by name; one of your own must be in worker.environments. "
         "mixture: all of environment.define that have a weight, in these proportions.",
     )
     max_attempts: int = Field(
-        2, ge=1, description="How often a group is generated at most when it is too stale to be trained."
+        default=2, ge=1, description="How often a group is generated at most when it is too stale to be trained."
     )
 
     @model_validator(mode="after")

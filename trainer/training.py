@@ -18,7 +18,7 @@ from penstock.protocol.traces.traces import HeldGroups, Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.mismatch import CollapseCheck, EngineCheck, compare_fresh_tokens
-from penstock.trainer.commit import CheckpointSchedule, Committer
+from penstock.trainer.commit import PUBLICATION_DEADLINE_S, CheckpointSchedule, Committer, WeightSubmitter
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
@@ -35,7 +35,6 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter, Stop, save_batch
 from penstock.trainer.settings import TrainerSettings
-from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
 from penstock.trainer.telemetry.event_writer import (
     EventWriter,
     HeartbeatWriter,

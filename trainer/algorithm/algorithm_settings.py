@@ -44,85 +44,90 @@ class _GeneralSettings(Section):
     """The keys of [algorithm] that belong to no part."""
 
     name: str = Field(
-        DEFAULT,
+        default=DEFAULT,
         validate_default=True,
         description="Preset that sets the parts below; each part can still be set by itself.",
     )
 
     # the advantage of a trajectory
     advantage: str = Field(
-        "grpo", description="Estimator of advantages from rewards, by name or as module:attribute or file.py:attribute."
+        default="grpo",
+        description="Estimator of advantages from rewards, by name or as module:attribute or file.py:attribute.",
     )
     overlong_buffer: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         le=1.0,
         description="Last share of rollout.max_new_tokens in which a longer answer loses reward, linearly; 0: off.",
     )
-    overlong_factor: float = Field(1.0, gt=0.0, description="Reward lost by an answer of rollout.max_new_tokens.")
+    overlong_factor: float = Field(
+        default=1.0, gt=0.0, description="Reward lost by an answer of rollout.max_new_tokens."
+    )
     efficiency_spread: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         allow_inf_nan=False,
         description="Among a group's successes, reward of the episode with the fewest turns above that of the one with the most, by rank; 0: off.",
     )
     efficiency_failure_spread: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         allow_inf_nan=False,
         description="Among a group's failures, reward of the episode with the most turns above that of the one with the fewest; 0: off.",
     )
     efficiency_success: float = Field(
-        0.5, allow_inf_nan=False, description="Reward from which on an episode is a success for these two."
+        default=0.5, allow_inf_nan=False, description="Reward from which on an episode is a success for these two."
     )
     reward_clip: float | None = Field(
-        None, gt=0.0, description="Rewards are limited to plus or minus this; none: no limit."
+        default=None, gt=0.0, description="Rewards are limited to plus or minus this; none: no limit."
     )
     reward_scaling: Literal["none", "std", "mean_std"] = Field(
-        "none",
+        default="none",
         description="Divide rewards by the standard deviation of all rewards of the run so far; mean_std: subtract their mean first.",
     )
     reward_norm: Literal["none", "group", "batch", "source", "running"] = Field(
-        "none",
+        default="none",
         description="Normalise rewards, before the estimator, over the prompt's group, the batch, the batch's rows of "
         "one data_source, or all rewards of the run so far.",
     )
-    reward_shift: bool = Field(True, description="reward_norm subtracts the mean.")
-    reward_scale: bool = Field(True, description="reward_norm divides by the standard deviation.")
-    asym_clip: bool = Field(False, description="Normalised rewards are limited to [-1, 3].")
+    reward_shift: bool = Field(default=True, description="reward_norm subtracts the mean.")
+    reward_scale: bool = Field(default=True, description="reward_norm divides by the standard deviation.")
+    asym_clip: bool = Field(default=False, description="Normalised rewards are limited to [-1, 3].")
     whiten_advantages: bool = Field(
-        False, description="Whiten advantages over all tokens of the batch, after the estimator."
+        default=False, description="Whiten advantages over all tokens of the batch, after the estimator."
     )
     advantage_clip: float | None = Field(
-        None, gt=0.0, description="Advantages are limited to plus or minus this; none: no limit."
+        default=None, gt=0.0, description="Advantages are limited to plus or minus this; none: no limit."
     )
-    difficulty_weight: bool = Field(False, description="Weigh samples by 0.5 + 1.5 x (1 - mean reward of the group).")
-    length_weight: bool = Field(False, description="Weigh samples from 1.5 (shortest) to 0.5 (longest).")
+    difficulty_weight: bool = Field(
+        default=False, description="Weigh samples by 0.5 + 1.5 x (1 - mean reward of the group)."
+    )
+    length_weight: bool = Field(default=False, description="Weigh samples from 1.5 (shortest) to 0.5 (longest).")
 
     # what is left out
     filters: tuple[str, ...] = Field(
-        (),
+        default=(),
         description="Further trajectory filters: built-in ones that no key turns on, or your own as module:attribute.",
     )
     group_filters: tuple[str, ...] = Field(
-        (),
+        default=(),
         description="Filters that drop whole groups when they arrive, each under its reason: your own as module:attribute.",
     )
 
     max_trained_count: int = Field(
-        1,
+        default=1,
         ge=1,
         description="How often a group may be trained on: one that was trained fills a batch that would otherwise wait.",
     )
-    retrained_interval: int = Field(1, ge=1, description="Steps between two uses of a group.")
-    epochs: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
+    retrained_interval: int = Field(default=1, ge=1, description="Steps between two uses of a group.")
+    epochs: int = Field(default=1, ge=1, le=1000, description="Passes over each batch.")
     minibatches: int = Field(
-        1,
+        default=1,
         ge=1,
         description="Optimizer steps of a pass: the groups of a batch are split into so many parts; a group is never split.",
     )
     stop_kl: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="No further pass over a batch once the policy's KL to the one before the batch, per token, was above this "
         "in a pass; none: all of algorithm.epochs.",
@@ -130,17 +135,19 @@ class _GeneralSettings(Section):
 
     # the loss
     loss: str = Field(
-        "ppo_clip",
+        default="ppo_clip",
         description="Policy loss, by name (docs/algorithms.md has each formula) or as module:attribute or file.py:attribute.",
     )
-    aggregation: Aggregation = Field("token-mean", description="How tokens and sequences are weighed in the loss.")
-    entropy_coefficient: float = Field(0.0, ge=0.0, description="Bonus on the policy's entropy.")
+    aggregation: Aggregation = Field(
+        default="token-mean", description="How tokens and sequences are weighed in the loss."
+    )
+    entropy_coefficient: float = Field(default=0.0, ge=0.0, description="Bonus on the policy's entropy.")
     sft_coefficient: float = Field(
-        0.0, ge=0.0, description="Weight of cross-entropy on the tokens of rewarded trajectories."
+        default=0.0, ge=0.0, description="Weight of cross-entropy on the tokens of rewarded trajectories."
     )
 
     dpo_coefficient: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         description="Weight of a preference loss beside the policy's, on rows of data.train with chosen and rejected: dpo.batch_size "
         "pairs in each step, with dpo.loss and its options. 0: such rows are refused.",
@@ -148,77 +155,81 @@ class _GeneralSettings(Section):
 
     # stale and mismatched samples
     corrections: tuple[str, ...] = Field(
-        (), description="Further corrections: built-in ones that no key turns on, or your own as module:attribute."
+        default=(),
+        description="Further corrections: built-in ones that no key turns on, or your own as module:attribute.",
     )
     ratio_anchor: Literal["auto", "behaviour", "proximal"] = Field(
-        "auto",
+        default="auto",
         description="Denominator of ratios: the sampler, or the trainer's own log-probabilities before the "
         "batch; auto: the sampler where a batch is one optimizer step, else the trainer's own.",
     )
-    negative_weight: float = Field(1.0, ge=0.0, description="Factor on negative advantages.")
+    negative_weight: float = Field(default=1.0, ge=0.0, description="Factor on negative advantages.")
     stale_negative_weight: float = Field(
-        1.0, ge=0.0, description="Further factor on them for tokens that an older version sampled."
+        default=1.0, ge=0.0, description="Further factor on them for tokens that an older version sampled."
     )
     ess_level: Literal["off", "token", "root", "sequence"] = Field(
-        "off",
+        default="off",
         description="Scale each step's learning rate by the effective share of the batch: the effective "
         "sample size of the weights at this level; off: the schedule alone.",
     )
-    ess_power: float = Field(4.0, gt=0.0, description="Power of the effective share of the batch.")
-    ess_floor: float = Field(0.1, ge=0.0, le=1.0, description="Smallest factor on the learning rate.")
+    ess_power: float = Field(default=4.0, gt=0.0, description="Power of the effective share of the batch.")
+    ess_floor: float = Field(default=0.1, ge=0.0, le=1.0, description="Smallest factor on the learning rate.")
 
     # the reference policy
     kl_coefficient: float = Field(
-        0.0, ge=0.0, description="Weight of the KL to the reference in the loss; 0: no reference is loaded."
+        default=0.0, ge=0.0, description="Weight of the KL to the reference in the loss; 0: no reference is loaded."
     )
     kl_form: KlForm = Field(
-        "k3", description="Estimator of that KL; a plus: with the gradient of k2; full: exact, over the vocabulary."
+        default="k3",
+        description="Estimator of that KL; a plus: with the gradient of k2; full: exact, over the vocabulary.",
     )
     reward_kl_coefficient: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         description="Weight of the KL to the reference inside the reward, summed over the trajectory's tokens; 0: off.",
     )
     reward_kl_form: RewardKlForm = Field(
-        "k1", description="Estimator of the KL inside the reward; full: exact, of the policy before the step."
+        default="k1", description="Estimator of the KL inside the reward; full: exact, of the policy before the step."
     )
     kl_target: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="KL per token that the coefficient, in loss or reward, is adapted to during the run; none: fixed coefficient.",
     )
     kl_horizon: int = Field(
-        10_000,
+        default=10_000,
         ge=1,
         description="Trajectories over which a deviation of the KL from its target changes the coefficient.",
     )
     kl_unbiased: bool = Field(
-        False, description="Weigh the KL by the ratio, which makes its estimate unbiased on stale samples."
+        default=False, description="Weigh the KL by the ratio, which makes its estimate unbiased on stale samples."
     )
     reference_path: Path | None = Field(
-        None, description="Model folder of the reference; none: model.path as the run started."
+        default=None, description="Model folder of the reference; none: model.path as the run started."
     )
     reference_device: Literal["same", "parked", "remote"] = Field(
-        "same",
+        default="same",
         description="Where the reference is kept: on the policy's device; parked in host memory, from where each layer is copied "
         "to that device while it computes; remote: it is the model of [teacher], and none is loaded.",
     )
 
     # the teacher
-    distill_coefficient: float = Field(0.0, ge=0.0, description="Weight of the KL to the model of [teacher]; 0: off.")
+    distill_coefficient: float = Field(
+        default=0.0, ge=0.0, description="Weight of the KL to the model of [teacher]; 0: off."
+    )
     distill_form: DistillForm = Field(
-        "reverse",
+        default="reverse",
         description="reverse: KL(policy to teacher) as an advantage of each sampled token; forward: KL(teacher to policy) over the "
         "teacher.top_k likeliest tokens and one event for all others, in the loss.",
     )
     distill_clip: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="Bound of a token's difference of log-probabilities in that advantage; none: no bound.",
     )
 
     options: dict[str, Any] = Field(
-        {}, description="Options of your own loss, estimator, filters and corrections, by their names."
+        default={}, description="Options of your own loss, estimator, filters and corrections, by their names."
     )
 
 

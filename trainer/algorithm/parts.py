@@ -68,15 +68,15 @@ class Part(Generic[OptionsT_co]):
 class ClipRange(Options):
     """How far a ratio may move from 1."""
 
-    clip_low: float = Field(0.2, gt=0.0, le=1.0, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0.0, description="The ratio is clipped above at 1 + clip_high.")
+    clip_low: float = Field(default=0.2, gt=0.0, le=1.0, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0.0, description="The ratio is clipped above at 1 + clip_high.")
 
 
 class DualClip(Options):
     """Bound of the ratio of failed samples."""
 
     dual_clip: float | None = Field(
-        None,
+        default=None,
         gt=1.0,
         description="Bound of the ratio for negative advantages, which keeps training on stale samples stable; none: off.",
     )
@@ -86,11 +86,11 @@ class WeightCap(Options):
     """Bound of a detached importance weight."""
 
     weight_cap: float = Field(
-        4.0, gt=0.0, description="Bound of the detached ratio in cispo, minirl, dppo; of failures in topr."
+        default=4.0, gt=0.0, description="Bound of the detached ratio in cispo, minirl, dppo; of failures in topr."
     )
 
 
 class StdNormalisation(Options):
     """Whether advantages are divided by a standard deviation."""
 
-    normalise_by_std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
+    normalise_by_std: bool = Field(default=True, description="Divide advantages by the group's standard deviation.")

@@ -29,9 +29,9 @@ from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS
 from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
-_COMMAND = [sys.executable, "-P", "-m", "penstock.reward_service", "check_tests-tests"]
+_COMMAND = [sys.executable, "-P", "-m", "penstock.reward_service", "check-tests"]
 _START_S, _ROW_S = 120.0, 60.0
-_MARKS = ("assert", "def test", "def check_tests", "inputs", "test_list")
+_MARKS = ("assert", "def test", "def check", "inputs", "test_list")
 
 
 @dataclass(slots=True)

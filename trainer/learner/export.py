@@ -46,15 +46,14 @@ def export_model(
     like: Path,
     changed: Mapping[str, Any] | None = None,
     verify: bool = True,
-    max_file_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model folder, adapters merged, that `transformers` loads; an older one is replaced. Collective.
 
-    Config and tokenizer are those of the folder ``like``, but for the fields ``changed``. A tensor larger than ``max_file_bytes`` has a
+    Config and tokenizer are those of the folder ``like``, but for the fields ``changed``. A tensor larger than `MAX_SHARD_BYTES` has a
     file of its own. Raises ExportFailed if the folder cannot be loaded, or gives other log-probabilities; an older one is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
-    layout = policy.weights.layout(bucket_bytes=max_file_bytes)
+    layout = policy.weights.layout(bucket_bytes=MAX_SHARD_BYTES)
     if dims.writes_files:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

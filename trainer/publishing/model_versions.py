@@ -17,7 +17,6 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import AnchorRef, VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE
-from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PatchSize, PublishCoordinator
@@ -120,13 +119,7 @@ class ModelVersions:
     """Stores whole models; implements `VersionKind`. Used by one thread, except `hold`."""
 
     def __init__(
-        self,
-        connections: Connections,
-        writer: VersionWriter,
-        coordinator: PublishCoordinator,
-        *,
-        policy: FullSnapshotPolicy,
-        epoch: int,
+        self, writer: VersionWriter, coordinator: PublishCoordinator, *, policy: FullSnapshotPolicy, epoch: int
     ) -> None:
         self._writer, self._coordinator, self._epoch = writer, coordinator, epoch
         self.full_snapshots = FullSnapshots(writer, coordinator, policy)

@@ -68,7 +68,8 @@ class HeadKey:
                 if time.monotonic() > deadline:
                     raise
             except CompareAndSwapFailed:
-                if not self._is(value, deadline):
+                entry = self._read(deadline)
+                if entry is None or entry.value != value:
                     raise PublicationFailed(
                         f"another trainer moved the head of run {self._run_id} while this one published version "
                         f"{head.version}; stop one of the two, or give it another run.id"
@@ -83,10 +84,6 @@ class HeadKey:
             except BusUnreachable:
                 if time.monotonic() > deadline:
                     raise
-
-    def _is(self, value: bytes, deadline: float) -> bool:
-        entry = self._read(deadline)
-        return entry is not None and entry.value == value
 
     def _expected_revision(self, deadline: float) -> int | None:
         entry = self._read(deadline)
@@ -149,7 +146,7 @@ class VersionPublisher:
         self._run_id, self._bus, self._writer = connections.run_id, connections.bus, writer
         self._epoch = epoch
         self.head = HeadKey(connections.bus, connections.run_id)
-        self._models = ModelVersions(connections, writer, coordinator, policy=policy, epoch=epoch)
+        self._models = ModelVersions(writer, coordinator, policy=policy, epoch=epoch)
         self._adapters = AdapterVersions(connections, writer, coordinator, epoch=epoch)
         self.newest: Written | None = None
 

@@ -210,7 +210,7 @@ class RankPublisher:
 
 @dataclass(frozen=True, slots=True)
 class StoredObjects:
-    attempt: str
+    attempt: str  # in the keys of one attempt to store a version, so that no object is ever overwritten
     objects: tuple[BlobRef, ...]
     buckets: tuple[BucketState, ...]
 
@@ -242,22 +242,22 @@ class PublishCoordinator:
         return PatchSize(sum(size.num_bytes for size in sizes), sum(size.num_changed for size in sizes))
 
     def store_patch(self, copy_id: int, version: PolicyVersion) -> StoredObjects:
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         return _joined(attempt, self._orders.ask(RankPublisher.store_patch, copy_id, version, attempt))
 
     def store_whole(self, copy_id: int, version: PolicyVersion, *, file_name: str = "") -> StoredObjects:
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         return _joined(attempt, self._orders.ask(RankPublisher.store_whole, copy_id, version, attempt, file_name))
 
     def store_committed(self, version: PolicyVersion) -> StoredObjects:
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         return _joined(attempt, self._orders.ask(RankPublisher.store_committed, version, attempt))
 
     def commit(self, copy_id: int, *, retain: bool) -> None:
         self._orders.ask(RankPublisher.commit, copy_id, retain)
 
     def store_retained(self, version: PolicyVersion) -> StoredObjects:
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         try:
             return _joined(attempt, self._in_background.ask(RankPublisher.store_retained, version, attempt))
         finally:
@@ -277,8 +277,3 @@ def _joined(attempt: str, parts: Sequence[StoredBuckets]) -> StoredObjects:
 
 def _root(parts: Sequence[Sequence[TensorDigest]]) -> str:
     return weights_digest(digest for part in parts for digest in part)
-
-
-def _attempt() -> str:
-    """Return a name for one attempt to store a version, so that no object is ever overwritten."""
-    return secrets.token_hex(4)

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, NAMES, expected_backend, matrix_bytes
 from penstock.trainer.errors import NoAttentionKernel
-from penstock.trainer.learner.attention import backends, flash, torch_kernels
+from penstock.trainer.learner.attention import backends, flash
+from penstock.trainer.learner.attention.backends import DenseMask, Flex, Sdpa
 from penstock.trainer.learner.attention.flash import CpuFlash, CudaFlash
 from penstock.trainer.learner.attention.models import attention_of, head_sizes
-from penstock.trainer.learner.attention.torch_kernels import DenseMask, Flex, Sdpa
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 
@@ -144,11 +144,11 @@ def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: A
     layout = pack(*drawn).layout
     query, key, value = (held.detach() for held in _given(layout))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_kernels, "BLOCK", 8)
-        patch.setattr(torch_kernels, "_compiled", lambda: torch_kernels.flex_attention)
+        patch.setattr(backends, "BLOCK", 8)
+        patch.setattr(backends, "_compiled", lambda: backends.flex_attention)
         found = Flex().attend(query, key, value, layout, 0.6)
-        mixed, full = torch_kernels.block_tables(torch_kernels.subtree_ends(layout))
-        kept = torch_kernels.block_mask(layout, torch.device("cpu"))
+        mixed, full = backends.block_tables(backends.subtree_ends(layout))
+        kept = backends.block_mask(layout, torch.device("cpu"))
     torch.testing.assert_close(found, DenseMask().attend(query, key, value, layout, 0.6), rtol=1e-4, atol=3e-6)
     mask = layout.mask()
     for q in range(len(full)):

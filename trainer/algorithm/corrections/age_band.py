@@ -10,9 +10,9 @@ from penstock.trainer.algorithm.lazy_torch import Tensor
 
 class AgeBandOptions(ClipRange):
     age_band_cap: float | None = Field(
-        None, gt=0.0, description="Tokens more than so many clip widths outside are left out; none: off."
+        default=None, gt=0.0, description="Tokens more than so many clip widths outside are left out; none: off."
     )
-    age_band_decay: float = Field(0.0, ge=0.0, description="How fast that band narrows, per version of age.")
+    age_band_decay: float = Field(default=0.0, ge=0.0, description="How fast that band narrows, per version of age.")
 
 
 @correction(options=AgeBandOptions, source="AgentRL", switch="age_band_cap")

@@ -16,13 +16,13 @@ Bound = Literal["truncate", "clip", "mask"]
 
 class ImportanceOptions(Options):
     importance: Literal["none", "token", "sequence", "geometric", "root"] = Field(
-        "none", description="Importance weights of the trainer over the sampler, on top of the loss."
+        default="none", description="Importance weights of the trainer over the sampler, on top of the loss."
     )
     importance_bound: Bound = Field(
-        "truncate", description="Outside the band: min (TIS), both ends, or weight 0 (IcePop, masked IS)."
+        default="truncate", description="Outside the band: min (TIS), both ends, or weight 0 (IcePop, masked IS)."
     )
-    importance_high: float = Field(2.0, gt=0.0, description="Upper end of the weights' band.")
-    importance_low: float = Field(0.0, ge=0.0, description="Lower end of the weights' band.")
+    importance_high: float = Field(default=2.0, gt=0.0, description="Upper end of the weights' band.")
+    importance_low: float = Field(default=0.0, ge=0.0, description="Lower end of the weights' band.")
 
     @model_validator(mode="after")
     def _has_a_band(self) -> ImportanceOptions:

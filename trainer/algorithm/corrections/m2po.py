@@ -15,13 +15,13 @@ from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
 
 class M2poOptions(Options):
     m2po_budget: float | None = Field(
-        None,
+        default=None,
         gt=0.0,
         description="Tokens that moved furthest are left out until the mean of their squared log-ratios is below this; "
         "one more forward pass; none: off.",
     )
     m2po_form: Literal["mask", "clip"] = Field(
-        "mask",
+        default="mask",
         description="How m2po_budget is met: the paper leaves tokens out, the released code clips ratios at what the "
         "batch sets, at least clip_low and clip_high wide.",
     )

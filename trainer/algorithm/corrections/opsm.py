@@ -11,7 +11,7 @@ from penstock.trainer.algorithm.losses.tokens import Sequences
 
 class OpsmOptions(Options):
     opsm_delta: float | None = Field(
-        None,
+        default=None,
         ge=0.0,
         description="Failed sequences whose mean log-ratio per token drops by more than this are left out; none: off.",
     )

@@ -22,10 +22,10 @@ Statistic = Literal[
 
 class RejectionOptions(Options):
     rejection: Statistic | None = Field(
-        None, description="Divergence from the sampler by which tokens or sequences are left out; none: off."
+        default=None, description="Divergence from the sampler by which tokens or sequences are left out; none: off."
     )
-    rejection_high: float = Field(2.0, gt=0.0, description="Largest divergence kept; for k1 a ratio.")
-    rejection_low: float | None = Field(None, gt=0.0, description="For k1, the lower ratio; none: 1 / high.")
+    rejection_high: float = Field(default=2.0, gt=0.0, description="Largest divergence kept; for k1 a ratio.")
+    rejection_low: float | None = Field(default=None, gt=0.0, description="For k1, the lower ratio; none: 1 / high.")
 
 
 @correction(options=RejectionOptions, source="verl", switch="rejection")

@@ -13,7 +13,7 @@ from penstock.trainer.algorithm.losses.tokens import Sequences
 
 class VetoOptions(Options):
     veto: float | None = Field(
-        None, gt=0.0, lt=1.0, description="A sequence with a token whose ratio is below this is left out."
+        default=None, gt=0.0, lt=1.0, description="A sequence with a token whose ratio is below this is left out."
     )
 
 

@@ -14,7 +14,7 @@ class GaeOptions(Options):
     """Options of `gae`; gamma and lambda are in the section `critic`."""
 
     whiten_rewards: bool = Field(
-        False, description="Whiten the rewards of all tokens of the batch before a critic credits them."
+        default=False, description="Whiten the rewards of all tokens of the batch before a critic credits them."
     )
 
 

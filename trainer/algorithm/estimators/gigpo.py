@@ -13,14 +13,17 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 class GigpoOptions(StdNormalisation):
     step_discount: float = Field(
-        0.95, ge=0.0, le=1.0, description="Factor on a reward for each turn between it and the turn it counts for."
+        default=0.95,
+        ge=0.0,
+        le=1.0,
+        description="Factor on a reward for each turn between it and the turn it counts for.",
     )
-    episode_weight: float = Field(1.0, ge=0.0, description="Weight of the episode's advantage in its group.")
+    episode_weight: float = Field(default=1.0, ge=0.0, description="Weight of the episode's advantage in its group.")
     step_weight: float = Field(
-        1.0, ge=0.0, description="Weight of a turn's advantage among the group's turns of the same state."
+        default=1.0, ge=0.0, description="Weight of a turn's advantage among the group's turns of the same state."
     )
     episode_baseline: Literal["group", "source", "batch"] = Field(
-        "group",
+        default="group",
         description="Compare an episode with those of its group, of the batch's rows of one data_source, or of the batch.",
     )
 

@@ -16,17 +16,22 @@ class TurnDiscount(Options):
     """How later turns count for earlier ones."""
 
     turn_discount: float = Field(
-        1.0, ge=0.0, le=1.0, description="Factor on a reward for each turn between it and the turn that is credited."
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Factor on a reward for each turn between it and the turn that is credited.",
     )
 
 
 class ReturnToGoOptions(TurnDiscount):
     turn_baseline: Literal["turn", "state", "group", "source", "batch"] = Field(
-        "turn",
+        default="turn",
         description="Compare a turn with the group's turns of the same number, or of the same state where it is known; or with all turns of "
         "the group, of the batch's rows of one data_source, or of the batch.",
     )
-    turn_scale: bool = Field(False, description="Divide by the standard deviation of what a turn is compared with.")
+    turn_scale: bool = Field(
+        default=False, description="Divide by the standard deviation of what a turn is compared with."
+    )
 
 
 @advantage_estimator(

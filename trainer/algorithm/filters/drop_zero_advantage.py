@@ -8,7 +8,7 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class DropZeroAdvantageOptions(Options):
-    drop_zero_advantage: bool = Field(False, description="Trajectories with advantage 0 do not count at all.")
+    drop_zero_advantage: bool = Field(default=False, description="Trajectories with advantage 0 do not count at all.")
 
 
 @trajectory_filter(

@@ -8,7 +8,7 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class MaskTruncatedOptions(Options):
-    mask_truncated: bool = Field(False, description="Answers cut at rollout.max_new_tokens are left out.")
+    mask_truncated: bool = Field(default=False, description="Answers cut at rollout.max_new_tokens are left out.")
 
 
 @trajectory_filter(

@@ -8,7 +8,7 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class MinimalAdvantageOptions(Options):
-    minimal_advantage: float | None = Field(None, description="Only above this advantage; none: all.")
+    minimal_advantage: float | None = Field(default=None, description="Only above this advantage; none: all.")
 
 
 @trajectory_filter(

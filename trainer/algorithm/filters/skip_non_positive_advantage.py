@@ -8,7 +8,7 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 
 class SkipNonPositiveAdvantageOptions(Options):
-    skip_non_positive_advantage: bool = Field(False, description="Only successes are trained on.")
+    skip_non_positive_advantage: bool = Field(default=False, description="Only successes are trained on.")
 
 
 @trajectory_filter(

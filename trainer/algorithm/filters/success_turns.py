@@ -9,7 +9,7 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Options, tra
 
 class SuccessTurnsOptions(Options):
     success_turns: int = Field(
-        0, ge=0, description="Only successes (a reward above 0) of more turns than this; 0: all."
+        default=0, ge=0, description="Only successes (a reward above 0) of more turns than this; 0: all."
     )
 
 

@@ -13,7 +13,7 @@ class EqualRewardsOptions(Options):
     """Option of `equal_rewards`."""
 
     dynamic_sampling: bool = Field(
-        False, description="Groups whose rewards are all equal are replaced by other prompts before the step."
+        default=False, description="Groups whose rewards are all equal are replaced by other prompts before the step."
     )
 
 

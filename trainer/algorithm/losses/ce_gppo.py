@@ -9,8 +9,8 @@ from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, Los
 
 
 class CeGppoOptions(DualClip, ClipRange):
-    beta_low: float = Field(0.75, ge=0.0, description="ce_gppo: share of gradient left below the clip.")
-    beta_high: float = Field(1.0, ge=0.0, description="ce_gppo: share of gradient left above the clip.")
+    beta_low: float = Field(default=0.75, ge=0.0, description="ce_gppo: share of gradient left below the clip.")
+    beta_high: float = Field(default=1.0, ge=0.0, description="ce_gppo: share of gradient left above the clip.")
 
 
 @policy_loss(

@@ -15,17 +15,17 @@ from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 class ClipCovOptions(ClipRange):
     clip_cov_share: float = Field(
-        2e-4, gt=0.0, le=1.0, description="clip_cov: largest share of tokens that is detached."
+        default=2e-4, gt=0.0, le=1.0, description="clip_cov: largest share of tokens that is detached."
     )
-    clip_cov_low: float = Field(1.0, description="clip_cov: lower end of a candidate's covariance.")
-    clip_cov_high: float = Field(5.0, description="clip_cov: upper end of a candidate's covariance.")
+    clip_cov_low: float = Field(default=1.0, description="clip_cov: lower end of a candidate's covariance.")
+    clip_cov_high: float = Field(default=5.0, description="clip_cov: upper end of a candidate's covariance.")
 
 
 class KlCovOptions(Options):
     kl_cov_share: float = Field(
-        2e-4, gt=0.0, le=1.0, description="kl_cov: share of tokens of largest covariance that is penalised."
+        default=2e-4, gt=0.0, le=1.0, description="kl_cov: share of tokens of largest covariance that is penalised."
     )
-    kl_cov_penalty: float = Field(1.0, ge=0.0, description="kl_cov: weight of their absolute log-ratio.")
+    kl_cov_penalty: float = Field(default=1.0, ge=0.0, description="kl_cov: weight of their absolute log-ratio.")
 
 
 @policy_loss(options=ClipCovOptions, source="arXiv 2505.22617")

@@ -13,7 +13,7 @@ class DppoOptions(WeightCap, ClipRange):
 
 
 class DppoTvRatioOptions(ClipRange):
-    tv_drift: float = Field(1e-3, ge=0.0, description="dppo_tv_ratio: weight of the squared log-ratio.")
+    tv_drift: float = Field(default=1e-3, ge=0.0, description="dppo_tv_ratio: weight of the squared log-ratio.")
 
 
 @policy_loss(

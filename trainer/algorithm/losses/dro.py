@@ -8,7 +8,7 @@ from penstock.trainer.algorithm.losses.interface import LossTerms, Options, Toke
 
 
 class DroOptions(Options):
-    dro_beta: float = Field(0.1, ge=0.0, description="dro: weight of half the squared log-ratio.")
+    dro_beta: float = Field(default=0.1, ge=0.0, description="dro: weight of half the squared log-ratio.")
 
 
 @policy_loss(options=DroOptions, source="arXiv 2501.12599")

@@ -3,7 +3,7 @@
 A loss of your own, here in a file ``my_losses.py``, chosen by ``algorithm.loss = "my_losses.py:tilted"``:
 
     class TiltedOptions(Options):
-        tilt: float = Field(0.5, ge=0.0, description="Exponent of the ratio.")
+        tilt: float = Field(default=0.5, ge=0.0, description="Exponent of the ratio.")
 
     @policy_loss(options=TiltedOptions, source="arXiv 0000.00000")
     def tilted(tokens: Tokens, *, tilt: float) -> LossTerms:

@@ -10,7 +10,7 @@ from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 class PpoClipOptions(DualClip, ClipRange):
     token_tis_cap: float | None = Field(
-        None, ge=1.0, description="Token-level truncation of the importance weight in the gradient; none: off."
+        default=None, ge=1.0, description="Token-level truncation of the importance weight in the gradient; none: off."
     )
 
 

@@ -9,8 +9,8 @@ from penstock.trainer.algorithm.losses.interface import LossTerms, Options, Toke
 
 
 class SapoOptions(Options):
-    tau_positive: float = Field(1.0, gt=0.0, description="sapo: steepness of the gate where A > 0.")
-    tau_negative: float = Field(1.05, gt=0.0, description="sapo: steepness of the gate elsewhere.")
+    tau_positive: float = Field(default=1.0, gt=0.0, description="sapo: steepness of the gate where A > 0.")
+    tau_negative: float = Field(default=1.05, gt=0.0, description="sapo: steepness of the gate elsewhere.")
 
 
 @policy_loss(

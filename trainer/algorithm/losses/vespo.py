@@ -13,10 +13,10 @@ from penstock.trainer.algorithm.losses.interface import MAX_LOG_RATIO, LossTerms
 class VespoOptions(Options):
     """Options of `vespo`; their defaults are verl's."""
 
-    vespo_k_positive: float = Field(2.0, ge=0.0, description="vespo: power of the weight where A >= 0.")
-    vespo_lambda_positive: float = Field(3.0, ge=0.0, description="vespo: decay of the weight where A >= 0.")
-    vespo_k_negative: float = Field(3.0, ge=0.0, description="vespo: power of the weight where A < 0.")
-    vespo_lambda_negative: float = Field(2.0, ge=0.0, description="vespo: decay of the weight where A < 0.")
+    vespo_k_positive: float = Field(default=2.0, ge=0.0, description="vespo: power of the weight where A >= 0.")
+    vespo_lambda_positive: float = Field(default=3.0, ge=0.0, description="vespo: decay of the weight where A >= 0.")
+    vespo_k_negative: float = Field(default=3.0, ge=0.0, description="vespo: power of the weight where A < 0.")
+    vespo_lambda_negative: float = Field(default=2.0, ge=0.0, description="vespo: decay of the weight where A < 0.")
 
 
 @policy_loss(options=VespoOptions, source="arXiv 2602.10693")

@@ -9,8 +9,8 @@ from penstock.trainer.algorithm.preferences.interface import Beta, Pairs, prefer
 
 
 class KtoOptions(Beta):
-    desirable_weight: float = Field(1.0, ge=0.0, description="Factor of kto on chosen answers.")
-    undesirable_weight: float = Field(1.0, ge=0.0, description="Factor of kto on rejected answers.")
+    desirable_weight: float = Field(default=1.0, ge=0.0, description="Factor of kto on chosen answers.")
+    undesirable_weight: float = Field(default=1.0, ge=0.0, description="Factor of kto on rejected answers.")
 
 
 @preference_loss(options=Beta, source="NCA, arXiv 2402.05369")

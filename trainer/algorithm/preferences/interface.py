@@ -91,13 +91,15 @@ class Beta(Options):
     """How strongly the policy is held to the reference."""
 
     beta: float = Field(
-        0.1, gt=0.0, description="Scale of the implicit reward: higher values hold the policy closer to the reference."
+        default=0.1,
+        gt=0.0,
+        description="Scale of the implicit reward: higher values hold the policy closer to the reference.",
     )
 
 
 class Smoothing(Beta):
     label_smoothing: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         lt=0.5,
         description="Share of the labels that are taken to be flipped. TRL reads it in robust, exo_pair and aot only; here "

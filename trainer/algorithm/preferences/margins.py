@@ -12,13 +12,13 @@ from penstock.trainer.algorithm.preferences.interface import Beta, Pairs, Smooth
 
 class IpoOptions(Beta):
     ipo_length: Literal["mean", "sum"] = Field(
-        "mean",
+        default="mean",
         description="Log-probabilities of ipo: mean over an answer's tokens (TRL), or their sum (the paper's eq. 17, OpenRLHF).",
     )
 
 
 class DiscopopOptions(Beta):
-    discopop_tau: float = Field(0.05, gt=0.0, description="Temperature of discopop's mix of its two losses.")
+    discopop_tau: float = Field(default=0.05, gt=0.0, description="Temperature of discopop's mix of its two losses.")
 
 
 def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:

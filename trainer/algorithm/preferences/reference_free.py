@@ -10,11 +10,11 @@ from penstock.trainer.algorithm.preferences.margins import smoothed
 
 
 class CpoOptions(Smoothing):
-    cpo_nll: float = Field(1.0, ge=0.0, description="Weight of cpo's cross-entropy of the chosen answers.")
+    cpo_nll: float = Field(default=1.0, ge=0.0, description="Weight of cpo's cross-entropy of the chosen answers.")
 
 
 class SimpoOptions(Smoothing):
-    simpo_gamma: float = Field(0.5, ge=0.0, description="Margin that simpo asks for.")
+    simpo_gamma: float = Field(default=0.5, ge=0.0, description="Margin that simpo asks for.")
 
 
 @preference_loss(
