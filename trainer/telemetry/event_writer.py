@@ -54,7 +54,7 @@ from penstock.trainer.learner.planning import Learned
 from penstock.trainer.learner.step_metrics import KeptRows
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
-log = structlog.get_logger("trainer.telemetry.heartbeat")
+log = structlog.get_logger("trainer.telemetry.event_writer")
 
 SERVICE_ID = "trainer"
 
