@@ -1,6 +1,6 @@
 """A module under DeepSpeed: the adapter of the library.
 
-`optimizer_state.py` knows where it keeps its state, `deepspeed_config.py` reads the files that it wrote in earlier releases.
+`optimizer_state.py` knows where it keeps its state, and reads the files that it wrote in earlier releases.
 
 Every rank has one `Trainable` for each network that learns (policy, critic). The methods that change or gather
 weights are called on all ranks together.
