@@ -54,11 +54,10 @@ from penstock.rollout_service.packs.settlement import PackAnnouncer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.drops import Drop
-from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.dispatch import RunGroups
+from penstock.trainer.groups.group_totals import Drop
+from penstock.trainer.groups.pack_reader import PackReader, ReadingMark
 from penstock.trainer.groups.prompt_cursor import GroupKey
-from penstock.trainer.groups.reading_mark import ReadingMark
-from penstock.trainer.groups.run_groups import RunGroups
 
 #: name: (trajectories, tokens of each, of these prompt tokens, characters of a completion)
 SIZES = {"long": (8, 4096, 512, 14_000), "tiny": (8, 24, 15, 9)}

@@ -48,7 +48,7 @@ from penstock.trainer.algorithm.losses.sapo import sapo
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.losses.topr import topr_token
 from penstock.trainer.algorithm.objective import EssRule, PolicyGradient, build_objective
-from penstock.trainer.learner.deepspeed_config import lr_factor
+from penstock.trainer.learner.optimizer_state import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PPO = {"clip_low": 0.2, "clip_high": 0.2}

@@ -42,8 +42,8 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import prepare
 from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable, import_deepspeed
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets

@@ -26,11 +26,10 @@ from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE, REWARDS
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.data.data_order import known_steps
 from penstock.trainer.data.inputs import resolve_inputs
-from penstock.trainer.data.run_length import known_steps
 from penstock.trainer.learner.gguf_model import check_gguf, is_gguf
-from penstock.trainer.learner.model_folder_check import check_folder, check_layout, check_routers
-from penstock.trainer.learner.vision_check import check_vision
+from penstock.trainer.learner.model_folder_check import check_folder, check_layout, check_routers, check_vision
 from penstock.trainer.recovery.resume_checks import check_same_model, check_same_ranks
 from penstock.trainer.settings import TrainerSettings
 

@@ -40,7 +40,7 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.algorithm.settings_checks import summary_line
 
 TRAINER = "trainer"
 REWARD = "reward"

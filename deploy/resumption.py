@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
-from penstock.trainer.recovery.recorded_settings import changed_settings
+from penstock.trainer.recovery.resume_checks import changed_settings
 from penstock.trainer.settings import TrainerSettings
 
 _EVALUATION = ("num_prompts", "at_start", "at_end", "temperature", "samples", "max_new_tokens", "environment")

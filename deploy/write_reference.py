@@ -24,8 +24,7 @@ from penstock.protocol.config.run_file import SECTIONS
 from penstock.reward_service.registry.built_in import BUILT_INS
 from penstock.rollout_service.engines.engine_kind import ENGINES
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
-from penstock.trainer.algorithm.chosen_parts import CORRECTIONS, ESTIMATORS, FILTERS, GROUP_FILTERS, LOSSES
-from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.algorithm.chosen_parts import CORRECTIONS, ESTIMATORS, FILTERS, GROUP_FILTERS, LOSSES, PRESETS
 
 _NAMES = ("trainer", "rollout worker", "reward service", "trackers")
 _CLEARS = ["none", "None", "null"]  # TOML has no null: these words stand for it, see `run_file`

@@ -20,7 +20,7 @@ from penstock.protocol.record import run_folder
 from penstock.trainer.commands.run_command import end_with_torchrun, run_command, start_process, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
-from penstock.trainer.learner.vision_check import refuse_vision
+from penstock.trainer.learner.model_folder_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.fine_tuning")
@@ -79,7 +79,6 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     start_process()
     return run_command("penstock.fine_tuning", COMMANDS, arguments, _run)
 

@@ -10,8 +10,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from penstock.fine_tuning.length import Length
-from penstock.fine_tuning.loop import Made, Plan, Training
+from penstock.fine_tuning.loop import Length, Made, Plan, Training
 from penstock.fine_tuning.session import load_trained, open_folder, plan_of
 from penstock.fine_tuning.training_folder import Result
 from penstock.trainer.data.pairs import Pair, PairSet
@@ -34,20 +33,17 @@ class PreferenceTask:
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
-        """Hold the model and the rows; `use_reference` before the first step, if a loss has one."""
         chosen = settings.dpo
         self.policy = policy
         self.num_rows = len(pairs)
         self.has_validation = held_out is not None
-        self._pairs = pairs
-        self._held_out = held_out
+        self._pairs, self._held_out = pairs, held_out
         self._batch_size = chosen.batch_size
         self._planner = PairPlanner(policy, dims, chosen, budget_tokens=settings.trainer.micro_batch_tokens)
         self._stored: dict[int, Tensor] = {}  # of pairs that are trained on
         self._stored_held_out: Tensor | None = None
 
     def use_live(self, reference: Scorer) -> None:
-        """Compute the reference's log-probabilities in each step."""
         self._planner.use_live(reference)
 
     def precompute(self, reference: Scorer, rows: Sequence[int]) -> None:
@@ -58,7 +54,6 @@ class PreferenceTask:
             self._stored_held_out = self._planner.reference_sums(self._all_held_out(), reference)
 
     def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on pairs, of which this rank computes its share."""
         pairs = [self._pairs[row] for row in rows]
         stored = torch.stack([self._stored[row] for row in rows]).flatten() if self._stored else None
         batches, objective = self._planner.prepare(pairs, stored)
@@ -67,7 +62,6 @@ class PreferenceTask:
         return Made(figures, int(figures.sums["tokens"]), reported)
 
     def validate(self) -> Mapping[str, float]:
-        """Return loss and figures of the held-out pairs, in batches of the training's size; the last one may be smaller."""
         pairs = self._all_held_out()
         total, sums = 0.0, dict[str, float]()
         preference = self._planner.preference
@@ -90,10 +84,7 @@ class PreferenceTask:
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
-    """Train ``model.path`` on the preferences of ``dpo.data`` and write the result; on every rank.
-
-    Returns None if ``stop`` was set first: then everything is in a checkpoint.
-    """
+    """Train ``model.path`` on the preferences of ``dpo.data`` on every rank; None if ``stop`` was set first."""
     dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "dpo", dims) as folder:
         pairs = open_pairs(settings, settings.dpo.files or settings.data.train_files, dims)
@@ -144,7 +135,6 @@ def _is_live(chosen: DpoSettings, *, has_adapters: bool) -> bool:
 
 
 def _rows_used(plan: Plan) -> list[int]:
-    """Return the rows that some step of the training uses."""
     length: Length = plan.length
     positions = range(min(length.num_positions, length.num_rows))
     return sorted({plan.order.at(position).prompt for position in positions})

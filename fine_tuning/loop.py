@@ -13,31 +13,92 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
-from penstock.fine_tuning import checkpoints
-from penstock.fine_tuning.checkpoints import BackgroundCheckpoints, TrainingState
-from penstock.fine_tuning.length import Best, Length
-from penstock.fine_tuning.training_folder import Result, TrainingFolder, move_result, write_result
+from penstock.fine_tuning import training_folder
+from penstock.fine_tuning.training_folder import (
+    BackgroundCheckpoints,
+    Result,
+    TrainingFolder,
+    TrainingState,
+    move_result,
+    write_result,
+)
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.commit import CheckpointSchedule
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import FineTuningSettings
+from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.recovery.commit_thread import CheckpointSchedule
 from penstock.trainer.telemetry.metrics import layer_fields
 
 log = structlog.get_logger("trainer.fine_tuning")
 
+progress_log = structlog.get_logger("trainer.progress")
+_LINES_PER_JOB = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Steps over positions 0, 1, 2, … of the data's order, which begins again after each epoch."""
+
+    num_rows: int
+    batch_size: int
+    num_steps: int
+    num_positions: int  # of all steps: the last one may have fewer than batch_size
+
+    @classmethod
+    def of(cls, num_rows: int, batch_size: int, *, steps: int, epochs: float | None) -> Length:
+        """Return the length of ``epochs`` passes over the rows, or of ``steps`` steps if there are none."""
+        if epochs is None:
+            return cls(num_rows, batch_size, steps, steps * batch_size)
+        positions = max(1, round(epochs * num_rows))
+        return cls(num_rows, batch_size, math.ceil(positions / batch_size), positions)
+
+    def positions(self, step: int) -> range:
+        first = step * self.batch_size
+        return range(first, min(first + self.batch_size, self.num_positions))
+
+    def epoch_after(self, step: int) -> float:
+        return min(step * self.batch_size, self.num_positions) / self.num_rows
+
+
+def check_warmup(section: str, warmup_steps: int, length: Length) -> None:
+    if warmup_steps > length.num_steps:
+        raise ConfigError(
+            f"{section}.warmup_steps = {warmup_steps}, and {length.num_rows} rows make {length.num_steps} steps of "
+            f"{section}.batch_size = {length.batch_size}; lower it, so that the peak is reached"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    step: int | None = None
+    loss: float = math.inf
+    num_since: int = 0  # validations since then
+
+    def after(self, step: int, loss: float) -> Best:
+        """Return the state after another validation; raises TrainingDiverged for a loss that is no number."""
+        if not math.isfinite(loss):
+            raise TrainingDiverged(
+                f"the validation loss after step {step} is {loss}; lower the learning rate, and start again from the last "
+                "checkpoint, or with trainer.resume=false from the beginning"
+            )
+        return Best(step, loss) if loss < self.loss else replace(self, num_since=self.num_since + 1)
+
+    def ends(self, limit: int) -> bool:
+        """Return True if ``limit`` validations in a row were not better; never for 0."""
+        return 0 < limit <= self.num_since
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What one step did, over all ranks."""
-
     metrics: StepMetrics
     num_tokens: int  # trained
     reported: Mapping[str, float]  # further fields of the step's line
@@ -48,9 +109,7 @@ class Task(Protocol):
     num_rows: int
     has_validation: bool
 
-    def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on rows; collective."""
-        ...
+    def step(self, rows: Sequence[int]) -> Made: ...
 
     def validate(self) -> Mapping[str, float]:
         """Return metrics of the held-out rows, among them ``loss``; collective."""
@@ -59,8 +118,6 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything about a training but its rows and weights."""
-
     name: str  # of the command, in progress lines
     settings: FineTuningSettings
     order: DataOrder
@@ -80,9 +137,7 @@ class Plan:
 class Training:
     def __init__(self, plan: Plan, task: Task, folder: TrainingFolder | None, stop: threading.Event) -> None:
         """Hold the parts; ``folder`` is that of rank 0, None on the others. ``stop`` asks for a checkpoint and an end."""
-        self._plan = plan
-        self._task = task
-        self._folder = folder
+        self._plan, self._task, self._folder = plan, task, folder
         self._stop = stop
         self._dims = plan.dims
         self._best = Best()
@@ -152,7 +207,6 @@ class Training:
         return self._task.has_validation and every > 0 and self._step % every == 0
 
     def _validate(self) -> bool:
-        """Validate; returns True if the training ends early."""
         started = time.monotonic()
         found = self._task.validate()
         self._validated_at = self._step
@@ -199,7 +253,6 @@ class Training:
         self._schedule.written(started=started, now=time.monotonic())
 
     def _wait_for_checkpoint(self, folder: TrainingFolder) -> None:
-        """Wait until the newest checkpoint is committed; then only its best weights, and newer ones, are needed."""
         self._checkpoints.thread.wait()
         if self._newest_state is not None:
             folder.keep_best({step for step in (self._newest_state.best_step, self._best.step) if step is not None})
@@ -222,7 +275,6 @@ class Training:
         )
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint; without one, or with resume off, begin with empty metrics."""
         found: list[str] | None = None
         if self._folder is not None:
             newest = self._newest(self._folder)
@@ -249,11 +301,11 @@ class Training:
 
     def _newest(self, folder: TrainingFolder) -> tuple[Path, TrainingState] | None:
         if not self._plan.resume:
-            checkpoints.remove_all(folder.checkpoints)
+            training_folder.remove_all(folder.checkpoints)
             return None
-        newest = checkpoints.newest(folder.checkpoints)
+        newest = training_folder.newest(folder.checkpoints)
         if newest is not None:
-            checkpoints.check_same(newest[1], newest[0], settings=self._plan.fixed, data=self._plan.data)
+            training_folder.check_same(newest[1], newest[0], settings=self._plan.fixed, data=self._plan.data)
         return newest
 
     def _best_folder(self) -> Path | None:
@@ -286,26 +338,17 @@ class Training:
             log.info("written", folder=str(plan.output), weights_of_step=step)
             self._folder.keep_best(())
             self._folder.finish({**asdict(result), "folder": str(plan.output.absolute())})
-            checkpoints.remove_all(self._folder.checkpoints)
+            training_folder.remove_all(self._folder.checkpoints)
         return result
 
 
-progress_log = structlog.get_logger("trainer.progress")
-
-_LINES_PER_JOB = 10
-
-
 class ProgressLine:
-    """Shows steps out of a known number, with values given by the caller."""
-
     def __init__(self, job: str, num_steps: int) -> None:
-        self._job = job
-        self._num_steps = num_steps
+        self._job, self._num_steps = job, num_steps
         self._rewrites = sys.stderr.isatty()
         self._started = time.monotonic()
 
     def show(self, step: int, **metrics: float | str) -> None:
-        """Show that ``step`` steps are done, and the ``figures`` by name."""
         last = step == self._num_steps
         if self._rewrites:
             left_s = (time.monotonic() - self._started) / max(step, 1) * (self._num_steps - step)
@@ -322,5 +365,4 @@ def _short(value: float | str) -> str:
 
 
 def _rounded(value: float | str) -> float | str:
-    """Return a number that stays one in a log line of JSON."""
     return value if isinstance(value, str) else float(_short(value))

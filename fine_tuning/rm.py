@@ -10,37 +10,121 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.fine_tuning.loop import Made, Training
-from penstock.fine_tuning.reward_scorer import load_reward_model
 from penstock.fine_tuning.session import open_folder, plan_of, seed_random_numbers
 from penstock.fine_tuning.training_folder import Result
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.objective import Outcome, PlainObjective
+from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.data.pairs import Ids, Pair, PairSet
 from penstock.trainer.data.row_checks import read_tokenizer
+from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
+from penstock.trainer.learner.flops import pass_cost
+from penstock.trainer.learner.load_model import attach_adapters, check_attention, check_loaded, from_folder, prepare
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.preference_objective import plan_pairs
-from penstock.trainer.learner.trainable import optimisation
+from penstock.trainer.learner.step_metrics import layer_groups
+from penstock.trainer.learner.trainable import Optimisation, Trainable, optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.rm")
 
+_HEAD = "score"
+
 _SCORED_TOGETHER = 2048  # pairs whose micro-batches are planned together
 _ANY_TOKEN = 0  # after a text, so that its last token predicts something; it is never read
 
 
+class RewardScorer(nn.Module):
+    """A sequence classifier of one label that scores the last token of texts; `Policy` calls it like a language model."""
+
+    language_model: Any  # the part of the parameter names that `Policy` removes
+
+    def __init__(self, classifier: nn.Module, shares: TokenShares = WHOLE) -> None:
+        super().__init__()
+        self._shares = shares
+        self.pair_cost, self.pass_cost = pair_cost(classifier), pass_cost(classifier)  # of the whole model
+        self.language_model = classifier
+        self.padding_reason = use_packed_rows(classifier)  # why rows are padded; None: they are one stream
+
+    def forward(  # noqa: PLR0913  the arguments of `CompletionScorer`
+        self,
+        input_ids: Tensor,
+        predictors: Tensor,
+        targets: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        layout: Layout | None = None,
+        with_entropy: bool = False,
+        kl_to: None = None,
+        kl_from: None = None,
+        images: None = None,
+    ) -> Tensor:
+        """Return the reward [N] float32 at each of ``predictors``; the other arguments are those of `CompletionScorer`."""
+        del targets, with_entropy, kl_to, kl_from, images  # models that read images are refused
+        packed = self.padding_reason is None
+        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, self._shares)
+        own, places = self._shares.own_predictors(predictors, input_ids.shape[1])
+        rewards = self.language_model.score(hidden.index_select(0, own)).squeeze(-1).float()
+        return self._shares.whole(rewards, places, len(predictors))
+
+    def around(self, classifier: nn.Module) -> RewardScorer:
+        return RewardScorer(classifier)
+
+
+def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tuple[Policy, dict[str, Any]]:
+    """Load a language model, or a reward model, to train its score; returns it with what differs in its config.json.
+
+    A score that the folder does not have is 0 at first, so that the first loss is that of equal rewards. With adapters it is
+    trained whole, beside them.
+
+    Raises:
+        UnsupportedModel: The folder is no usable model, transformers has no classifier of its kind, or adapters match no layer.
+        ConfigError: The model cannot be computed in the layout of the ranks.
+    """
+    model, report = from_folder(
+        "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how.dtype, dims, num_labels=1
+    )
+    missing = set(report["missing_keys"])
+    if not hasattr(model, "score") or tuple(model.score.weight.shape) != (
+        1,
+        model.config.get_text_config().hidden_size,
+    ):
+        raise UnsupportedModel(
+            f"model.path = {folder}: {type(model).__name__} has no linear score; use a decoder model"
+        )
+    check_loaded(model, {**report, "missing_keys": missing - {f"{_HEAD}.weight"}}, folder)
+    if f"{_HEAD}.weight" in missing:
+        with torch.no_grad():
+            model.score.weight.zero_()
+    prepare(model, how)
+    attach_adapters(model, how, head=_HEAD)
+    scorer = RewardScorer(model, TokenShares(dims.token_group))
+    changed = {
+        "architectures": [type(model).__name__],
+        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
+    trainable = Trainable(scorer, how, dims, layers, model=model)
+    attention = check_attention(model, scorer.padding_reason, trainable.device, dims)
+    return Policy(trainable, cast(Any, scorer), dims, attention=attention), changed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch(MicroBatch):
-    """A micro-batch with one reward for each sequence: chosen, rejected, chosen, … of some pairs."""
-
     margins: Tensor | None = None  # [P] float32
 
 
@@ -54,13 +138,10 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.
 
 @dataclass(frozen=True, slots=True)
 class RewardObjective(PlainObjective):
-    """Minimises `bradley_terry` over ``num_pairs`` pairs of the whole batch."""
-
     num_pairs: int
     center: float
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
-        """Return the loss of a micro-batch, whose rewards are given where others have log-probabilities."""
         assert isinstance(batch, ScoredBatch)
         assert batch.margins is not None
         chosen, rejected = logprobs[0::2], logprobs[1::2]
@@ -77,23 +158,19 @@ class RewardObjective(PlainObjective):
 
 
 class RewardTask:
-    """Learn to score the chosen answer above the rejected one."""
-
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
         self.policy = policy
         self.num_rows = len(pairs)
         self.has_validation = held_out is not None
-        self._pairs = pairs
-        self._held_out = held_out
+        self._pairs, self._held_out = pairs, held_out
         self._use_margin = settings.rm.use_margin
         self._center = settings.rm.center
         self._budget = settings.trainer.micro_batch_tokens
         self._dims = dims
 
     def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on pairs, of which this rank computes its share."""
         pairs = [self._pairs[row] for row in rows]
         objective = RewardObjective(len(pairs), self._center)
         figures = self.policy.train_step(list(self._micro_batches(pairs)), objective)
@@ -103,7 +180,6 @@ class RewardTask:
         return Made(figures, tokens, {**means, **extremes})
 
     def validate(self) -> Mapping[str, float]:
-        """Return loss, accuracy and margin of the held-out pairs."""
         assert self._held_out is not None
         pairs = [self._held_out[row] for row in range(len(self._held_out))]
         objective = RewardObjective(len(pairs), self._center)
@@ -132,10 +208,7 @@ class RewardTask:
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
-    """Train a reward model from ``model.path`` on the preferences of ``rm.data`` and write the result; on every rank.
-
-    Returns None if ``stop`` was set first: then everything is in a checkpoint.
-    """
+    """Train a reward model on the preferences of ``rm.data`` on every rank; None if ``stop`` was set first."""
     dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "rm", dims) as folder:
         pairs = _open_pairs(settings, settings.rm.files or settings.data.train_files, dims)
@@ -167,7 +240,6 @@ def _longer(pair: Pair) -> Pair:
 
 
 def _row(prompt: Ids, answer: Ids) -> Row:
-    """Return a row whose only predicting position is the last token of the text."""
     length = len(prompt) + len(answer)
     return Row(
         token_ids=np.concatenate([prompt, answer]),

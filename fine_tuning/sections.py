@@ -56,13 +56,11 @@ class OwnSection:
 
     @property
     def read(self) -> frozenset[str]:
-        """Keys that the command reads; also those below them."""
         own: Any = TrainerSettings.model_fields[self.section].annotation
         return READ | self.also_read | {f"{self.section}.{name}" for name in own.model_fields}
 
     @property
     def keys(self) -> dict[str, str]:
-        """General keys, and the key of the section that each means on the command line."""
         return {key: f"{self.section}.{name}" for key, name in _OWN_NAMES.items()}
 
     def chosen_settings(
@@ -80,7 +78,8 @@ class OwnSection:
         )
         unread: list[str] = []
         for key, origin in _changed(loaded):
-            if self._is_read(key) or (key in self.keys and _is_override(origin)):
+            is_read = any(key == name or key.startswith(f"{name}.") for name in self.read)
+            if is_read or (key in self.keys and _is_override(origin)):
                 continue
             if not _is_override(origin) and (is_shared or key.startswith(_NOT_LISTED)):
                 unread += [] if key.startswith(_NOT_LISTED) else [key]
@@ -131,9 +130,6 @@ class OwnSection:
             )
         return settings.model_copy(update={self.section: chosen})
 
-    def _is_read(self, key: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in self.read)
-
     def _advice(self, key: str) -> str:
         instead = {**{key: f"use {own}" for key, own in self.keys.items()}, **_INSTEAD, **self.instead}
         found = next((text for name, text in instead.items() if key == name or key.startswith(f"{name}.")), None)
@@ -151,7 +147,6 @@ _INSTEAD = {
 
 
 def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> None:
-    """Raise ConfigError if a run file asks for another number of processes than were started."""
     wanted = loaded.settings.trainer.num_ranks
     if loaded.origins["trainer.num_ranks"] != "default" and wanted != started:
         raise ConfigError(
@@ -161,7 +156,6 @@ def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> 
 
 
 def _changed(loaded: Loaded[TrainerSettings]) -> list[tuple[str, str]]:
-    """Return the keys whose value differs from the default, with their origin."""
     standard = TrainerSettings.model_validate({"model": {"path": loaded.settings.model.path}})
     defaults = {".".join(path): value for path, value in values_of(standard)}
     return [

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from penstock.fine_tuning.length import Length, check_warmup
-from penstock.fine_tuning.loop import Plan
+from penstock.fine_tuning.loop import Length, Plan, check_warmup
 from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.config.run_file import values_of
 from penstock.protocol.groups import derived_seed
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import FineTuningSettings
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.trainable import optimisation
@@ -35,7 +34,6 @@ _FIXED = (
 
 
 def section_of(settings: TrainerSettings, name: str) -> FineTuningSettings:
-    """Return the section of the run file that a command has of its own."""
     section = getattr(settings, name)
     assert isinstance(section, FineTuningSettings)
     return section
@@ -49,7 +47,6 @@ def open_folder(
 
 
 def plan_of(settings: TrainerSettings, name: str, dims: ParallelDims, *, num_rows: int, data: dict[str, str]) -> Plan:
-    """Return the plan of a training; raises ConfigError if its warm-up is longer than it is."""
     section = section_of(settings, name)
     length = Length.of(num_rows, section.batch_size, steps=section.steps, epochs=section.epochs)
     check_warmup(name, section.warmup_steps, length)
@@ -71,10 +68,7 @@ def plan_of(settings: TrainerSettings, name: str, dims: ParallelDims, *, num_row
 
 
 def load_trained(settings: TrainerSettings, section: FineTuningSettings, length: Length, dims: ParallelDims) -> Policy:
-    """Load ``model.path`` under DeepSpeed, with adapters if the run file asks for them.
-
-    The random numbers of dropout begin at a place that follows from ``run.seed``, another one on each rank.
-    """
+    """Load ``model.path`` under DeepSpeed; the random numbers of dropout follow from ``run.seed`` and the rank."""
     seed_random_numbers(settings, dims)
     return load_policy(settings.model.path, optimisation(settings, section, length.num_steps), dims, temperature=1.0)
 

@@ -39,14 +39,12 @@ class SftTask:
         self.policy = policy
         self.num_rows = len(turns)
         self.has_validation = held_out is not None
-        self._turns = turns
-        self._held_out = held_out
+        self._turns, self._held_out = turns, held_out
         self._objective = CrossEntropy(settings.sft.loss)
         self._budget = settings.trainer.micro_batch_tokens
         self._dims = dims
 
     def step(self, rows: Sequence[int]) -> Made:
-        """Make one optimizer step on turns, of which this rank computes its share."""
         turns = [self._turns[row] for row in rows]
         figures = self.policy.train_step(self._micro_batches(turns), self._objective)
         return Made(figures, int(figures.sums["tokens"]), {})
@@ -90,10 +88,7 @@ class SftTask:
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
-    """Fine-tune ``model.path`` on the rows of ``sft.data`` and write the result; on every rank.
-
-    Returns None if ``stop`` was set first: then everything is in a checkpoint.
-    """
+    """Fine-tune ``model.path`` on the rows of ``sft.data`` on every rank; None if ``stop`` was set first."""
     dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "sft", dims) as folder:
         turns = open_turns(settings, settings.sft.files or settings.data.train_files, dims)
@@ -105,7 +100,6 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 
 
 def open_turns(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> TurnSet:
-    """Open rows to imitate, and log what was read; raises MalformedData or ConfigError."""
     data = settings.data
     turns = TurnSet.open(
         files,

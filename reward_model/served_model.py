@@ -1,25 +1,217 @@
-"""A reward model as a reward that `penstock reward serve-model` serves."""
+"""A reward model as a reward that `penstock reward serve-model` serves.
+
+The adapter of torch and transformers returns one number for each text. The number is the single logit of a model with one label (what reward models have), or, with ``label``, the
+probability of that label. Texts are padded on the right and batched by length; a text's number does not depend on
+the other texts of its batch, except for rounding.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from penstock.protocol.errors import ConfigError
-from penstock.reward_model.classifier import Form, Reading, Unusable
 from penstock.reward_model.commands import ModelOptions
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
+
+Form = Literal["chat", "plain"]
+Messages = list[dict[str, str]]
+Render = Callable[[Messages], str]
+
+Dtype = Literal["float32", "bfloat16"]
+_MAX_CONTEXT = 1_000_000  # tokenizers without a limit report 10**30
+
+
+class Unusable(ValueError):
+    """A row lacks a column that the model needs, or it has another type; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The format of the texts.
+
+    Attributes:
+        form: ``chat`` renders messages with the model's template, ``plain`` joins prompt and completion.
+        render: the model's chat template; not used for ``plain``.
+        prompt_column: column of the row that holds the question, as a text or as messages. Empty for the prompt that
+            the policy saw, which is already rendered with the policy's own template.
+    """
+
+    form: Form
+    render: Render
+    prompt_column: str = ""
+
+    def texts(self, group: GroupToScore) -> list[str]:
+        asked = self._asked(group)
+        if self.form == "plain":
+            if not isinstance(asked, str):
+                raise Unusable(
+                    f"column {self.prompt_column!r} holds messages, which --form plain cannot join; use --form chat"
+                )
+            return [asked + text for text in group.completions]
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        return [self.render([*messages, {"role": "assistant", "content": text}]) for text in group.completions]
+
+    def _asked(self, group: GroupToScore) -> str | Messages:
+        if not self.prompt_column:
+            return group.prompt
+        row = group.extra_info if isinstance(group.extra_info, dict) else {}
+        if self.prompt_column not in row:
+            there = ", ".join(sorted(row)) or "none"
+            raise Unusable(f"the row has no column {self.prompt_column!r}; its columns are {there}")
+        found = row[self.prompt_column]
+        if isinstance(found, str):
+            return found
+        if (
+            isinstance(found, list)
+            and found
+            and all(
+                isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+                for item in found
+            )
+        ):
+            return [{"role": str(item["role"]), "content": str(item["content"])} for item in found]  # type: ignore[index,call-overload]
+        raise Unusable(f"column {self.prompt_column!r} holds neither a text nor messages with role and content")
+
+
+def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        widest = lengths[found[-1][0]] if found else 0
+        if found and (len(found[-1]) + 1) * widest <= max_tokens:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    num_tokens: int
+    value: float | None = None
+    error: str = ""
+
+
+class Classifier:
+    def __init__(
+        self, folder: Path, *, dtype: Dtype, device: str, label: int | None, max_length: int | None, batch_tokens: int
+    ) -> None:
+        """Load a model; ``max_length`` in tokens, None for the model's limit. Raises ConfigError naming the problem."""
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                folder, local_files_only=True, dtype=getattr(torch, dtype), output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError) as err:
+            raise ConfigError(f"{folder}: cannot be loaded as a sequence classifier: {err}") from None
+        if missing := sorted(report["missing_keys"]):
+            raise ConfigError(
+                f"{folder}: the weights lack {', '.join(missing[:5])}; transformers would initialise them at random. "
+                "Is this a language model without a classification head?"
+            )
+        self._model: Any = model.to(device).eval()
+        self._device = device
+        config: Any = model.config
+        self._label = _checked_label(folder, int(config.num_labels), label)
+        self._pad, self._pad_is_free = _padding(self._tokenizer)
+        limit = min(int(getattr(config, "max_position_embeddings", None) or _MAX_CONTEXT), _MAX_CONTEXT)
+        if max_length is not None and max_length > limit:
+            raise ConfigError(f"--max-length {max_length} is beyond the model's own limit of {limit} tokens")
+        self.max_length = max_length or limit
+        self._batch_tokens = batch_tokens
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def render(self, messages: Messages) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def score(self, texts: Sequence[str], *, special_tokens: bool) -> list[Scored]:
+        """Return a number for every text, in order.
+
+        ``special_tokens``: True if the tokenizer adds them (a chat template has added them already). A text
+        longer than ``max_length`` is an error, because half an answer is another answer.
+        """
+        ids = self._tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
+        lengths = [len(one) for one in ids]
+        fits = [place for place, length in enumerate(lengths) if 0 < length <= self.max_length]
+        found = [
+            Scored(length, error=f"the text has {length} tokens, expected 1 to {self.max_length} (--max-length)")
+            for length in lengths
+        ]
+        for batch in batches([lengths[place] for place in fits], max_tokens=self._batch_tokens):
+            places = [fits[number] for number in batch]
+            values = self._forward([ids[place] for place in places])
+            for place, value in zip(places, values, strict=True):
+                found[place] = Scored(lengths[place], value)
+        return found
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        pad = self._pad if not self._pad_is_free else _unused(rows)
+        longest = max(map(len, rows))
+        input_ids = torch.full((len(rows), longest), pad, dtype=torch.long)  # [B, L]
+        mask = torch.zeros((len(rows), longest), dtype=torch.long)  # [B, L], 1 for real tokens
+        for number, row in enumerate(rows):
+            input_ids[number, : len(row)] = torch.tensor(row, dtype=torch.long)
+            mask[number, : len(row)] = 1
+        self._model.config.pad_token_id = pad  # transformers uses it to find a row's last token
+        with torch.inference_mode():
+            out = self._model(input_ids=input_ids.to(self._device), attention_mask=mask.to(self._device))
+        logits = out.logits.float()  # [B, labels]
+        values = logits[:, 0] if self._label is None else logits.softmax(-1)[:, self._label]
+        return values.tolist()
+
+
+def fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            about = file.stat()
+            digest.update(f"{file.name}\n{about.st_size}\n".encode())
+            digest.update(file.read_bytes() if file.suffix == ".json" else str(about.st_mtime_ns).encode())
+    return digest.hexdigest()[:8]
+
+
+def _checked_label(folder: Path, num_labels: int, label: int | None) -> int | None:
+    if label is None:
+        if num_labels != 1:
+            raise ConfigError(f"{folder}: the model has {num_labels} labels; choose one with --label")
+        return None
+    if not 0 <= label < num_labels or num_labels == 1:
+        raise ConfigError(f"--label {label}: the model has {num_labels} label{'s' if num_labels > 1 else ''}")
+    return label
+
+
+def _padding(tokenizer: Any) -> tuple[int, bool]:
+    """Return the padding id, and whether each batch chooses it.
+
+    Decoders find a text's last token as the last one that is not padding, so padding must not be a token that
+    texts end with. If the tokenizer has no such token, each batch uses an id that does not occur in it.
+    """
+    pad = tokenizer.pad_token_id
+    if pad is None or pad == tokenizer.eos_token_id:
+        return 0, True
+    return int(pad), False
+
+
+def _unused(rows: Sequence[Sequence[int]]) -> int:
+    used = {token for row in rows for token in row}
+    return next(token for token in range(len(used) + 1) if token not in used)
 
 
 class ModelReward:
     batched = True
 
     def __init__(self, folder: Path, options: ModelOptions) -> None:
-        """Read nothing yet; `load` loads the model."""
-        self._options = options
-        self._folder = folder
+        self._options, self._folder = options, folder
         self._model: Any = None
         self._reading: Reading | None = None
         self._version = ""
@@ -27,7 +219,6 @@ class ModelReward:
 
     @property
     def title(self) -> str:
-        """Folder, number format and device."""
         return f"{self._folder.name}: reward model in {self._options.dtype} on {self._options.device}"
 
     @property
@@ -42,17 +233,15 @@ class ModelReward:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Number of texts and tokens scored so far."""
         return {"texts": self._num_texts, "tokens": self._num_tokens}
 
     def load(self) -> None:
-        """Load the model; raises ConfigError."""
         try:
-            from penstock.reward_model import classifier  # noqa: PLC0415 --help needs no torch
+            from penstock.reward_model import served_model  # noqa: PLC0415 --help needs no torch
         except ModuleNotFoundError as err:
             raise ConfigError(f"{err.name} is not installed; pip install 'penstock[reward-model]'") from None
         options = self._options
-        model = classifier.Classifier(
+        model = served_model.Classifier(
             self._folder,
             dtype=options.dtype,
             device=options.device,
@@ -65,7 +254,7 @@ class ModelReward:
             raise ConfigError(f"{self._folder}: the tokenizer has no chat template; use --form plain")
         self._model = model
         self._reading = Reading(form, model.render, options.prompt_column)
-        self._version = f"{classifier.fingerprint(self._folder)}-{form}-{options.dtype}"
+        self._version = f"{served_model.fingerprint(self._folder)}-{form}-{options.dtype}"
 
     async def open(self) -> None:
         """Do nothing: the model is loaded before the port is bound."""

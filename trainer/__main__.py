@@ -22,7 +22,6 @@ COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     start_process()
     if arguments[:1] == ["--prepare"]:
         import_module("penstock.trainer.prepare").import_everything()

@@ -27,21 +27,20 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
-from penstock.trainer.commit import Committer
+from penstock.trainer.commit import Committer, WeightSubmitter
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, SuccessRules
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationLog, EvaluationSchedule, stored_scores
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_source import GroupSource, open_generated, open_reader, open_stored
-from penstock.trainer.groups.mixture import Mixture
-from penstock.trainer.groups.run_groups import RunGroups
-from penstock.trainer.learner.build_learner import build_learner
-from penstock.trainer.learner.captured_state import CheckpointWriter
-from penstock.trainer.learner.learner import Learner
+from penstock.trainer.groups.task_packs import Mixture
+from penstock.trainer.learner.learner import Learner, build_learner
+from penstock.trainer.learner.model_folder_check import check_vision
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
-from penstock.trainer.learner.vision_check import check_vision
+from penstock.trainer.learner.shard_files import CheckpointWriter
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.preflight import RunData, check_rewards, check_shared, connect, newest_checkpoint, open_data
 from penstock.trainer.publishing.publish import Publisher
@@ -53,16 +52,24 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
-from penstock.trainer.recovery.recorded_settings import changed_settings
-from penstock.trainer.recovery.resume_checks import describe_rolled_back, read_rolled_back, write_summary
+from penstock.trainer.recovery.resume_checks import (
+    changed_settings,
+    describe_rolled_back,
+    read_rolled_back,
+    write_summary,
+)
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import TrainerSettings
-from penstock.trainer.submit_weights import WeightSubmitter
 from penstock.trainer.telemetry import trainer_metrics
-from penstock.trainer.telemetry.event_writer import METRICS_FILE, EventWriter, StepReporter
-from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
-from penstock.trainer.telemetry.logprob_writer import LogprobWriter
+from penstock.trainer.telemetry.event_writer import (
+    METRICS_FILE,
+    SERVICE_ID,
+    EventWriter,
+    HeartbeatWriter,
+    LogprobWriter,
+    StepReporter,
+)
 from penstock.trainer.telemetry.trainer_metrics import QueueReader, TrainerMetrics
 from penstock.trainer.training import Training
 
@@ -83,8 +90,7 @@ def train(
 ) -> None:
     """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError.
 
-    ``config`` is the settings as JSON, for the run record; ``watched`` returns what is known about the run's lease;
-    ``environ`` may name a collector of traces.
+    ``watched`` returns what is known about the run's lease.
     """
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
@@ -153,8 +159,6 @@ def _hold_lease(
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What a trainer has once it holds the lease."""
-
     settings: TrainerSettings
     config: bytes
     data: RunData
@@ -211,7 +215,6 @@ def _run(session: _Session, ranks: Ranks) -> None:
 
 
 def _success_rules(session: _Session) -> SuccessRules:
-    """Wait for the rewards that the data ask for; return what counts as correct."""
     reward, data = session.settings.reward, session.data
     if not data.sets:
         return SuccessRules()
@@ -251,9 +254,7 @@ def _training(
     heartbeat = HeartbeatWriter(bus=bus, run_id=run_id, activity=activity, gpus=gpus, clock=_EVENT_CLOCK)
     heartbeat.metrics_url, session.metrics.heartbeat = session.metrics.url, lambda: heartbeat.newest
     groups = RunGroups.of(
-        resumed,
-        max_staleness=settings.rollout.max_staleness,
-        max_trained_count=settings.algorithm.max_trained_count,
+        resumed, max_staleness=settings.rollout.max_staleness, max_trained_count=settings.algorithm.max_trained_count
     )
     publisher = Publisher(
         connections,

@@ -14,15 +14,9 @@ _WHERE = {"flash-3": "cuda", "flash-4": "cuda", "flash": "cuda", "flex": "cuda",
 
 
 def expected_backend(chosen: Attention, *, device: Literal["cuda", "cpu"], dtype: str, head_size: int) -> str | None:
-    """Return the name of the backend that a run will use on a device with torch alone; None: the chosen one cannot run there.
+    """Return the backend that a run will use on a device with torch alone; None: the chosen one cannot run there.
 
     A GPU with FlashAttention 3 or 4 installed uses that in the place of ``flash``, which needs the same memory.
-
-    Args:
-        chosen: The setting ``trainer.attention``.
-        device: The kind of device that trains.
-        dtype: Name of the dtype of queries, keys and values: ``bfloat16``, ``float16`` or ``float32``.
-        head_size: Dimensions of a query's head.
     """
     fits_flash = dtype in ("bfloat16", "float16") and head_size <= MAX_FLASH_HEAD
     if chosen != "auto":
@@ -34,5 +28,4 @@ def expected_backend(chosen: Attention, *, device: Literal["cuda", "cpu"], dtype
 
 
 def matrix_bytes(num_heads: int, num_tokens: int) -> int:
-    """Return the bytes of one float32 matrix [H, T, T], of which the backend ``dense`` holds several."""
     return 4 * num_heads * num_tokens * num_tokens

@@ -11,8 +11,6 @@ from penstock.protocol.transport.bus import Bus
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """NATS and the object store, and the run whose subjects and keys are used on both."""
-
     run_id: str
     bus: Bus
     blobs: Blobs

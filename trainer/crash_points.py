@@ -48,7 +48,6 @@ class _Armed:
 
 
 def arm(text: str, *, rank: int = 0) -> None:
-    """Arm the point that ``trainer.kill_at`` names, if it is on this rank; empty disarms. Raises ConfigError."""
     what, _, where = text.partition("@")
     name, _, times = what.partition(":")
     try:
@@ -63,7 +62,6 @@ def arm(text: str, *, rank: int = 0) -> None:
 
 
 def reach(point: CrashPoint) -> None:
-    """Kill this process with SIGKILL if ``point`` is armed and has been passed as often as requested."""
     if _Armed.point is point:
         _Armed.times_left -= 1
         if _Armed.times_left <= 0:

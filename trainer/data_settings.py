@@ -1,18 +1,27 @@
-"""The section [data] of the run file: prompts, and how rows are read; imports no torch."""
+"""The sections of the run file that name data: [sft] and [rm] with what [dpo] has of them, [eval], [data]; imports no torch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import Identifier, RewardName
-from penstock.trainer.fine_tuning_settings import Files, listed
 from penstock.trainer.row_format import ROW_FORMATS
 
+Schedule = Literal["constant", "linear", "cosine"]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Files = Path | list[Path]
+TurnMasks = Literal["auto", "turns", "markers"]
+
+ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
+DATA_EVAL = "eval"  # the source that is data.eval
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+_METRIC = re.compile(r"accuracy|reward|pass@([1-9][0-9]{0,5})")
 COLUMNS = (
     "prompt",
     "messages",
@@ -37,6 +46,209 @@ COLUMNS = (
     "images",
 )
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # given by Penstock
+
+
+def listed(files: Files) -> tuple[Path, ...]:
+    return tuple(files) if isinstance(files, list) else (files,)
+
+
+class FineTuningSettings(Section):
+    """What every kind of training on given answers has: data, length, optimizer, validation, result."""
+
+    data: Files = Field(default=[], description="Rows to train on; none: data.train.")
+    eval_data: Files = Field(
+        default=[], description="Held-out rows of the same forms, for the validation loss; none: no validation."
+    )
+    steps: int = Field(default=100, ge=1, description="Optimizer steps.")
+    epochs: float | None = Field(
+        default=None, gt=0.0, description="Passes over the rows, such as 3 or 0.5, instead of steps; none: steps."
+    )
+    batch_size: int = Field(default=32, ge=1, description="Rows of one optimizer step, over all ranks.")
+    lr: float = Field(default=1e-5, gt=0.0, description="Peak learning rate of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
+    eval_every: int = Field(
+        default=0, ge=0, description="Steps between validations on eval_data; 0: only after the last step."
+    )
+    early_stop: int = Field(
+        default=0,
+        ge=0,
+        description="Stop after so many validations in a row without a lower validation loss; 0: never.",
+    )
+    keep_best: bool = Field(
+        default=False, description="The result has the weights of the lowest validation loss, not the last ones."
+    )
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="Steps between checkpoints; 0: by time alone, trainer.checkpoint_every_s."
+    )
+    output: Path | None = Field(
+        default=None, description="Folder for the result; none: a folder of the command's name in the run's folder."
+    )
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return listed(self.data)
+
+    @property
+    def eval_files(self) -> tuple[Path, ...]:
+        return listed(self.eval_data)
+
+    @model_validator(mode="after")
+    def _validation_is_possible(self) -> FineTuningSettings:
+        asked = [name for name in ("eval_every", "early_stop", "keep_best") if getattr(self, name)]
+        if asked and not self.eval_files:
+            raise ValueError(f"{asked[0]} needs held-out rows; set eval_data too, or remove {asked[0]}")
+        if self.early_stop and not self.eval_every:
+            raise ValueError("early_stop compares validations during the training; set eval_every too")
+        return self
+
+
+class SftSettings(FineTuningSettings):
+    """Supervised fine-tuning, `penstock sft`."""
+
+    mask: TurnMasks = Field(
+        default="auto",
+        description="Tokens that are trained. turns: each assistant turn is an example of its own, after the chat before it. "
+        "markers: a chat is one example, and what the chat template puts between {% generation %} and {% endgeneration %} is "
+        "trained. auto: markers where the template has them.",
+    )
+    loss: Literal["nll", "dft"] = Field(
+        default="nll",
+        description="nll: cross-entropy; dft: the same, each token weighed by its probability (arXiv 2508.05629).",
+    )
+
+
+class RmSettings(FineTuningSettings):
+    """Training of a reward model on preferences, `penstock rm`."""
+
+    use_margin: bool = Field(
+        default=True,
+        description="A row's column margin is the least difference of rewards that is asked for; false: 0.",
+    )
+    center: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Weight of the squared sum of both rewards, which keeps rewards near 0 (arXiv 2312.09244); TRL's is 0.01.",
+    )
+
+
+class BestBy(NamedTuple):
+    source: str
+    metric: str = ""  # accuracy, reward or pass@K; empty: the accuracy, or the reward where there is none
+
+
+class EvalSource(Section):
+    """One source of held-out prompts; what is not set is as in [eval]."""
+
+    data: Files = Field(description="Held-out prompts, same forms as data.eval.")
+    every: int | None = Field(default=None, ge=0, description="Steps between evaluations; none: eval.every.")
+    num_prompts: int | None = Field(
+        default=None, ge=0, description="Only the first prompts, 0: all; none: eval.num_prompts."
+    )
+    temperature: float | None = Field(
+        default=None, ge=0.0, le=100.0, description="Sampling temperature; none: eval.temperature."
+    )
+    samples: int | None = Field(default=None, ge=1, description="Completions per prompt; none: eval.samples.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: eval.max_new_tokens.")
+    environment: str | None = Field(
+        default=None, pattern=ENVIRONMENT, max_length=200, description="Environment; none: eval.environment."
+    )
+    reward: RewardName | None = Field(
+        default=None, description="Reward that scores its completions; none: as the rows of training, by [reward]."
+    )
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return listed(self.data)
+
+
+class EvalSettings(Section):
+    """Evaluation on held-out prompts, each pinned to one version."""
+
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at start and end.")
+    num_prompts: int = Field(default=0, ge=0, description="Only the first prompts of data.eval; 0: all.")
+    at_start: bool = Field(default=True, description="Evaluate version 0, when there is data.eval or a source.")
+    at_end: bool = Field(default=True, description="Evaluate the last version, when there is data.eval or a source.")
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Sampling temperature; 0 is greedy.")
+    samples: int = Field(default=1, ge=1, description="Completions per prompt; their rewards are averaged.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: as in rollout.")
+    environment: str | None = Field(
+        default=None, pattern=ENVIRONMENT, max_length=200, description="Environment; none: as in rollout."
+    )
+    source: dict[str, EvalSource] = Field(
+        default={},
+        description='Further sources by name, each evaluated by itself: eval.source.aime.data = "aime.parquet". data.eval is the '
+        "source eval.",
+    )
+    best_by: str = Field(
+        default="",
+        description="What versions are compared by, for trainer.keep_best and eval.early_stop: SOURCE or SOURCE.METRIC, such as "
+        "aime.pass@8; metrics are accuracy, reward and pass@K. Empty: the first source, its accuracy or else its mean reward.",
+    )
+    early_stop: int = Field(
+        default=0,
+        ge=0,
+        description="End the run after so many evaluations in a row of the source of eval.best_by without a better result; 0: never.",
+    )
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalSettings:
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError(
+                f"eval.samples = {self.samples} greedy completions would all be the same; "
+                "set eval.temperature above 0 or eval.samples = 1"
+            )
+        for name, source in self.source.items():
+            if not _NAME.fullmatch(name) or name == DATA_EVAL:
+                raise ValueError(
+                    f"eval.source.{name}: a name has 1 to 40 of A-Z, a-z, 0-9, '_' and '-', and is not {DATA_EVAL}, which is data.eval"
+                )
+            if not source.files:
+                raise ValueError(
+                    f"eval.source.{name}.data names no file; set it to held-out prompts, or remove the source"
+                )
+            one = self.of(name)
+            if one.samples > 1 and one.temperature == 0.0:
+                raise ValueError(
+                    f"eval.source.{name}: {one.samples} greedy completions would all be the same; set its temperature above 0, or its "
+                    "samples to 1"
+                )
+        return self
+
+    def of(self, name: str) -> EvalSettings:
+        if name == DATA_EVAL:
+            return self
+        own = {
+            key: value
+            for key in ("every", "num_prompts", "temperature", "samples", "max_new_tokens", "environment")
+            if (value := getattr(self.source[name], key)) is not None
+        }
+        return self.model_copy(update=own)
+
+    def names(self, *, has_data_eval: bool) -> list[str]:
+        return [*([DATA_EVAL] if has_data_eval else []), *self.source]
+
+    def best(self, *, has_data_eval: bool) -> BestBy | None:
+        """Return what versions are compared by, None without any source; raises ValueError for what is not measured."""
+        names = self.names(has_data_eval=has_data_eval)
+        if not self.best_by:
+            return BestBy(names[0]) if names else None
+        name, dot, metric = self.best_by.partition(".")
+        if name not in names:
+            raise ValueError(
+                f"eval.best_by = {self.best_by}: there is no source {name}; there are {', '.join(names) or 'none'}"
+            )
+        found = _METRIC.fullmatch(metric)
+        if dot and found is None:
+            raise ValueError(f"eval.best_by = {self.best_by}: expected {name}.accuracy, {name}.reward or {name}.pass@K")
+        k, samples = int(found[1]) if found and found[1] else 1, self.of(name).samples
+        if found and found[1] and (k > samples or samples == 1 or k & (k - 1)):
+            raise ValueError(
+                f"eval.best_by = {self.best_by}: pass@K is measured for K = 1, 2, 4, … up to the samples of the source, which has {samples}; "
+                "raise its samples, or name another K"
+            )
+        return BestBy(name, metric)
 
 
 class DataSettings(Section):
@@ -142,12 +354,10 @@ class DataSettings(Section):
 
     @property
     def train_files(self) -> tuple[Path, ...]:
-        """The training files; raises ConfigError when there is none."""
         if not listed(self.train):
             raise ConfigError("data.train names no file; set it to the JSONL, JSON, CSV or Parquet file to train on")
         return listed(self.train)
 
     @property
     def eval_files(self) -> tuple[Path, ...]:
-        """The held-out files; none: no evaluation."""
         return listed(self.eval)

@@ -17,8 +17,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import explain, is_same_option
 from penstock.trainer.algorithm.corrections.m2po import m2po
 from penstock.trainer.algorithm.preferences.interface import PREFERENCE_LOSSES, Divergence, PreferenceLoss, WeighedLoss
-from penstock.trainer.data_settings import DataSettings
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import DataSettings, FineTuningSettings
 from penstock.trainer.rollout_settings import RolloutSettings
 
 
@@ -62,7 +61,6 @@ class _GeneralSettings(FineTuningSettings):
 
 
 def _option_fields() -> dict[str, FieldInfo]:
-    """Return the options of all built-in losses by name; raises TypeError when two declare one differently."""
     fields: dict[str, FieldInfo] = {}
     for loss in PREFERENCE_LOSSES.built_in.values():
         for name, info in loss.options.model_fields.items():
@@ -86,7 +84,6 @@ class DpoSettings(_AllSettings):
 
     @property
     def losses(self) -> tuple[WeighedLoss, ...]:
-        """The chosen losses with their options and factors."""
         names = _names(self.loss)
         weights = self.loss_weights or [1.0] * len(names)
         found = [PREFERENCE_LOSSES.find(name).value for name in names]
@@ -96,24 +93,20 @@ class DpoSettings(_AllSettings):
 
     @property
     def extension_digests(self) -> dict[str, str]:
-        """Digest of the source of every loss that is user code, by name; a run that trains on pairs records it."""
         found = [PREFERENCE_LOSSES.find(name) for name in _names(self.loss)]
         return {f"extension {PREFERENCE_LOSSES.kind} {one.name}": one.digest for one in found if one.digest}
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a loss compares with the reference policy."""
         return any(weighed.loss.needs_reference for weighed in self.losses)
 
     @property
     def takes_one_answer(self) -> bool:
-        """Whether rows with one answer and a label can be trained on."""
         is_plain = self.length_alpha is None and self.weighting == "none"
         return is_plain and all(weighed.loss.takes_one_answer for weighed in self.losses)
 
     @property
     def reward_scale(self) -> float:
-        """Factor from log-ratios to the rewards that are reported: beta of the first loss that has it."""
         return next((float(weighed.options["beta"]) for weighed in self.losses if "beta" in weighed.options), 1.0)
 
     def _options(self, loss: PreferenceLoss[Any]) -> dict[str, Any]:
@@ -152,7 +145,6 @@ class DpoSettings(_AllSettings):
         return self
 
     def _idle(self, losses: list[PreferenceLoss[Any]], read: set[str]) -> str:
-        """Return the refusal of a setting that does nothing; empty if there is none."""
         named = ", ".join(loss.name for loss in losses)
         for name, info in _option_fields().items():
             if name not in read and getattr(self, name) != info.default:
@@ -169,7 +161,6 @@ class DpoSettings(_AllSettings):
         return ""
 
     def _impossible(self, losses: list[PreferenceLoss[Any]]) -> str:
-        """Return the refusal of settings that contradict one another; empty if there is none."""
         names = {loss.name for loss in losses}
         if "exo_pair" in names and getattr(self, "label_smoothing") == 0.0:  # noqa: B009 - a field that is made above
             return "dpo.loss = exo_pair needs dpo.label_smoothing above 0, such as 1e-3 (the paper's)"

@@ -20,7 +20,6 @@ from penstock.trainer.training import Training
 
 
 def run(training: Training) -> None:
-    """Train until the steps are done or a stop is requested."""
     training.begin()
     while training.should_continue:
         batch = training.collect()

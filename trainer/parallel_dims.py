@@ -35,14 +35,7 @@ class ParallelLayout:
         return self.sequence_parallel * self.tensor_parallel
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError if a model cannot be computed in this layout.
-
-        A config whose names of heads are others than usual is left to `check_heads`.
-
-        Args:
-            config: The content of its config.json.
-            where: Names the model.
-        """
+        """Raise ConfigError if a model, by its config.json, cannot be computed in this layout."""
         text = config.get("text_config", config)
         text = text if isinstance(text, Mapping) else config
         if self.tensor_parallel > 1:
@@ -107,17 +100,12 @@ def _divisors(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of ``count`` shares of some work; the default is all of it."""
-
     index: int = 0
     count: int = 1
 
 
 class ParallelDims:
-    """The part of this rank in the work of all."""
-
     def __init__(self, ranks: Ranks, layout: ParallelLayout | None = None) -> None:
-        """Divide the ranks; without a layout every rank computes rows of its own. The same call on every rank."""
         self.ranks = ranks
         self.layout = layout or ParallelLayout()
         sequence, tensor = self.layout.sequence_parallel, self.layout.tensor_parallel
@@ -126,13 +114,11 @@ class ParallelDims:
 
     @property
     def rows(self) -> Share:
-        """The share of a step's rows that this rank computes, alone or with others."""
         together = self.layout.ranks_of_rows
         return Share(self.ranks.rank // together, self.ranks.num_ranks // together)
 
     @property
     def tokens(self) -> Share:
-        """The share of a micro-batch's tokens that this rank computes."""
         size = self.layout.sequence_parallel
         return Share(self.ranks.rank // self.layout.tensor_parallel % size, size)
 
@@ -153,7 +139,6 @@ class ParallelDims:
 
     @property
     def buckets(self) -> Share:
-        """The share of a model's weight buckets that this rank copies, compares and stores."""
         return Share(self.ranks.rank, self.ranks.num_ranks)
 
     @property
@@ -163,16 +148,12 @@ class ParallelDims:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise sum over all shares of the rows, each counted once; collective."""
-        return self.ranks.sum(values if self._stands_for_rows else [0.0] * len(values))
+        stands_for_rows = self.ranks.rank % self.layout.ranks_of_rows == 0
+        return self.ranks.sum(values if stands_for_rows else [0.0] * len(values))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the ``data`` of all shares of the rows on rank 0, in their order; nothing on the others; collective."""
         return self.ranks.gather(data)[:: self.layout.ranks_of_rows]
 
     def maximum(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise maximum over all shares of the rows; collective."""
         return self.ranks.maximum(values)
-
-    @property
-    def _stands_for_rows(self) -> bool:
-        return self.ranks.rank % self.layout.ranks_of_rows == 0

@@ -36,13 +36,13 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.data.row_checks import read_tokenizer
+from penstock.trainer.data_settings import DATA_EVAL
 from penstock.trainer.errors import CheckpointError, UnknownReward, UnsupportedModel
-from penstock.trainer.eval_settings import DATA_EVAL
 from penstock.trainer.evaluation.eval_result import EvaluatedSource
 from penstock.trainer.groups.task_packs import evaluation_sampling
+from penstock.trainer.learner.model_folder_check import check_environments
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
-from penstock.trainer.learner.vision_check import check_environments
-from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.publication import read_head
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
@@ -73,10 +73,7 @@ def connect(settings: TrainerSettings, *, deadline_s: float = 20.0, traces: Trac
 def newest_checkpoint(
     settings: TrainerSettings, connections: Connections, committed: bytes | None, stored: StoredCheckpoints
 ) -> tuple[tuple[Path, CheckpointState] | None, bytes]:
-    """Return the checkpoint to resume, verified, and its ``state.json``; fetched if only the object store has it.
-
-    ``committed`` is the checkpoint key of the run in NATS. Raises as `check_resume` and `check_is_newest` do.
-    """
+    """Return the checkpoint to resume, verified, and its ``state.json``; raises as `check_is_newest`."""
     root, older_step = settings.run.folder / checkpoint.CHECKPOINTS, settings.trainer.resume_older_step
     newest = checkpoint.newest(root, settings.run.id)
     if older_step is None and stored.fetch(committed, newest[1] if newest else None):
@@ -109,20 +106,11 @@ def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool
 def check_is_newest(
     committed: bytes | None, folder: Path, found: CheckpointState | None, state_json: bytes, *, older_step: int | None
 ) -> None:
-    """Refuse to resume from anything but the newest checkpoint that the run committed.
+    """Raise CheckpointError when resuming from anything but the newest checkpoint that NATS knows the run committed.
 
     The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without an error. A
-    checkpoint that is newer than NATS knows is accepted: the trainer was killed before it wrote the key.
-
-    Args:
-        committed: The checkpoint key of the run, None when there is none.
-        folder: The run's checkpoints.
-        found: The newest of them; None when there is none.
-        state_json: The bytes of its state.
-        older_step: ``trainer.resume_older_step``: an older checkpoint of this step is accepted.
-
-    Raises:
-        CheckpointError: NATS names a checkpoint that is not there, or its state is another one.
+    checkpoint that is newer than NATS knows is accepted: the trainer was killed before it wrote the key. An older one is accepted
+    if ``trainer.resume_older_step`` names it.
     """
     known = decode(committed, CheckpointCommitted) if committed is not None else None
     if known is None or known.record is None or known.chapter is None:
@@ -167,20 +155,8 @@ def check_rewards(
 ) -> list[RewardsOffered]:
     """Wait until reward services offer every reward that the data ask for; returns their offers.
 
-    A wait of more than five seconds is logged with its reason.
-
-    Args:
-        connections: The run and NATS.
-        prompt_sets: The prompts of the run.
-        define: The rewards that the run file composes of parts; the services must compose them the same way.
-        success: The rewards for which the run file says what counts as correct; raises ConfigError for an unknown one.
-        clock: Seconds since 1970.
-        deadline_s: Longest wait for a reward service to start and to find all its endpoints.
-        stop: Ends the wait.
-
-    Raises:
-        UnknownReward: A reward is not offered, after ``deadline_s`` or when ``stop`` was set.
-        ConfigError: A rule of success is for a reward that does not exist.
+    The services must compose the rewards of ``define`` the same way. A wait of more than five seconds is logged with its reason.
+    Raises UnknownReward after ``deadline_s`` or when ``stop`` was set, ConfigError for a rule of success of an unknown reward.
     """
     stop = stop or threading.Event()
     wanted = _wanted(prompt_sets, define)
@@ -223,7 +199,6 @@ def _wanted(prompt_sets: Iterable[PromptSet], define: Mapping[str, RewardDefinit
 
 
 def _sources(prompts: PromptSet, rewards: set[str]) -> set[str]:
-    """Return the data sets of the rows that ask for one of these rewards."""
     if not rewards:
         return set()
     stride = max(1, len(prompts) // _SAMPLED_ROWS)
@@ -248,7 +223,7 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
     not_offered = names_not_offered(wanted.names, offers)
     for name in not_offered & wanted.parts.keys():
         not_offered |= names_not_offered(wanted.parts[name], offers)
-    if missing := _plain_first(not_offered, wanted.digests):
+    if missing := sorted(not_offered, key=lambda name: (name in wanted.digests, name)):  # a part's lack is the cause
         near = _near(missing[0], offers)
         return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name, or serve it: --serve FILE.py, or penstock reward serve FILE.py --register URL"
     if others := differently_defined(wanted.digests, offers):
@@ -265,11 +240,6 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
             f"to one of {', '.join(offered)}"
         )
     return ""
-
-
-def _plain_first(missing: set[str], defined: Mapping[str, str]) -> list[str]:
-    """Sort missing names, those that are not defined first: a reward made of parts is missing because of a part."""
-    return sorted(missing, key=lambda name: (name in defined, name))
 
 
 def _near(name: str, offers: list[RewardsOffered]) -> str:
@@ -317,7 +287,6 @@ class RunData:
 
 
 def open_data(settings: TrainerSettings) -> RunData:
-    """Open and check all rows of a run; raises ConfigError, MalformedData or UnsupportedModel."""
     if not (settings.model.path / "config.json").is_file():
         raise UnsupportedModel(
             f"model.path = {settings.model.path}: it has no config.json; set it to a Hugging Face model folder"

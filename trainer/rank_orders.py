@@ -52,7 +52,6 @@ class RankActivity:
     since: float = field(default_factory=time.monotonic)
 
     def begin(self, phase: str, step: int) -> None:
-        """Record the start of a phase, after ``step`` steps of the run."""
         self.phase, self.step, self.since = phase, step, time.monotonic()
 
     def describe(self) -> str:
@@ -63,7 +62,6 @@ class RankWatch:
     """Asks the other ranks in a thread (rank 0); use as a context manager, whose exit tells them that the watch ends."""
 
     def __init__(self, channel: RankChannel, own: RankActivity, deadline_s: float, end: Callable[[str], None]) -> None:
-        """Call ``end`` with a reason when a rank has not answered for ``deadline_s``."""
         self._channel, self._own, self._deadline_s, self._end_process = channel, own, deadline_s, end
         self._last: list[str] = []
         self._stop = threading.Event()
@@ -166,11 +164,9 @@ class RankProgram:
 
     @property
     def num_steps_done(self) -> int:
-        """Steps so far, for the report about a rank that hangs."""
         raise NotImplementedError
 
     def follow(self) -> None:
-        """Carry out rank 0's orders until `dismiss` (all other ranks)."""
         while True:
             self.activity.begin("waiting for rank 0", self.num_steps_done)
             data = self.ranks.broadcast(None)
@@ -181,7 +177,6 @@ class RankProgram:
             method(self, **arguments)
 
     def dismiss(self) -> None:
-        """End `follow` on the other ranks (rank 0)."""
         self.ranks.broadcast(None)
 
 
@@ -247,10 +242,7 @@ def pack_order(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
 
 
 def read_order(kind: type, data: bytes) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the method of ``kind`` that an order names, and its arguments.
-
-    Raises ValueError for a method that is not marked, and for arguments of other types.
-    """
+    """Return the method of an order and its arguments; raises ValueError for unmarked ones or wrong types."""
     name, sent = msgpack.unpackb(data)
     found = getattr(kind, name, None)
     if found is None or not getattr(found, _MARK, False):

@@ -121,8 +121,6 @@ class Ranks:
 
 
 class RankSubgroup:
-    """Some of the ranks, which exchange the tensors of a forward and backward pass."""
-
     def __init__(self, group: Any, index: int, size: int) -> None:
         self._group = group
         self.index = index  # of this rank
@@ -186,16 +184,12 @@ class RankChannel:
         return mine, answers
 
     def listen(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer rank 0's questions until it exits (all other ranks)."""
         with contextlib.suppress(RankUnresponsive):
             while True:
                 self.answer_one(answer)
 
     def answer_one(self, answer: Callable[[bytes], bytes], *, deadline_s: float | None = None) -> bytes:
-        """Answer rank 0's next question, and return the question (all other ranks).
-
-        Raises RankUnresponsive when rank 0 has exited, or has not asked for ``deadline_s``.
-        """
+        """Answer rank 0's next question, and return it; raises RankUnresponsive after ``deadline_s``."""
         question = self._receive(0, _DEADLINE if deadline_s is None else timedelta(seconds=deadline_s))
         self._send(answer(question), 0, _DEADLINE if deadline_s is None else timedelta(seconds=deadline_s))
         return question

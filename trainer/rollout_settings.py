@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.groups import MAX_COMPLETIONS, SINGLE_TURN, StopStrings
-from penstock.trainer.eval_settings import ENVIRONMENT
+from penstock.trainer.data_settings import ENVIRONMENT
 
 
 class RolloutSettings(Section):
@@ -87,7 +87,6 @@ class RolloutSettings(Section):
 
     @property
     def largest_group(self) -> int:
-        """Most completions of a group that is trained."""
         return self.started_completions if self.redundant_wait else self.group_size
 
     @property

@@ -65,13 +65,10 @@ ROW_FORMATS: Final[Registry[RowFormat]] = Registry(
 
 def detect(row: dict[str, Any]) -> RowFormat:
     """Return the built-in format of a row, by its columns; raises MalformedData, whose text leaves the fix to the caller."""
-    if (found := next((form for form in _by_precedence() if form.matches(row)), None)) is None:
+    by_precedence = sorted(ROW_FORMATS.built_in.values(), key=lambda form: form.precedence)
+    if (found := next((form for form in by_precedence if form.matches(row)), None)) is None:
         raise MalformedData(
             f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "
             "question and answer, or else conversations, instruction or input"
         )
     return found
-
-
-def _by_precedence() -> list[RowFormat]:
-    return sorted(ROW_FORMATS.built_in.values(), key=lambda form: form.precedence)

@@ -13,12 +13,9 @@ from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSe
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, RetentionSettings, TeacherSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
-from penstock.trainer.data_settings import COLUMNS, DataSettings
+from penstock.trainer.data_settings import COLUMNS, DataSettings, EvalSettings, RmSettings, SftSettings
 from penstock.trainer.dpo_settings import DpoSettings, check_pairs
-from penstock.trainer.eval_settings import EvalSettings
-from penstock.trainer.fine_tuning_settings import RmSettings, SftSettings
-from penstock.trainer.model_settings import CriticSettings, ModelSettings
-from penstock.trainer.optimizer_settings import OptimizerSettings
+from penstock.trainer.optimizer_settings import CriticSettings, ModelSettings, OptimizerSettings
 from penstock.trainer.rollout_settings import RolloutSettings
 
 __all__ = [
@@ -132,7 +129,6 @@ class TrainerSettings(Section):
             )
 
     def problem_of_length(self) -> str:
-        """Return what does not fit into ``trainer.steps`` steps; empty when all does."""
         section = self.trainer
         if section.warmup_steps > section.steps:
             return (
@@ -183,7 +179,6 @@ class TrainerSettings(Section):
                 )
 
     def _check_evaluation(self) -> None:
-        """Raise ValueError for evaluations that have no prompts or no engine, or compare what is not measured."""
         if self.eval.every and not self.evaluated:
             raise ValueError(
                 f"eval.every = {self.eval.every} but data.eval names no file; set data.eval, or eval.every = 0"
@@ -202,7 +197,6 @@ class TrainerSettings(Section):
 
     @property
     def evaluated(self) -> list[str]:
-        """The names of the sources that are evaluated during the run; data.eval first."""
         return self.eval.names(has_data_eval=bool(self.data.eval_files))
 
     def _check_critic(self) -> None:
@@ -225,7 +219,6 @@ class TrainerSettings(Section):
 
     @property
     def teacher_top_k(self) -> int | None:
-        """Likeliest tokens that workers ask the teacher for; None without a teacher."""
         return self.teacher.top_k if self.algorithm.needs_teacher else None
 
     def _check_teacher(self) -> None:
@@ -265,13 +258,11 @@ class TrainerSettings(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a run has a reference policy: for a KL, or for pairs that are trained on beside the groups."""
         mixed = self.algorithm.dpo_coefficient > 0.0 and self.dpo.needs_reference
         return self.algorithm.needs_reference or mixed
 
     @property
     def extension_digests(self) -> dict[str, str]:
-        """Digest of the source of every part that is user code, by kind and name; a run records it."""
         mixed = self.dpo.extension_digests if self.algorithm.dpo_coefficient else {}
         return {**self.algorithm.extension_digests, **mixed}
 
@@ -281,7 +272,6 @@ class TrainerSettings(Section):
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether versions are published as adapters on a base model, not as whole models."""
         return self.model.lora.rank > 0 and self.model.lora.publish == "adapter"
 
     def _check_lora(self) -> None:

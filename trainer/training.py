@@ -17,31 +17,31 @@ from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_dig
 from penstock.protocol.traces.traces import HeldGroups, Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
-from penstock.trainer.algorithm.engine_check import CollapseCheck, EngineCheck
-from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
-from penstock.trainer.commit import Committer
+from penstock.trainer.algorithm.mismatch import CollapseCheck, EngineCheck, compare_fresh_tokens
+from penstock.trainer.commit import PUBLICATION_DEADLINE_S, CheckpointSchedule, Committer, WeightSubmitter
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.group_source import StoredCollector, StoredIssuer
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
 from penstock.trainer.learner.flops import peak_of
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.recovery.commit_thread import CheckpointSchedule
 from penstock.trainer.recovery.lease import HeldLease
-from penstock.trainer.recovery.run_record_writer import RunRecordWriter
-from penstock.trainer.recovery.stopped_batch import Stop, save_batch
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter, Stop, save_batch
 from penstock.trainer.settings import TrainerSettings
-from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
-from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
-from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
-from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
+from penstock.trainer.telemetry.event_writer import (
+    EventWriter,
+    HeartbeatWriter,
+    LogprobWriter,
+    StepNumbers,
+    StepReporter,
+)
 from penstock.trainer.telemetry.metrics import speed_fields, step_fields
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
@@ -52,10 +52,7 @@ _STOP_PUBLISH_S = 20.0  # longest wait for the newest version where a run stops 
 
 @dataclass(slots=True)
 class Training:
-    """One session of a run: the time from one start of the trainer to its exit.
-
-    `trainer/assemble.py` makes the parts, some of which have threads of their own.
-    """
+    """One session of a run; `trainer/assemble.py` makes the parts, some of which have threads of their own."""
 
     settings: TrainerSettings
     learner: Learner
@@ -103,7 +100,6 @@ class Training:
 
     @property
     def num_steps_done(self) -> int:
-        """Steps of the run so far, one for each batch, earlier sessions included."""
         return self.learner.policy.steps_done
 
     @property
@@ -112,11 +108,9 @@ class Training:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are made, or the evaluations have ended the run early."""
         return self.num_steps_done >= self.settings.trainer.steps or self.early_stop.ended is not None
 
     def begin(self) -> None:
-        """Publish the weights that the session starts from, evaluate them if due, and start issuing tasks."""
         self._set_state("starting", total_steps=self.settings.trainer.steps, attention=self.learner.policy.attention)
         parent = self.resumed.version if self.resumed else None
         self.version, is_new = self.submitter.submit_first(self.resumed)
@@ -160,11 +154,7 @@ class Training:
         return batch
 
     def train(self, batch: list[ReadyGroup]) -> Learned:
-        """Make the optimizer step or steps of a batch.
-
-        Raises TrainingDiverged, EngineMismatch or PolicyCollapsed before anything of the update is published, writes it as an
-        event, and saves the batch.
-        """
+        """Train on a batch; raises TrainingDiverged, EngineMismatch or PolicyCollapsed before publishing."""
         started = time.monotonic()
         algorithm = self.planner.document()
         try:
@@ -186,7 +176,6 @@ class Training:
         return learned
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
-        """Record the step in the states of its groups and in the run record, and move to the next version."""
         started = time.monotonic()
         ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
         made = next_version(self.version)
@@ -225,7 +214,6 @@ class Training:
         self._record_s = time.monotonic() - started
 
     def publish(self) -> None:
-        """Submit the new weights to the publisher; raises LeaseLost when another trainer holds the run."""
         started = time.monotonic()
         self.lease.check()
         with self.activity.working("publishing"):
@@ -234,29 +222,23 @@ class Training:
         self._submit_s = time.monotonic() - started
 
     def evaluate_if_due(self) -> None:
-        """Start an evaluation of the new version, without waiting for its result."""
         if self.evaluations.is_due(self.num_steps_done):
             self.evaluations.start(self.version, self.num_steps_done)
 
     def report(self) -> None:
-        """Write the events of the newest step, and of what was dropped since the one before."""
         if self._fields is not None:
             seconds = {"record_s": self._record_s, "submit_s": self._submit_s, "checkpoint_s": self._checkpoint_s}
             self.reporter.report(self.num_steps_done, {**self._fields, **seconds}, self.issuer.groups())
             self._fields, self._checkpoint_s = None, 0.0
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds.
-
-        While one is being written, one by steps waits for it, and one by time is left out.
-        """
+        """Begin a checkpoint when one is due; while one is written, one by steps waits, one by time is left out."""
         self.committer.thread.check()
         is_writing = self.committer.thread.is_busy
         if self.schedule.is_due(self.num_steps_done, time.monotonic(), is_writing=is_writing):
             self._checkpoint()
 
     def finish(self) -> None:
-        """Commit a checkpoint and wait for it; when all steps are done, also export the model and wait for evaluations."""
         self.issuer.stop()
         if (end := self.early_stop.ended) is not None:
             self.events.write("log", {"text": end.text, "early_stop": self.early_stop.document()})
@@ -295,7 +277,6 @@ class Training:
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
 
     def on_committed(self, took_s: float) -> None:
-        """Record a checkpoint that was committed ``took_s`` after its copy in memory (called on its thread)."""
         self.schedule.committed(took_s)
         self.metrics.checkpoint_written(took_s)
 
@@ -314,7 +295,6 @@ class Training:
         return self.stop.is_set()
 
     def _pause_if_requested(self) -> None:
-        """Stop issuing when the run is asked to pause; the batches that are under way are still trained."""
         if not self._is_pausing and run_folder.is_pause_requested(self.settings.run.folder):
             self._is_pausing = True
             self.issuer.drain()
@@ -353,7 +333,6 @@ class Training:
         )
 
     def _peak_flops(self) -> float | None:
-        """Return the peak of all ranks' devices together, in FLOP/s; None where it is not known."""
         trainer, policy = self.settings.trainer, self.learner.policy
         peak = trainer.peak_flops or peak_of(policy.device_name, policy.dtype)
         return peak and peak * trainer.num_ranks

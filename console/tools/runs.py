@@ -21,7 +21,7 @@ from penstock.console.terminal import console, printable, table
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
-from penstock.protocol.record import run_folder
+from penstock.protocol.record.run_folder import RUN_LOCK, is_lock_held
 from penstock.protocol.subjects import RUN_ID, check_run_id
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _MARKS = (
     "model",
     "job.json",  # created by the Runs API, and perhaps not started yet
     connections.STORE,
-    run_folder.RUN_LOCK,
+    RUN_LOCK,
     *(f"{command}-training" for command in curves.COMMANDS),
 )  # a folder with any of these is a run's
 
@@ -187,7 +187,7 @@ def describe(folder: Path) -> RunLine:
 
 
 def state_of(folder: Path) -> str:
-    if run_folder.is_lock_held(folder):
+    if is_lock_held(folder):
         return "running"
     return "finished" if is_finished(folder) else "stopped"
 

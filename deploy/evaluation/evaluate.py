@@ -34,8 +34,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
 from penstock.trainer.evaluation.eval_result import SuccessRule, SuccessRules
-from penstock.trainer.groups.completion_texts import CompletionTexts
-from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.pack_reader import CompletionTexts, PackReader
 from penstock.trainer.preflight import check_rewards
 
 _STOPPED = 130

@@ -39,7 +39,7 @@ from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
 from penstock.trainer.groups.task_packs import evaluation_sampling
-from penstock.trainer.learner.vision_check import refuse_vision
+from penstock.trainer.learner.model_folder_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 LAST_NUMBER = "last_number"

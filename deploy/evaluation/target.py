@@ -44,7 +44,7 @@ from penstock.protocol.weights.layout import (
 from penstock.protocol.weights.manifest import BucketState, StoredRange
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.inputs import model_folder
-from penstock.trainer.publishing.head import HeadKey
+from penstock.trainer.publishing.publication import HeadKey
 from penstock.trainer.publishing.rank_publisher import StoredObjects
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 

@@ -36,8 +36,8 @@ from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEAD
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S, num_permits
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.collect import OvertakeBackoff
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.task_packs import TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import RolloutSettings

@@ -31,12 +31,10 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
-from penstock.trainer.algorithm.engine_check import EngineCheck
-from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
+from penstock.trainer.algorithm.mismatch import EngineCheck, compare_fresh_tokens
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainingDiverged
 from penstock.trainer.groups.batcher import staleness_tokens
-from penstock.trainer.learner.build_learner import build_learner
-from penstock.trainer.learner.learner import Learner
+from penstock.trainer.learner.learner import Learner, build_learner
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_metrics import StepMetrics
@@ -44,7 +42,7 @@ from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
-from penstock.trainer.recovery.recorded_settings import named_code, read_settings
+from penstock.trainer.recovery.resume_checks import named_code, read_settings
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.telemetry.metrics import step_fields
 

@@ -23,13 +23,13 @@ from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
-from penstock.trainer.learner.step_metrics import StepMetrics
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
-from penstock.trainer.recovery.recorded_settings import Flat, differences, flat
+from penstock.trainer.recovery.resume_checks import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are named
+    from penstock.trainer.learner.step_metrics import StepMetrics  # imports torch
+    from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 
 EXPLANATION = "no recorded difference: groups, settings, libraries, code and machine are the same"

@@ -39,16 +39,15 @@ from penstock.protocol.record.lineage import RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.stored_groups import ready_groups
-from penstock.trainer.learner.build_learner import build_learner
-from penstock.trainer.learner.learner import Learner
+from penstock.trainer.groups.pack_reader import ready_groups
+from penstock.trainer.learner.learner import Learner, build_learner
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import run_record_writer
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
-from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
+from penstock.trainer.recovery.resume_checks import named_code, read_settings, what_steps_read
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.settings import TrainerSettings
 

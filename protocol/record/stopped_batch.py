@@ -1,4 +1,4 @@
-"""The batch at which a run stopped by itself: written by the trainer (`trainer/recovery/stopped_batch.py`), read by the console."""
+"""The batch at which a run stopped by itself: written by the trainer (`trainer/recovery/run_record_writer.py`), read by the console."""
 
 from __future__ import annotations
 

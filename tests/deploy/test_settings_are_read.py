@@ -68,7 +68,7 @@ def test_the_seed_has_the_readers_that_its_description_names() -> None:
     assert readers == {
         "trainer/assemble.py",  # of evaluations
         "trainer/groups/group_source.py",
-        "trainer/learner/build_learner.py",
+        "trainer/learner/learner.py",
         "trainer/settings.py",
         "trainer/learner/planning.py",
         "trainer/learner/trainable.py",  # adapters' first values

@@ -21,7 +21,7 @@ from penstock.fine_tuning import dpo, rm, sft
 from penstock.trainer import crash_points
 from penstock.trainer.errors import ExportFailed
 from penstock.trainer.learner import adapter
-from penstock.trainer.publishing.model_folder import ModelFiles
+from penstock.trainer.publishing.weight_buckets import ModelFiles
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
@@ -151,7 +151,7 @@ def lora_rm(folder: Path, ranks: Ranks) -> dict[str, Any]:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    from penstock.reward_model.classifier import Classifier
+    from penstock.reward_model.served_model import Classifier
 
     own = {"lr": 3e-3, "steps": 6, "eval_data": folder / "held_out_pairs.jsonl"}
     other: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.1}, "gradient_checkpointing": True}}

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from penstock.console.report import curves
-from penstock.fine_tuning import checkpoints
-from penstock.fine_tuning.checkpoints import TrainingState
-from penstock.fine_tuning.length import Best, Length, check_warmup
+from penstock.fine_tuning import training_folder
+from penstock.fine_tuning.loop import Best, Length, check_warmup
 from penstock.fine_tuning.rm import RewardTask, ScoredBatch
-from penstock.fine_tuning.training_folder import TrainingFolder
+from penstock.fine_tuning.training_folder import TrainingFolder, TrainingState
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_folder
 from penstock.trainer.data.pairs import Pair
@@ -67,7 +66,7 @@ def write(root: Path, step: int, *, keep: int = 2) -> None:
     def write_files(partial: Path) -> None:
         (partial / "weights.bin").write_bytes(bytes([step]) * 100)
 
-    checkpoints.commit(root, state_of(step), write_files, keep=keep)
+    training_folder.commit(root, state_of(step), write_files, keep=keep)
 
 
 def state_of(step: int) -> TrainingState:
@@ -76,11 +75,11 @@ def state_of(step: int) -> TrainingState:
 
 def test_a_checkpoint_is_whole_or_is_not_there(tmp_path: Path) -> None:
     """One that was being written is removed at the next start; the newest two are kept."""
-    assert checkpoints.newest(tmp_path) is None
+    assert training_folder.newest(tmp_path) is None
     for step in (1, 2, 3):
         write(tmp_path, step)
-    (checkpoints.partial_folder(tmp_path, 4)).mkdir()
-    found = checkpoints.newest(tmp_path)
+    (training_folder.partial_folder(tmp_path, 4)).mkdir()
+    found = training_folder.newest(tmp_path)
     assert found is not None
     assert (found[0].name, found[1].step) == ("step00000003", 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step00000002", "step00000003"]
@@ -95,7 +94,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_names_the_fix(tmp_path: Pat
 
     write(tmp_path, 2)
     with pytest.raises(CheckpointError, match=r"step00000004 could not be written below .*\(OSError.*MB are free"):
-        checkpoints.commit(tmp_path, state_of(4), write_too_much, keep=2)
+        training_folder.commit(tmp_path, state_of(4), write_too_much, keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step00000002"]
 
 
@@ -105,24 +104,24 @@ def test_an_altered_checkpoint_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "step00000001" / "weights.bin"
     file.write_bytes(b"\0" * 100)
     with pytest.raises(CheckpointError, match=r"weights.bin has sha256 .*, expected .*trainer.resume=false"):
-        checkpoints.newest(tmp_path)
+        training_folder.newest(tmp_path)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"weights.bin has sha256 \(no file\)"):
-        checkpoints.newest(tmp_path)
+        training_folder.newest(tmp_path)
     (tmp_path / "step00000001" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no valid state.json"):
-        checkpoints.newest(tmp_path)
+        training_folder.newest(tmp_path)
 
 
 def test_another_training_does_not_resume_a_checkpoint(tmp_path: Path) -> None:
     """Each setting that differs and other rows are named together; the ZeRO stage may be another one."""
     write(tmp_path, 1)
-    found = checkpoints.newest(tmp_path)
+    found = training_folder.newest(tmp_path)
     assert found is not None
     folder, state = found
-    checkpoints.check_same(state, folder, settings={"sft.lr": 0.1, "trainer.zero_stage": 3}, data={"sft.data": "a"})
+    training_folder.check_same(state, folder, settings={"sft.lr": 0.1, "trainer.zero_stage": 3}, data={"sft.data": "a"})
     with pytest.raises(CheckpointError) as caught:
-        checkpoints.check_same(state, folder, settings={"sft.lr": 0.2}, data={"sft.data": "b"})
+        training_folder.check_same(state, folder, settings={"sft.lr": 0.2}, data={"sft.data": "b"})
     text = str(caught.value)
     assert "sft.lr is 0.2, the checkpoint has 0.1" in text
     assert "sft.data has other rows" in text

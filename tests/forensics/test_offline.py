@@ -24,7 +24,7 @@ from penstock.protocol.record.stored_record import (
     users_of_input,
 )
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.groups.offline import StoredGroups
+from penstock.trainer.groups.group_source import StoredGroups
 from penstock.trainer.settings import TrainerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

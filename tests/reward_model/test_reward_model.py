@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from penstock.protocol.errors import ConfigError
-from penstock.reward_model.classifier import Classifier, Reading, Unusable, batches, fingerprint
+from penstock.reward_model.served_model import Classifier, Reading, Unusable, batches, fingerprint
 from penstock.reward_service.endpoints.wire import GroupToScore
 from tests.contracts.tiny_model import VOCAB, build_model, write_tokenizer
 from tests.reward_service.processes import Process

@@ -27,12 +27,12 @@ from penstock.rollout_service.environments.single_turn import SINGLE_TURN
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import Drop, DropReason
-from penstock.trainer.learner.build_learner import build_learner
+from penstock.trainer.groups.group_totals import Drop, DropReason
+from penstock.trainer.learner.learner import build_learner
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.model_folder import small_files
+from penstock.trainer.publishing.weight_buckets import small_files
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 

@@ -10,7 +10,7 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.groups import MAX_SEED, derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion, Resumption
-from penstock.trainer.recovery.recorded_settings import read_settings
+from penstock.trainer.recovery.resume_checks import read_settings
 from tests.contracts.engine_under_test import embedded_engine
 from tests.groups import make_task
 from tests.trainer.learner.forks import Fork

@@ -36,7 +36,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.version_reader import WeightReader
-from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.publication import read_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -30,8 +30,6 @@ Aggregation = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """The denominators of a whole batch, the same on every rank."""
-
     num_tokens: int  # sampled tokens
     num_sequences: int  # sequences with at least one sampled token
     max_completion_tokens: int  # the constant L
@@ -45,10 +43,6 @@ class Denominators:
 def sequence_weight(
     mode: Aggregation, num_tokens: int, batch: Denominators, *, prompt_tokens: int | None = None
 ) -> float:
-    """Return the weight of every sampled token of a sequence that has ``num_tokens`` of them.
-
-    ``prompt_tokens`` counts those of all sequences of the same prompt; only `prompt-mean` reads it.
-    """
     match mode:
         case "token-mean":
             return 1.0 / batch.num_tokens

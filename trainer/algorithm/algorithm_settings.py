@@ -18,16 +18,18 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.aggregation import Aggregation
 from penstock.trainer.algorithm.chosen_parts import (
     BY_KEY,
+    DEFAULT,
     ESTIMATORS,
+    PRESETS,
     ChosenParts,
+    canonical,
     explain,
     option_fields,
     options_of_user_code,
     refuse_idle,
 )
-from penstock.trainer.algorithm.corrections.m2po import m2po
 from penstock.trainer.algorithm.parts import Options, Part
-from penstock.trainer.algorithm.presets import DEFAULT, PRESETS, canonical
+from penstock.trainer.algorithm.settings_checks import check_passes, check_teacher, refuse_parts_that_disagree
 
 DistillForm = Literal["reverse", "forward"]
 RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]
@@ -299,19 +301,19 @@ class AlgorithmSettings(_AllSettings):
                 self.options_of(part.value)
             except ValidationError as err:
                 raise ValueError(explain(err, "algorithm")) from None
-        self._refuse_parts_that_disagree()
+        refuse_parts_that_disagree(self)
         if self.retrained_interval > 1 and self.max_trained_count == 1:
             raise ValueError(
                 f"algorithm.retrained_interval = {self.retrained_interval} does nothing while "
                 "algorithm.max_trained_count = 1; set that too"
             )
-        self._check_passes()
+        check_passes(self)
         if self.kl_unbiased and self.kl_form == "full":
             raise ValueError(
                 "algorithm.kl_unbiased weighs an estimate by its token's ratio, and algorithm.kl_form = full sums over all "
                 "tokens: leave one of them out"
             )
-        self._check_teacher()
+        check_teacher(self)
         if self.kl_target is not None and self.kl_coefficient and self.reward_kl_coefficient:
             raise ValueError(
                 "algorithm.kl_target steers one coefficient, and both algorithm.kl_coefficient and "
@@ -319,90 +321,15 @@ class AlgorithmSettings(_AllSettings):
             )
         return self
 
-    def _check_teacher(self) -> None:
-        if self.distill_clip is not None and self.distill_form == "forward":
-            raise ValueError(
-                "algorithm.distill_clip bounds an advantage, and algorithm.distill_form = forward adds none; leave it out"
-            )
-        if self.advantage == "zero":
-            if not self.distill_coefficient:
-                raise ValueError(
-                    "algorithm.advantage = zero learns nothing from rewards; set algorithm.distill_coefficient and [teacher], or "
-                    "another algorithm.advantage"
-                )
-            if self.dynamic_sampling or any(one.value.reads_advantage for one in self.parts.filters):
-                raise ValueError(
-                    "algorithm.advantage = zero with algorithm.dynamic_sampling or a filter of advantages would leave out every "
-                    "group; turn it off"
-                )
-        if self.reference_device == "remote":
-            for key in ("kl_form", "reward_kl_form"):
-                if self.needs_reference and getattr(self, key) == "full":
-                    raise ValueError(
-                        f"algorithm.{key} = full needs whole distributions, of which a remote reference sends none; set another form"
-                    )
-            if self.reference_path is not None:
-                raise ValueError(
-                    "algorithm.reference_path loads a model, and algorithm.reference_device = remote loads none; leave one out"
-                )
-
-    def _check_passes(self) -> None:
-        if self.stop_kl is not None and self.epochs == 1:
-            raise ValueError(
-                f"algorithm.stop_kl = {self.stop_kl} does nothing with algorithm.epochs = 1: it leaves out further passes over "
-                "a batch; raise algorithm.epochs, or remove algorithm.stop_kl"
-            )
-        if self.many_updates and not self.parts.loss.value.uses_ratio:
-            key, value = ("epochs", self.epochs) if self.epochs > 1 else ("minibatches", self.minibatches)
-            raise ValueError(
-                f"algorithm.{key} = {value} with algorithm.loss = {self.loss}, which has no ratio: after the first optimizer "
-                "step on a batch its gradient would be that of another policy than the one that sampled, and nothing would "
-                f'limit it; set algorithm.loss = "ppo_clip", or algorithm.{key} = 1'
-            )
-
-    def _refuse_parts_that_disagree(self) -> None:
-        parts = self.parts
-        for one in parts.filters:
-            if self.has_critic and one.value.reads_advantage:
-                raise ValueError(
-                    f"algorithm.{one.value.switch or 'filters'} reads the advantage of a whole trajectory, and with "
-                    f"algorithm.advantage = {self.advantage} every token has its own; leave it off, or choose another "
-                    "algorithm.advantage"
-                )
-        if self.options_of(m2po).m2po_form == "clip" and self.loss != "ppo_clip":
-            raise ValueError(
-                f"algorithm.m2po_form = clip sets the clip of ppo_clip, and algorithm.loss = {self.loss} has another; "
-                'set algorithm.loss = "ppo_clip", or algorithm.m2po_form = "mask"'
-            )
-        shaping = [key for key in ("reward_norm", "reward_scaling") if getattr(self, key) != "none"]
-        if parts.estimator.value.by_turn and shaping:
-            raise ValueError(
-                f"algorithm.{shaping[0]} changes the rewards of whole episodes, and algorithm.advantage = {self.advantage} "
-                "adds up those of their turns; leave it off, or choose another algorithm.advantage"
-            )
-        for one in parts.corrections:
-            if one.value.repeats_ratio and parts.loss.value.uses_ratio and not self.uses_proximal:
-                switch = one.value.switch
-                key = (
-                    f"{switch} = {getattr(self, switch)}" if switch and not one.digest else f"corrections = {one.name}"
-                )
-                raise ValueError(
-                    f"algorithm.{key} would weigh the ratio of {self.loss} twice: against the "
-                    'sampler the loss holds the weight already; set algorithm.ratio_anchor = "proximal", or '
-                    'algorithm.loss = "reinforce"'
-                )
-
     @property
     def parts(self) -> ChosenParts:
         return ChosenParts.of(self.__dict__)
 
     @property
     def extension_digests(self) -> dict[str, str]:
-        """Digest of the source of every part that is user code, by kind and name; a run records it."""
         return self.parts.digests
 
     def options_of(self, part: Part[OptionsT]) -> OptionsT:
-        """Return the options of a part; raises ValidationError when they contradict one another."""
         keys = type(self).model_fields
         return part.options.model_validate(
             {
@@ -428,7 +355,6 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def has_critic(self) -> bool:
-        """Whether advantages come from a critic, by token."""
         return ESTIMATORS.find(self.advantage).value.has_critic
 
     @property
@@ -437,7 +363,6 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether rollout workers ask the model of [teacher] about every group."""
         return self.distill_coefficient > 0.0 or (self.needs_reference and self.reference_device == "remote")
 
     @property
@@ -447,9 +372,7 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def many_updates(self) -> bool:
-        """Whether a batch may have several optimizer steps."""
         return self.epochs * self.minibatches > 1
 
     def origin_of(self, field: str) -> str:
-        """Return who chose a value that no source gave: the preset, or the default."""
         return f"preset {self.name}" if field in PRESETS[self.name] else "default"

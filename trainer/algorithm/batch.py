@@ -3,19 +3,26 @@
 Rank 0 plans which rows go into which micro-batch of which rank (`plan_micro_batches`), every rank builds its own
 (`build`). A micro-batch is one stream of tokens without padding; a prefix that several of its rows have in common is in
 the stream once (`packed_rows`). The log-probabilities and gradients are those of every row alone.
+
+The tokens of all images have the same id, so a prefix with another picture would look the same. For packing, every token of an image
+is therefore given a number of its own below 0, which says which part of which image of the micro-batch it is. So rows share an
+image of a common prefix, an image is computed once however often it occurs, and a token is found by its place, never by its id.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.protocol.groups import ImageRef, RowImages
+from penstock.protocol.images.processor import rope_positions
 from penstock.protocol.token_annotations import TeacherRow
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.packed_rows import (
@@ -23,21 +30,105 @@ from penstock.trainer.algorithm.packed_rows import (
     Layout,
     PackedRows,
     Prefixes,
+    Tokens,
     balanced,
     common_prefixes,
     pack,
     padded_bins,
     units_of,
 )
-from penstock.trainer.algorithm.stream_images import (
-    PlacedImages,
-    StreamImages,
-    in_stream,
-    number_parts,
-    restored,
-    stream_positions,
-)
 from penstock.trainer.errors import BatchDoesNotFit
+
+
+class PlacedImages(NamedTuple):
+    run_id: str
+    images: RowImages
+
+
+class StoredImage(NamedTuple):
+    run_id: str
+    ref: ImageRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageParts:
+    images: tuple[StoredImage, ...]
+    rows: list[Tokens]  # of each row, its tokens with ``-1 - part`` for each token of an image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamImages:
+    """The images of a micro-batch: P patches of all, M tokens of the stream that show one of their parts."""
+
+    images: tuple[StoredImage, ...]  # each once
+    grid_thw: Tensor  # [images, 3] int64
+    places: Tensor  # [M] int64, in the stream
+    parts: Tensor  # [M] int64, which of all parts of all images, in their order
+    read: Callable[[StoredImage], npt.NDArray[np.float32]] | None = None  # the patches of one
+
+    def pixel_values(self) -> Tensor:
+        if self.read is None:
+            raise ValueError("internal error, please report: images of a micro-batch without their pixel values")
+        return torch.from_numpy(np.concatenate([self.read(image) for image in self.images]))
+
+    def to(self, device: torch.device) -> StreamImages:
+        """Move the indices to a device; patches are computed when they are asked for."""
+        return replace(
+            self, grid_thw=self.grid_thw.to(device), places=self.places.to(device), parts=self.parts.to(device)
+        )
+
+
+def number_parts(rows: Sequence[Tokens], images: Sequence[PlacedImages | None]) -> ImageParts:
+    first: dict[tuple[str, tuple[int, int, int], int], int] = {}
+    found: list[StoredImage] = []
+    size = 0
+    numbered = []
+    for tokens, placed in zip(rows, images, strict=True):
+        if placed is None:
+            numbered.append(tokens)
+            continue
+        copied = tokens.copy()
+        for ref in placed.images.refs:
+            key = ref.sha256, ref.grid_thw, ref.num_tokens
+            if key not in first:
+                first[key] = size
+                found.append(StoredImage(placed.run_id, ref))
+                size += ref.num_tokens
+            copied[ref.position : ref.end] = -1 - first[key] - np.arange(ref.num_tokens)
+        numbered.append(copied)
+    return ImageParts(tuple(found), numbered)
+
+
+def restored(packed: PackedRows, rows: Sequence[Tokens]) -> PackedRows:
+    token_ids = packed.token_ids.copy()
+    for tokens, where in zip(rows, packed.positions, strict=True):
+        token_ids[where] = tokens[: len(where)]
+    return replace(packed, token_ids=token_ids)
+
+
+def in_stream(parts: ImageParts, packed: PackedRows) -> StreamImages | None:
+    if not parts.images:
+        return None
+    places = np.flatnonzero(packed.token_ids < 0)
+    return StreamImages(
+        parts.images,
+        torch.tensor([image.ref.grid_thw for image in parts.images], dtype=torch.int64),
+        torch.from_numpy(places),
+        torch.from_numpy(-1 - packed.token_ids[places]),
+    )
+
+
+def stream_positions(packed: PackedRows, images: Sequence[PlacedImages | None]) -> npt.NDArray[np.int64]:
+    """Return the positions of a stream's tokens for rotary embeddings, [3, T]: for every row those that it has alone."""
+    found = np.zeros((3, len(packed.token_ids)), dtype=np.int64)
+    for where, placed in zip(packed.positions, images, strict=True):
+        row = None if placed is None else placed.images
+        found[:, where] = rope_positions(len(where), row, 1 if row is None else merge_size(row.refs[0]))
+    return found
+
+
+def merge_size(ref: ImageRef) -> int:
+    return math.isqrt(ref.num_patches // ref.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +180,10 @@ class MicroBatch:
 
     @property
     def sequences(self) -> Sequences:
-        """Which token belongs to which trajectory."""
         return Sequences(self.sequence, self.num_sequences)
 
     @property
     def turns(self) -> Sequences:
-        """Which token belongs to which turn; a turn is in one trajectory."""
         return self.sequences if self.turn is None else Sequences(self.turn, self.num_turns)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -114,7 +203,6 @@ def prefixes_of(
     experts: Sequence[Experts | None] = (),
     images: Sequence[PlacedImages | None] | None = None,
 ) -> Prefixes:
-    """Return the prefixes that rows share, for `plan_micro_batches`; ``experts`` and ``images`` as in `Row`."""
     starts = [first_sampled(mask) for mask in loss_masks]
     rows = token_ids if images is None else number_parts(token_ids, images).rows
     return common_prefixes([tokens[:-1] for tokens in rows], starts, of_all_rows(experts))
@@ -170,12 +258,7 @@ def plan_micro_batches(
 
 
 def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBatch:
-    """Build the tensors of one micro-batch; without rows it contributes nothing to the gradient.
-
-    Args:
-        rows: The rows.
-        prompts: Tokens of each row's prompt, which rows share whole; None: those before its first sampled token.
-    """
+    """Build a micro-batch; ``prompts`` are tokens that rows share whole, None: those before the first sampled token."""
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
     experts = of_all_rows([row.experts for row in rows])
     starts = [first_sampled(row.loss_mask) for row in rows] if prompts is None else prompts
@@ -191,11 +274,9 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
     counts = [len(where) for where in sampled]
 
     def each(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Give every sampled token the value of its trajectory."""
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(dtype)
 
     def taken(values: Callable[[Row], npt.NDArray[Any]], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Give every sampled token its own value of an array over the trajectory."""
         return _flat([values(row)[where] for row, where in zip(rows, sampled, strict=True)], dtype)
 
     num_turns = [max(1, len(row.turns)) for row in rows]
@@ -241,7 +322,6 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
 
 
 def _of_stream(experts: Sequence[Experts], packed: PackedRows) -> Tensor:
-    """Give every token of a stream its experts; rows that share a token have the same there."""
     found = np.zeros((len(packed.token_ids), *experts[0].shape[1:]), experts[0].dtype)
     for one, where in zip(experts, packed.positions, strict=True):
         found[where] = one
@@ -249,7 +329,6 @@ def _of_stream(experts: Sequence[Experts], packed: PackedRows) -> Tensor:
 
 
 def _of_teachers(found: Sequence[TeacherRow | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return what a teacher says about all rows; nothing unless it says something about each."""
     rows = [row for row in found if row is not None]
     if not rows or len(rows) < len(found) or len({row.top_ids.shape[1] for row in rows}) > 1:
         return None, None, None

@@ -1,4 +1,10 @@
-"""The parts of an algorithm: registries, those that a configuration chooses, and settings that would do nothing; imports no torch."""
+"""The parts of an algorithm: registries, presets, those that a configuration chooses, and settings that would do nothing; imports no torch.
+
+A preset says what its name sets, what it is called elsewhere, and what is not offered, with the reason. It sets
+only what makes the algorithm; everything else keeps its default, and every part of a preset can be overridden. A preset
+that belongs to one part is in that part's file; those here combine parts. docs/algorithms.md has formulas, sources and
+differences from the papers.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +42,115 @@ CORRECTIONS: Final[Registry[Correction[Any]]] = Registry(
 )
 ALL: Final[tuple[Registry[Any], ...]] = (LOSSES, ESTIMATORS, FILTERS, GROUP_FILTERS, CORRECTIONS)
 
-
 BY_KEY: dict[str, Registry[Any]] = {
     "loss": LOSSES, "advantage": ESTIMATORS, "filters": FILTERS, "group_filters": GROUP_FILTERS,
     "corrections": CORRECTIONS,
 }  # fmt: skip
+
+
+DEFAULT = "async_grpo"
+
+COMBINED: dict[str, dict[str, Any]] = {
+    "async_grpo": {
+        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean",
+        "dual_clip": 1.2, "stale_negative_weight": 0.5, "ess_level": "token",
+    },
+    "dr_grpo": {
+        "advantage": "grpo", "normalise_by_std": False, "loss": "ppo_clip", "aggregation": "seq-mean-token-sum-norm",
+    },
+    "dapo": {
+        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28,
+        "aggregation": "token-mean", "dynamic_sampling": True, "overlong_buffer": 0.2,
+    },
+    "on_policy_distillation": {
+        "advantage": "zero", "loss": "cispo", "weight_cap": 4.0, "aggregation": "token-mean", "distill_coefficient": 1.0,
+    },
+    "gkd": {
+        "advantage": "zero", "loss": "reinforce", "aggregation": "token-mean", "distill_coefficient": 1.0,
+        "distill_form": "forward",
+    },
+    "raft": {
+        "advantage": "reinforce", "loss": "reinforce", "skip_non_positive_advantage": True, "aggregation": "token-mean",
+    },
+}  # fmt: skip
+
+ALIASES: dict[str, str] = {
+    "drgrpo": "dr_grpo",
+    "reinforce++": "reinforce_pp",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "reinforce++_baseline": "reinforce_pp_baseline",
+    "grpo_passk": "pass_at_k",
+    "passk": "pass_at_k",
+    "geo_mean": "gmpo",
+    "tpro": "topr",
+    "gppo": "ce_gppo",
+    "dppo_tv": "dppo",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+    "vanilla": "grpo",
+    "gae": "ppo",
+    "critic": "ppo",
+    "direct_double_sided": "double_sided",
+    "glm_5": "double_sided",
+    "off_policy_sequence_masking": "opsm",
+    "rejection_sampling": "raft",
+    "sft_on_positives": "raft",
+    "opd": "on_policy_distillation",
+    "distillation": "on_policy_distillation",
+    "generalized_knowledge_distillation": "gkd",
+}
+
+REFUSED: dict[str, str] = {
+    "crossentropy": "supervised fine-tuning is `penstock sft`",
+    "sft": "supervised fine-tuning is `penstock sft`",
+    "dpo": "training on given answers is `penstock dpo`, with dpo.loss",
+    "kto": "training on given answers is `penstock dpo`, with dpo.loss",
+    "orpo": "training on given answers is `penstock dpo`, with dpo.loss",
+}
+
+
+# What a setting that belongs to no part does nothing without: any one of these must be on.
+_SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("overlong_buffer",): ("overlong_factor",),
+    ("efficiency_spread", "efficiency_failure_spread"): ("efficiency_success",),
+    ("reward_norm",): ("reward_shift", "reward_scale", "asym_clip"),
+    ("ess_level",): ("ess_power", "ess_floor"),
+    ("kl_coefficient",): ("kl_form", "kl_unbiased"),
+    ("reward_kl_coefficient",): ("reward_kl_form",),
+    ("kl_coefficient", "reward_kl_coefficient"): ("kl_target",),
+    ("kl_coefficient", "reward_kl_coefficient", "dpo_coefficient"): ("reference_path", "reference_device"),
+    ("kl_target",): ("kl_horizon",),
+    ("distill_coefficient",): ("distill_form", "distill_clip"),
+}
+_OFF = (None, 0.0, "none", "off")
+
+
+def _presets() -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = dict(COMBINED)
+    for registry in ALL:
+        for part in registry.built_in.values():
+            for name, values in part.presets.items():
+                if name in found:
+                    raise TypeError(f"two presets are named {name!r}; rename the one of {registry.kind} {part.name}")
+                found[name] = values
+    return dict(sorted(found.items()))
+
+
+PRESETS: dict[str, Mapping[str, Any]] = _presets()
+
+
+def canonical(name: str) -> str:
+    """Return the preset that a name means in any project's spelling; raises ValueError with the reason or the list."""
+    plain = name.lower().replace("-", "_").replace(" ", "_").replace(".", "")
+    plain = ALIASES.get(plain, plain)
+    if plain in PRESETS:
+        return plain
+    if plain in REFUSED:
+        raise ValueError(f"{name!r} is not offered: {REFUSED[plain]}")
+    near = difflib.get_close_matches(plain, [*PRESETS, *ALIASES], n=1)
+    hint = f"did you mean {ALIASES.get(near[0], near[0])}? " if near else ""
+    raise ValueError(f"unknown algorithm {name!r}; {hint}known are {', '.join(sorted(PRESETS))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +163,6 @@ class ChosenParts:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ChosenParts:
-        """Find the parts by the values of [algorithm]; raises ConfigError for an unknown part."""
         return cls(
             LOSSES.find(values["loss"]),
             ESTIMATORS.find(values["advantage"]),
@@ -71,7 +180,6 @@ class ChosenParts:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digest of the source of every part that is user code, by kind and name."""
         kinds = {
             Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, GroupFilter: GROUP_FILTERS, Correction: CORRECTIONS,
         }  # fmt: skip
@@ -79,7 +187,6 @@ class ChosenParts:
 
 
 def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iterator[Extension[Any]]:
-    """Yield the built-in parts that are switched on, then those that are named."""
     for name, part in registry.built_in.items():
         if part.switch and values[part.switch] != part.options.model_fields[part.switch].default:
             yield Extension(name, part)
@@ -99,7 +206,6 @@ def option_fields() -> dict[str, FieldInfo]:
 
 
 def is_same_option(one: FieldInfo, other: FieldInfo) -> bool:
-    """Return True if two declarations of an option agree in type, default, bounds and description."""
     return (one.annotation, one.default, one.metadata, one.description) == (
         other.annotation, other.default, other.metadata, other.description,
     )  # fmt: skip
@@ -108,13 +214,8 @@ def is_same_option(one: FieldInfo, other: FieldInfo) -> bool:
 def options_of_user_code(parts: ChosenParts, given: Mapping[str, Any], keys: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return [algorithm.options] with every option of the chosen user code, at its default where none is given.
 
-    Raises ValueError for an option that no chosen part has, for a wrong value, and for an option that has the name of
-    a key of [algorithm] and another declaration.
-
-    Args:
-        parts: The chosen parts.
-        given: The table as the run file has it.
-        keys: The keys of [algorithm]; an option of that name is read from there.
+    Raises ValueError for an option that no chosen part has, for a wrong value, and for an option that has the name of a key of
+    [algorithm] and another declaration.
     """
     filled: dict[str, Any] = {}
     for one in parts:
@@ -146,37 +247,13 @@ def options_of_user_code(parts: ChosenParts, given: Mapping[str, Any], keys: Map
 
 
 def explain(error: ValidationError, table: str) -> str:
-    """Return the first message of a ValidationError with the key that it is about."""
     first = error.errors(include_url=False)[0]
     text = str(first["msg"]).removeprefix("Value error, ").replace("Input should be ", "expected ")
     key = ".".join(map(str, first["loc"]))
     return f"{table}.{key}: {text}" if key else text
 
 
-# What a setting that belongs to no part does nothing without: any one of these must be on.
-_SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("overlong_buffer",): ("overlong_factor",),
-    ("efficiency_spread", "efficiency_failure_spread"): ("efficiency_success",),
-    ("reward_norm",): ("reward_shift", "reward_scale", "asym_clip"),
-    ("ess_level",): ("ess_power", "ess_floor"),
-    ("kl_coefficient",): ("kl_form", "kl_unbiased"),
-    ("reward_kl_coefficient",): ("reward_kl_form",),
-    ("kl_coefficient", "reward_kl_coefficient"): ("kl_target",),
-    ("kl_coefficient", "reward_kl_coefficient", "dpo_coefficient"): ("reference_path", "reference_device"),
-    ("kl_target",): ("kl_horizon",),
-    ("distill_coefficient",): ("distill_form", "distill_clip"),
-}
-_OFF = (None, 0.0, "none", "off")
-
-
 def refuse_idle(changed: frozenset[str], values: Mapping[str, Any], parts: ChosenParts) -> None:
-    """Raise ValueError for a setting that no chosen part reads.
-
-    Args:
-        changed: Keys that were set by hand to something else than their default.
-        values: Every key of [algorithm].
-        parts: The chosen parts.
-    """
     read = parts.option_names
     by_choice: set[str] = set()
     for key, registry, chosen in (("loss", LOSSES, parts.loss), ("advantage", ESTIMATORS, parts.estimator)):

@@ -31,8 +31,6 @@ _STATE_TAG = "algorithm_state.v1"
 
 @dataclass(slots=True)
 class AlgorithmState:
-    """Moments of all rewards so far, and the adapted KL coefficient."""
-
     kl: KlController
     scaling: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_scaling
     norm: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_norm = "running"
@@ -66,7 +64,6 @@ class AlgorithmState:
         return state
 
     def to_document(self) -> dict[str, Any]:
-        """Return the state as plain JSON values; every number is written so that it reads back the same."""
         return {
             "schema_tag": _STATE_TAG,
             "scaling": asdict(self.scaling),
@@ -80,8 +77,6 @@ _ROUNDING = 1e-9  # of the largest advantage of a batch, as for rewards; sums in
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The rewards and lengths of one group."""
-
     rewards: Sequence[float]
     lengths: Sequence[int]  # sampled tokens of each trajectory
     truncated: Sequence[bool]
@@ -92,15 +87,12 @@ class Scored:
 
     @property
     def shaped_together(self) -> tuple[list[float], list[int]]:
-        """Rewards and lengths with the baseline's last, since it is shaped like the others."""
         more = [] if self.baseline is None else [self.baseline]
         return [*self.rewards, *(r for r, _ in more)], [*self.lengths, *(n for _, n in more)]
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Advantage and weight of every trajectory of a batch, in the order of its groups."""
-
     advantages: list[float]
     weights: list[float]  # factor on its tokens' weights; 0: left out, and out of the denominators
     rewards: list[float]  # as shaped
@@ -126,10 +118,6 @@ CreditRule = Callable[[Sequence[Scored]], Credit]
 
 
 def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmState | None = None) -> CreditRule:
-    """Return the rule of an algorithm; ``longest`` is rollout.max_new_tokens.
-
-    Every batch updates ``state``; None: a fresh one.
-    """
     running = AlgorithmState.fresh(settings) if state is None else state
     parts = settings.parts
     estimator = parts.estimator.value
@@ -210,12 +198,10 @@ def turns_of(groups: Sequence[Scored], rewards: Tensor) -> Turns:
 
 
 def turn_lengths(groups: Sequence[Scored]) -> Tensor:
-    """Return the sampled tokens of every turn, [K]."""
     return torch.tensor([turn.end - turn.start for _, turns in _each_turns(groups) for turn in turns])
 
 
 def _each_turns(groups: Sequence[Scored]) -> Iterator[tuple[int, Sequence[Turn]]]:
-    """Yield each trajectory's group number and turns; one that is no episode is one turn."""
     for number, group in enumerate(groups):
         yield from ((number, turns) for turns in group.turns or [(Turn(0, 0, length),) for length in group.lengths])
 
@@ -230,12 +216,10 @@ def _longest_turns(groups: Sequence[Scored], members: Sequence[tuple[list[float]
 
 
 def _num_turns(groups: Sequence[Scored]) -> list[int]:
-    """Return the turns of every trajectory, [B]."""
     return [len(turns) for _, turns in _each_turns(groups)]
 
 
 def _efficiency(settings: AlgorithmSettings, groups: Sequence[Scored], rewards: Tensor, index: Tensor) -> Tensor:
-    """Return what the number of turns adds to each reward, [B] with baselines, which get nothing."""
     found = torch.zeros_like(rewards)
     is_trained = torch.tensor([n < len(g.rewards) for g in groups for n in range(len(g.shaped_together[0]))])
     found[is_trained] = reward_shaping.efficiency(
@@ -250,13 +234,11 @@ def _efficiency(settings: AlgorithmSettings, groups: Sequence[Scored], rewards: 
 
 
 def _split(values: Tensor, turns: Turns) -> list[list[float]]:
-    """Return values [K] by trajectory."""
     sizes = torch.bincount(turns.trajectory).tolist()
     return [part.tolist() for part in values.split(sizes)]
 
 
 def _candidates(groups: Sequence[Scored], found: Tensor, shaped: Tensor, lengths: Tensor) -> list[Candidate]:
-    """Return every trajectory as filters see it; rounding errors of an advantage of 0 are 0 for them."""
     cut = [(truncated, group.source) for group in groups for truncated in group.truncated]
     turns = _num_turns(groups)
     exact = torch.where(found.abs() <= _ROUNDING * found.abs().max(), 0.0, found) if len(found) else found
@@ -274,7 +256,6 @@ def _scaled(settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor)
 def _normalised(
     settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor, groups: Sequence[Scored], index: Tensor
 ) -> Tensor:
-    """Normalise over what `reward_norm` names, and limit the result where `asym_clip` is set."""
     shift, scale = settings.reward_shift, settings.reward_scale
     match settings.reward_norm:
         case "none":

@@ -36,9 +36,6 @@ from penstock.trainer.algorithm.batch import MicroBatch
 
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]  # estimated from the sampled token
 AnyKlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
-KL_ALIASES: dict[str, KlForm] = {
-    "kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "mse+": "k2+", "low_var_kl+": "k3+",
-}  # fmt: skip
 _MAX_K3 = 10.0
 
 
@@ -92,7 +89,6 @@ class KlController:
     horizon: int = 10_000  # samples
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adapt the coefficient to the KL measured on ``num_samples`` samples."""
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * num_samples / self.horizon
@@ -103,8 +99,6 @@ _LEAST_REST = 1e-6  # what float32 leaves of 1 minus a sum of probabilities may 
 
 @dataclass(frozen=True, slots=True)
 class DistillTerm:
-    """The KL to the teacher, as the objective adds it."""
-
     form: DistillForm
     coefficient: float
     clip: float | None = None  # bound of |log T − log π| in an advantage
@@ -120,7 +114,6 @@ class DistillTerm:
 
 
 def of_teacher(batch: MicroBatch) -> Tensor:
-    """Return the teacher's log-probabilities of the sampled tokens, [N]; raises ValueError where there are none."""
     if batch.teacher_logprobs is not None:
         return batch.teacher_logprobs
     if len(batch.targets):
@@ -129,7 +122,6 @@ def of_teacher(batch: MicroBatch) -> Tensor:
 
 
 def top_of_teacher(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the teacher's likeliest tokens and their log-probabilities, both [N, k]; raises ValueError where there are none."""
     if batch.teacher_top_ids is not None and batch.teacher_top_logprobs is not None and batch.teacher_top_ids.shape[1]:
         return batch.teacher_top_ids, batch.teacher_top_logprobs
     if len(batch.targets):
@@ -138,13 +130,7 @@ def top_of_teacher(batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def kl_from_teacher(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
-    """Return KL(teacher ‖ current) where the tokens outside ``top_ids`` are one event, [n] with gradient.
-
-    Args:
-        logits: [n, V] of the current policy.
-        top_ids: [n, k] int64, the teacher's likeliest tokens.
-        top_logprobs: [n, k] the teacher's log-probabilities of them.
-    """
+    """Return KL(teacher ‖ current), [n], of ``top_ids`` [n, k] and one event for all others; ``logits`` [n, V]."""
     mine = logits.log_softmax(-1)
     own = mine.gather(-1, top_ids)
     chances = top_logprobs.exp()

@@ -28,8 +28,6 @@ from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutcomes:
-    """What the loss read and did, token by token, without gradient."""
-
     logprobs: Tensor  # [N] of the policy before the optimizer step
     clipped: Tensor  # [N] bool, as in `LossTerms`
     dual_clipped: Tensor  # [N] bool
@@ -38,11 +36,6 @@ class TokenOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The loss of one micro-batch, already divided by the whole batch's denominators.
-
-    ``sums`` add up over micro-batches and ranks; ``maxima`` are maximised over them.
-    """
-
     loss: Tensor  # scalar with gradient
     sums: Mapping[str, Tensor | float]
     maxima: Mapping[str, Tensor | float]
@@ -53,9 +46,7 @@ class Objective(Protocol):
     """The function that a policy minimises, with what the policy must compute for it."""
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether ``entropies`` come with the log-probabilities."""
-        ...
+    def needs_entropy(self) -> bool: ...
 
     @property
     def needs_full_kl(self) -> bool:
@@ -71,15 +62,11 @@ class Objective(Protocol):
         """Return the loss of a micro-batch from log-probabilities, and the ``scores`` that it needs, all [N] with gradient."""
         ...
 
-    def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return the factor on the step's learning rate, from the sums of the whole batch."""
-        ...
+    def lr_factor(self, sums: Mapping[str, float]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class KlTerm:
-    """The KL to the reference policy inside the loss."""
-
     form: AnyKlForm
     coefficient: float
     unbiased: bool = False  # weigh by the ratio, for stale samples
@@ -87,8 +74,6 @@ class KlTerm:
 
 @dataclass(frozen=True, slots=True)
 class EssRule:
-    """The learning rate of a step, scaled by the batch's effective sample size (arXiv 2602.17616)."""
-
     level: Level = "root"
     power: float = 0.5
     floor: float = 0.0
@@ -127,36 +112,29 @@ class PolicyGradient:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether micro-batches must carry recomputed log-probabilities."""
         return self.anchor == "proximal" or self.many_updates
 
     @property
     def needs_reference(self) -> bool:
-        """Whether micro-batches must carry the reference policy's log-probabilities."""
         return self.kl is not None and self.kl.form != "full"
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the policy must compute its KL to the reference over the whole vocabulary, with a gradient."""
         return self.kl is not None and self.kl.form == "full"
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether micro-batches must carry a teacher's log-probabilities."""
         return self.distill is not None
 
     @property
     def needs_teacher_kl(self) -> bool:
-        """Whether the policy must compute its KL from the teacher over the teacher's likeliest tokens, with a gradient."""
         return self.distill is not None and self.distill.form == "forward"
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the policy must compute entropies with a gradient."""
         return self.entropy_coefficient != 0.0
 
     def with_kl(self, coefficient: float | None) -> PolicyGradient:
-        """Return the objective with another coefficient of its KL term; with None, this objective."""
         if self.kl is None or coefficient is None:
             return self
         return replace(self, kl=replace(self.kl, coefficient=coefficient))
@@ -214,14 +192,12 @@ class PolicyGradient:
         )
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return the factor on the learning rate of this step, from the sums of the whole batch."""
         if self.ess is None or not sums.get("ess_weight_squared"):
             return 1.0
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
         return learning_rate_factor(share, power=self.ess.power, floor=self.ess.floor)
 
     def _options(self, batch: MicroBatch) -> Mapping[str, Any]:
-        """Return the loss's options, with the clip that the batch sets where M2PO clips."""
         if self.m2po_budget is None or self.m2po_form == "mask":
             return self.options
         width = 0.0 if batch.drift_limit is None else batch.drift_limit
@@ -303,8 +279,6 @@ class PlainObjective:
 
 
 class CrossEntropy(PlainObjective):
-    """The objective of supervised fine-tuning: minus the log-probability of the completion's tokens."""
-
     def __init__(self, form: Literal["nll", "dft"] = "nll") -> None:
         """Choose cross-entropy, or `dft`: each token weighed by its own probability, detached (arXiv 2508.05629)."""
         self._form = form
@@ -315,7 +289,6 @@ class CrossEntropy(PlainObjective):
 
 
 def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
-    """Return what the trainer minimises; raises ValueError when two corrections have one name."""
     loss = settings.parts.loss.value
     drift_rule = settings.options_of(m2po)
     return PolicyGradient(

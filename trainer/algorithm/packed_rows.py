@@ -70,7 +70,6 @@ class Layout:
         return mask
 
     def rows(self) -> list[npt.NDArray[np.int64]]:
-        """Return the path to each leaf, as positions in the stream; every token is on at least one."""
         found, path = [], []
         for node in self.nodes:
             while path and path[-1].subtree_end <= node.start:
@@ -205,12 +204,10 @@ class Unit:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of the rows, each shared one counted once."""
         return sum(self.lengths) - sum(self.common)
 
     @cached_property
     def cost(self) -> float:
-        """Computation, in units of a token without its attention."""
         pairs = sum(n * (n + 1) - c * (c + 1) for n, c in zip(self.lengths, self.common, strict=True)) / 2
         return self.num_tokens + self.pair_cost * pairs
 
@@ -223,7 +220,6 @@ class Unit:
         return self.cut(low)
 
     def cut(self, most_tokens: int) -> list[Unit]:
-        """Return pieces of at most so many tokens, as few as possible in this order of the rows."""
         starts, size = [0], 0
         for place, (length, common) in enumerate(zip(self.lengths, self.common, strict=True)):
             size += length - common
@@ -239,8 +235,6 @@ class Unit:
 
 @dataclass(slots=True)
 class Bin:
-    """The units of one micro-batch."""
-
     units: list[Unit] = field(default_factory=list)
     num_tokens: int = 0
     cost: float = 0.0
@@ -330,7 +324,6 @@ def _load(bins: Sequence[Bin]) -> float:
 
 
 def _share(bins: list[Bin], num_ranks: int) -> list[list[Bin]]:
-    """Give each rank equally many bins, the costliest first to the rank with the least cost."""
     per_rank = len(bins) // num_ranks
     plan: list[list[Bin]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]

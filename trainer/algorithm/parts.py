@@ -36,7 +36,6 @@ class Part(Generic[OptionsT_co]):
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # read of built-in parts only
 
     def __post_init__(self) -> None:
-        """Raise TypeError when the options are not documented or are not those of the function."""
         for name, info in self.options.model_fields.items():
             if not info.description or info.default is PydanticUndefined:
                 raise TypeError(f"{self.name}: option {name} needs a default and a description; give Field both")
@@ -59,7 +58,6 @@ class Part(Generic[OptionsT_co]):
 
     @property
     def summary(self) -> str:
-        """First line of the function's docstring."""
         return (inspect.getdoc(self.fn) or "").partition("\n")[0]
 
     def bind(self, **values: Any) -> Callable[..., Any]:

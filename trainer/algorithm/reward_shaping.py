@@ -23,14 +23,11 @@ _FLAT = 1e-12  # a variance below this, relative to the mean square, is rounding
 
 
 def clip_symmetric(values: Tensor, limit: float | None) -> Tensor:
-    """Limit values to [-limit, limit]; None: unchanged."""
     return values if limit is None else values.clamp(-limit, limit)
 
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Mean and variance of everything seen so far (Welford's update over batches)."""
-
     count: float = 0.0
     mean: float = 0.0
     sum_squares: float = 0.0  # of deviations from the mean
@@ -52,20 +49,15 @@ class RunningMoments:
         return variance**0.5 if variance > _FLAT * max(self.mean**2, _EPSILON) else 1.0
 
     def scale(self, values: Tensor, *, centre: bool = False) -> Tensor:
-        """Divide by the standard deviation, after subtracting the mean where ``centre`` is True."""
         return self.normalise(values, shift=centre)
 
     def normalise(self, values: Tensor, *, shift: bool = True, scale: bool = True) -> Tensor:
-        """Subtract the mean (``shift``) and divide by the standard deviation (``scale``)."""
         shifted = values - self.mean if shift else values
         return shifted / self.std if scale else shifted
 
 
 def normalise(rewards: Tensor, groups: Tensor | None = None, *, shift: bool = True, scale: bool = True) -> Tensor:
-    """Subtract the mean and divide by the unbiased standard deviation, over groups or (None) the batch, [B].
-
-    Rewards that do not differ become 0 (with shift) or stay as they are.
-    """
+    """Subtract the mean and divide by the unbiased standard deviation, over groups or (None) the batch, [B]."""
     index = torch.zeros_like(rewards, dtype=torch.int64)
     count = 1
     if groups is not None:
@@ -111,14 +103,7 @@ def whiten(values: Tensor, *, weights: Tensor | None = None, shift: bool = True)
 
 
 def kl_in_reward(scores: Tensor, kl: Tensor, sequences: Sequences, *, coefficient: float) -> Tensor:
-    """Return token rewards: ``-coefficient kl`` at every token, plus the trajectory's score at its last one, [N].
-
-    Args:
-        scores: [S] one per sequence.
-        kl: [N] without gradient, of the policy that sampled (or was recomputed) to the reference.
-        sequences: Which token belongs where.
-        coefficient: beta.
-    """
+    """Return token rewards [N]: ``-coefficient kl``, plus the trajectory's score, [S], at its last one."""
     rewards = -coefficient * kl.detach()
     lengths = torch.bincount(sequences.index, minlength=sequences.count)
     last = sequences.place() == (lengths - 1)[sequences.index]
@@ -170,10 +155,7 @@ def efficiency(
 
 
 def repetition_penalty(token_ids: list[int], *, ngram: int, factor: float) -> float:
-    """Return ``factor`` times the share of n-grams that repeat an earlier one; 0 for an answer shorter than one.
-
-    TRL's `get_repetition_penalty_reward`; a negative factor is a penalty.
-    """
+    """Return ``factor`` times the share of repeated n-grams (TRL's `get_repetition_penalty_reward`)."""
     total = len(token_ids) - ngram + 1
     if total < 1:
         return 0.0
@@ -194,7 +176,6 @@ def length_weights(lengths: Tensor) -> Tensor:
 
 
 def sample_weights(*factors: Tensor) -> Tensor:
-    """Multiply weights and scale them so that they sum to their number, [B]."""
     product = torch.stack(factors).prod(0)
     total = product.sum()
     return product * len(product) / total if float(total) > 0.0 else torch.ones_like(product)

@@ -32,7 +32,6 @@ END = "<!-- end of what is made -->"
 
 
 def with_reference(page: str) -> str:
-    """Return a page with the tables between its two markers renewed; raises ValueError when it has no markers."""
     before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)
     if not (start and end):
@@ -41,7 +40,6 @@ def with_reference(page: str) -> str:
 
 
 def reference() -> str:
-    """Return the tables of losses, estimators, filters, corrections and options."""
     chosen = {
         LOSSES: "loss", ESTIMATORS: "advantage", FILTERS: "filters", GROUP_FILTERS: "group_filters",
         CORRECTIONS: "corrections",

@@ -12,7 +12,6 @@ from penstock.trainer.settings import TrainerSettings
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the settings as TOML with origins, or with ``--json`` as one JSON object; raises ConfigError."""
     files, overrides = split_arguments([argument for argument in arguments if argument != "--json"])
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     as_json = "--json" in arguments

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,17 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
-from penstock.trainer.commands import row_tests
+from penstock.trainer.commands import data_rows
 from penstock.trainer.commands.data_commands import Reading
-from penstock.trainer.commands.data_rows import as_reward_input
-from penstock.trainer.commands.row_tests import TestReport
+from penstock.trainer.commands.data_rows import TestReport, as_reward_input
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
-from penstock.trainer.data.messages import text_of
+from penstock.trainer.data.messages import ImageRows, text_of
 from penstock.trainer.data.pairs import holds_pair, pair_row
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_checks import Problems, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
-from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
 from penstock.trainer.row_format import RowFormat
@@ -63,7 +61,6 @@ class FileReport:
     overlong: str = ""  # the limit of the rows that training would drop
 
     def hints(self) -> list[str]:
-        """Return one line for everything that is lost, or that another setting would read otherwise."""
         return next((notes.hints() for notes in self.notes if notes.num_rows), [])
 
     def to_document(self) -> dict[str, Any]:
@@ -86,17 +83,20 @@ class FileReport:
             "repeated_prompts": self.num_repeated_prompts,
             "bad_rows": self.problems.count,
             "first_bad_rows": self.problems.lines(),
-            "columns": {notes.purpose: _uses_document(notes) for notes in self.notes if notes.num_rows},
+            "columns": {
+                notes.purpose: {use.replace(" ", "_"): notes.columns(use) for use in notes.uses}
+                for notes in self.notes
+                if notes.num_rows
+            },
             "hints": self.hints(),
             "suggested_map": self.suggested_map or next((n.suggested_map for n in self.notes if n.num_rows), {}),
             "context_tokens": self.context_tokens,
             "overlong": self.num_overlong,
-            **({} if self.tests is None else {"tests": _tests_document(self.tests)}),
+            **({} if self.tests is None else {"tests": self.tests.to_document()}),
         }
 
 
 def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_tests: bool) -> int:
-    """Check files and print a report; returns 1 if a row is bad. Raises PenstockError."""
     mapping = {column: name for column, _, name in (pair.partition("=") for pair in reading.map)}
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):
@@ -163,16 +163,9 @@ def check_file(
     has_pairs: bool = False,
     images: ImageRows | None = None,
 ) -> FileReport:
-    """Read every row of a file as training does, and return the report.
+    """Read every row of a file, or the first ``most``, as training does; an unreadable file is one bad row.
 
-    Args:
-        path: The file; an unreadable one is one bad row.
-        data: Format and column names to use.
-        tokenizer: Counts tokens through the chat template; None counts characters.
-        max_new_tokens: Tokens of a completion, which have to fit into the model's context after every prompt.
-        most: Rows to read; None reads all.
-        has_pairs: Rows with two answers are read as pairs (algorithm.dpo_coefficient).
-        images: Reads those of rows for the tokenizer's model; None does not look at them.
+    Without a tokenizer lengths are characters; ``images`` reads those of rows, None does not look at them.
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
     report.context_tokens = tokenizer.context_tokens if tokenizer else None
@@ -191,17 +184,15 @@ def check_file(
             if not _check_row(rows, number, data, tokenizer, images, report, seen):
                 continue
             if limit is not None:
-                _check_length(rows.place(number), report, data, tokenizer, limit)
+                _check_length(rows.place(number), report, data, limit)
         except MalformedData as err:
             report.problems.add(rows.place(number), str(err))
     return report
 
 
-def _check_length(
-    place: str, report: FileReport, data: DataSettings, tokenizer: ChatTokenizer | None, limit: int
-) -> None:
+def _check_length(place: str, report: FileReport, data: DataSettings, limit: int) -> None:
     """Count a prompt that training would drop; one that no setting makes fit into the model's context is a bad row."""
-    length, context = report.prompt_lengths[-1], tokenizer.context_tokens if tokenizer else None
+    length, context = report.prompt_lengths[-1], report.context_tokens
     if context is not None and length >= context:
         raise MalformedData(f"{length} tokens, and the model's context has {context}; shorten the prompt")
     if length > limit:
@@ -213,17 +204,12 @@ def _check_length(
 
 
 def _run_tests(report: FileReport) -> None:
-    """Run the test programs of a file's rows; a row whose tests prove nothing is a bad row."""
     if report.rows_with_tests:
-        tests = row_tests.check(report.rows_with_tests)
+        tests = data_rows.check_tests(report.rows_with_tests)
         if tests.num_checked or tests.not_run:
             report.tests = tests
         for place, problem in tests.problems:
             report.problems.add(place, problem)
-
-
-def _tests_document(tests: TestReport) -> dict[str, Any]:
-    return {"checked": tests.num_checked, "bad": len(tests.problems), "not_run": tests.not_run}
 
 
 def _check_row(
@@ -235,7 +221,6 @@ def _check_row(
     report: FileReport,
     seen: set[int],
 ) -> bool:
-    """Count a row; return False for a pair, which is no prompt."""
     row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
     if report.num_pairs is not None and holds_pair(row):
         pair_row(row, data)
@@ -247,7 +232,6 @@ def _check_row(
         report.suggested_map = report.suggested_map or suggest(row)
         raise
     prompt, turns = _read(row, form, data, rows.place(number), report)
-    lengths = _completion_lengths(turns, tokenizer)
     text = _prompt_text(prompt, turns, tokenizer)
     is_plain = prompt is not None and prompt.is_plain
     if tokenizer is None:
@@ -262,7 +246,10 @@ def _check_row(
             notes.add(row, form, read, data, text if tokenizer and read is prompt else None)
             if tokenizer is not None:
                 notes.add_text(text, tokenizer)
-    report.completion_lengths += lengths
+    report.completion_lengths += [
+        len(tokenizer.encode(completion)) if tokenizer else len(completion)
+        for completion in [turn.chat[-1]["content"] for turn in turns]
+    ]
     report.formats[form.name] += 1
     report.num_sft += bool(turns)
     shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
@@ -272,7 +259,7 @@ def _check_row(
         report.num_grpo += 1
         report.data_sources[prompt.data_source] += 1
         report.num_ground_truths[prompt.data_source] += prompt.ground_truth is not None
-        if row_tests.may_hold_tests(prompt.ground_truth, prompt.extra_info):
+        if data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info):
             report.rows_with_tests.append(as_reward_input(rows.place(number), prompt))
     return True
 
@@ -280,9 +267,7 @@ def _check_row(
 def _read(
     row: Row, form: RowFormat, data: DataSettings, place: str, report: FileReport
 ) -> tuple[PromptRow | None, list[TurnRow]]:
-    """Return a row as a prompt and as what SFT imitates, which reads no images; raises MalformedData if it is neither."""
-    problem: MalformedData | None = None
-    prompt = None
+    prompt, problem = None, None
     try:
         prompt = prompt_row(row, data)
     except MalformedData as err:
@@ -305,13 +290,7 @@ def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: 
     return "\n".join(text_of(message["content"]) for message in chat)
 
 
-def _completion_lengths(turns: Iterable[TurnRow], tokenizer: ChatTokenizer | None) -> list[int]:
-    texts = [turn.chat[-1]["content"] for turn in turns]
-    return [len(tokenizer.encode(text)) if tokenizer else len(text) for text in texts]
-
-
 def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
-    """Return min, mean, median, 95th percentile and max; None if there are no lengths."""
     if not lengths:
         return None
     values = np.asarray(lengths)
@@ -346,10 +325,6 @@ def describe(report: FileReport) -> str:
     lines.append(_line("bad rows", str(report.problems.count) if report.problems.count else "none"))
     lines += [f"    {text}" for text in report.problems.lines()]
     return "\n".join(lines) + "\n"
-
-
-def _uses_document(notes: FileNotes) -> dict[str, list[str]]:
-    return {use.replace(" ", "_"): notes.columns(use) for use in notes.uses}
 
 
 def _trainable(report: FileReport) -> str:

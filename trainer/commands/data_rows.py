@@ -1,6 +1,8 @@
 """`python -m penstock.trainer data-rows FILE | --run-file RUN.TOML`: rows as the input of a reward, for `penstock reward test`.
 
 One JSON object each.
+
+The test programs of rows run in the reward service's sandbox, as its reward `code` would run them.
 """
 
 from __future__ import annotations
@@ -8,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,46 @@ from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS
 from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
+_COMMAND = [sys.executable, "-P", "-m", "penstock.reward_service", "check-tests"]
+_START_S, _ROW_S = 120.0, 60.0
+_MARKS = ("assert", "def test", "def check", "inputs", "test_list")
+
+
+@dataclass(slots=True)
+class TestReport:
+    num_checked: int = 0
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    not_run: str = ""
+
+    def to_document(self) -> dict[str, Any]:
+        return {"checked": self.num_checked, "bad": len(self.problems), "not_run": self.not_run}
+
+
+def may_hold_tests(ground_truth: str | None, extra_info: str) -> bool:
+    return any(mark in text for text in (ground_truth or "", extra_info) for mark in _MARKS)
+
+
+def check_tests(rows: Sequence[dict[str, Any]]) -> TestReport:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    try:
+        done = subprocess.run(
+            _COMMAND,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_START_S + _ROW_S * len(rows),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return TestReport(not_run="the sandbox did not finish in time")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    problems = [(row["place"], row["problem"]) for row in found if row["problem"]]
+    last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return TestReport(len(found), problems, last[0] if done.returncode else "")
+
 
 def print_rows(file: Path | None, run_file: Path | None, number: int, row_format: str, pairs: Sequence[str]) -> int:
-    """Print rows spread over the file, or over the files of a run file; ``pairs`` are COLUMN=NAME.
-
-    Raises MalformedData naming file, line and column of a malformed row, and UsageError.
-    """
+    """Print rows spread over the files; raises UsageError, and MalformedData naming file, line and column."""
     mapping = {column: name for column, _, name in (pair.partition("=") for pair in pairs)}
     if unknown := sorted(set(mapping) - set(COLUMNS)):
         raise UsageError(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
@@ -63,7 +101,6 @@ def _print_rows(rows: RowFile, data: DataSettings, most: int, *, has_pairs: bool
 
 
 def _prompts(rows: RowFile, data: DataSettings) -> list[int]:
-    """Return the numbers of the rows that a reward scores: all but pairs of answers."""
     found = []
     for number in range(len(rows)):
         try:

@@ -21,10 +21,7 @@ _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
-    """Make the first SIGINT or SIGTERM request a checkpoint and a stop, and the second one stop at once.
-
-    The other ranks ignore both: rank 0 ends them with its last order.
-    """
+    """Make the first SIGINT or SIGTERM to rank 0 request a checkpoint and a stop, and the second one stop at once."""
     received: list[int] = []
 
     def request_stop(number: int, _: object) -> None:
@@ -63,14 +60,6 @@ def start_process() -> None:
 def run_command(
     module: str, commands: Commands, arguments: Sequence[str], run: Callable[[str, Sequence[str]], int]
 ) -> int:
-    """Run one command; return its exit code, 2 for an error that is explained on stderr, 130 after Ctrl-C.
-
-    Args:
-        module: What follows ``python -m``, for the usage.
-        commands: All of them.
-        arguments: The command's name, then its arguments.
-        run: Runs a command by its name, with the arguments after it; imports what the command needs.
-    """
     if not arguments or arguments[0] not in commands:
         sys.stderr.write(_usage(module, commands))
         return USAGE_ERROR

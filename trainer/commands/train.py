@@ -16,10 +16,10 @@ from penstock.protocol.config.run_file import Loaded, config_document, load, spl
 from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.algorithm.settings_checks import summary_line
 from penstock.trainer.commands.run_command import stop_on_signals
+from penstock.trainer.data.data_order import with_steps
 from penstock.trainer.data.inputs import resolve_inputs
-from penstock.trainer.data.run_length import with_steps
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.recovery import resume_checks
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
@@ -88,7 +88,6 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
 
 
 def _is_outage(settings: TrainerSettings) -> bool:
-    """Return True if NATS or the object store does not answer now."""
     try:
         Bus.connect(settings.nats, name="trainer-probe", deadline_s=_PROBE_S).close()
         Blobs(settings.s3).check(settings.run.id, deadline_s=_PROBE_S)

@@ -21,12 +21,11 @@ from penstock.protocol.groups import RewardRequest, RowImages
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.data.file_notes import FileNotes
-from penstock.trainer.data.messages import Chat
+from penstock.trainer.data.messages import Chat, ImageRows
 from penstock.trainer.data.pairs import holds_pair
 from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, rename
 from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
-from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -39,8 +38,6 @@ AUTO_REWARD = "auto"  # the reward service chooses by data_source
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; ``index`` counts the prompts that were kept, in the files' order."""
-
     index: int
     token_ids: tuple[int, ...]
     text: str  # as the template rendered it
@@ -51,8 +48,6 @@ class Prompt:
 
 
 class PromptSet:
-    """Prompts of one or several files, by index; immutable once opened."""
-
     def __init__(
         self,
         files: Sequence[RowFile],
@@ -67,9 +62,7 @@ class PromptSet:
         self._files = files
         self._images = ImageRows(processor)
         self._limit = prompt_limit(data, tokenizer, max_new_tokens)
-        self._data = data
-        self._reward = reward
-        self._skips_pairs = skips_pairs
+        self._data, self._reward, self._skips_pairs = data, reward, skips_pairs
         self._tokenizer = tokenizer
         self._kept: OrderedDict[int, Prompt] = OrderedDict()  # the least recently used first
         self._num_kept_tokens = 0
@@ -233,12 +226,10 @@ class PromptSet:
 
 
 def _short(sha256: bytes) -> int:
-    """Return the first 64 bits of the hash of a row's images; 0 without one."""
     return int.from_bytes(sha256[:8])
 
 
 def _size(prompt: Prompt) -> int:
-    """Return what a kept prompt costs, in tokens of 40 bytes."""
     return len(prompt.token_ids) + sum(len(image.data) for image in prompt.image_files) // 40
 
 
@@ -261,7 +252,6 @@ def prompt_text(row: PromptRow, tokenizer: ChatTokenizer) -> str:
 
 
 def prompt_limit(data: DataSettings, tokenizer: ChatTokenizer, max_new_tokens: int) -> int:
-    """Return the most tokens that a prompt may have; raises MalformedData if the model's context has no room for one."""
     if tokenizer.context_tokens is None:
         return data.max_prompt_tokens
     room = tokenizer.context_tokens - max_new_tokens

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import chat_in_text, texts_of, unread_keys
+from penstock.trainer.data.messages import COLUMN, chat_in_text, images_of, texts_of, unread_keys
 from penstock.trainer.data.read_rows import PromptRow, TurnRow
 from penstock.trainer.data.row_checks import as_setting, suggest
 from penstock.trainer.data.row_files import Row
-from penstock.trainer.data.row_images import COLUMN, images_of
 from penstock.trainer.row_format import RowFormat
 from penstock.trainer.settings import DataSettings
 
@@ -55,8 +54,6 @@ def _truth_column(row: Row, form: RowFormat, answer: str | None, data: DataSetti
 
 @dataclass(slots=True)
 class FileNotes:
-    """Counts of rows of one file, each by what was found in it."""
-
     path: Path
     purpose: Purpose
     num_rows: int = 0
@@ -95,7 +92,6 @@ class FileNotes:
             self.left_out.update({role for role, one in said if one not in text})
 
     def add_text(self, text: str, tokenizer: ChatTokenizer) -> None:
-        """Count the characters of a prompt that its tokens do not have; only texts with new characters are looked at."""
         found = set(text)
         if new := found - self.characters:
             self.lost.update(dict.fromkeys(tokenizer.lost_characters(text) & new, 0))
@@ -103,7 +99,6 @@ class FileNotes:
         self.lost.update(found & self.lost.keys())
 
     def describe(self) -> list[str]:
-        """Return the format, the columns by use, and one line for everything that another setting would read."""
         if not self.formats:
             return self.hints()
         forms = ", ".join(
@@ -135,13 +130,11 @@ class FileNotes:
 
     @property
     def suggested_map(self) -> dict[str, str]:
-        """The column that may hold the ground truth, where none is read as it; empty if none has a likely name."""
         if self.purpose != "grpo" or "ground truth" in self.uses:
             return {}
         return suggest(["prompt", *self.columns("reward only")])
 
     def hints(self) -> list[str]:
-        """Return one line for everything that is lost, or that another setting would read otherwise."""
         return list(self._hints())
 
     def _hints(self) -> Iterator[str]:

@@ -32,8 +32,6 @@ Choose = Callable[[Sequence[str]], list[str]]
 
 
 def download_model(model_id: str, revision: str | None, key: str) -> Path:
-    """Return the folder of a model; raises ConfigError if it cannot be had."""
-
     def choose(names: Sequence[str]) -> list[str]:
         return [name for name in names if "/" not in name and any(fnmatchcase(name, like) for like in _MODEL_FILES)]
 
@@ -42,7 +40,6 @@ def download_model(model_id: str, revision: str | None, key: str) -> Path:
 
 
 def download_data(dataset_id: str, revision: str | None, key: str, choose: Choose) -> list[Path]:
-    """Return the chosen files of a data set; raises ConfigError if they cannot be had."""
     return _download("dataset", dataset_id, revision, key, choose)
 
 
@@ -112,7 +109,6 @@ def _fetch(kind: Kind, repo_id: str, commit: str, name: str) -> Path:
 
 
 def _remember(file: Path, commit: str, revision: str | None) -> None:
-    """Note in the cache which commit a revision was, now that all its files are there: `_cached` looks it up."""
     storage = next(parent for parent in file.parents if parent.name == commit).parent.parent
     reference = storage / "refs" / (revision or "main")
     reference.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +116,6 @@ def _remember(file: Path, commit: str, revision: str | None) -> None:
 
 
 def _cached(kind: Kind, repo_id: str, revision: str | None, key: str, choose: Choose, why: str) -> list[Path]:
-    """Return files of an earlier download; raises ConfigError if there are none."""
     try:
         folder = Path(
             huggingface_hub.snapshot_download(

@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.eval_settings import EvalSettings
-from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.data_settings import EvalSettings, FineTuningSettings
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
 Split = Literal["train", "eval"]
@@ -29,7 +28,6 @@ _OWN_DATA = ("sft", "dpo", "rm")  # sections with rows of their own
 
 
 def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
-    """Return the settings with local paths for model and data; raises ConfigError for what cannot be had."""
     model = settings.model.model_copy(update={"path": model_folder(settings.model.path, "model.path")})
     found = settings.model_copy(update={"model": model})
     if settings.data.from_run is None:
@@ -49,7 +47,6 @@ def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
 
 
 def model_folder(path: Path, key: str) -> Path:
-    """Return a model's folder, which is downloaded if ``path`` is an id on the hub."""
     if path.exists() or (named := _id(path)) is None:
         return path
     from penstock.trainer.data import hub  # noqa: PLC0415  takes a second to import
@@ -58,7 +55,6 @@ def model_folder(path: Path, key: str) -> Path:
 
 
 def data_files(paths: Sequence[Path], key: str, split: Split) -> list[Path]:
-    """Return the data files that paths name: themselves, or those of one split of a folder or of a data set on the hub."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -79,7 +75,6 @@ def data_files(paths: Sequence[Path], key: str, split: Split) -> list[Path]:
 
 
 def choose_files(names: Sequence[str], split: Split, pattern: str | None, where: str) -> list[str]:
-    """Return the data files of one split among the file names of a data set; raises ConfigError if that is not one choice."""
     data = [
         name
         for name in sorted(names)
@@ -120,7 +115,6 @@ def _resolved(data: DataSettings) -> DataSettings:
 
 
 def _with_files(settings: EvalSettings) -> EvalSettings:
-    """Return the evaluation's settings with local paths for the data of its sources."""
     sources = dict(settings.source)
     for name, source in settings.source.items():
         found = data_files(source.files, f"eval.source.{name}.data", "eval")
@@ -130,7 +124,6 @@ def _with_files(settings: EvalSettings) -> EvalSettings:
 
 
 def _id(path: Path) -> re.Match[str] | None:
-    """Return the parts of an id on the hub; None for a path."""
     text = str(path)
     found = _ID.fullmatch(text)
     if found is None or Path(found["id"]).parent.is_dir():

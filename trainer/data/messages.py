@@ -1,22 +1,48 @@
-"""Reads the messages of a chat: roles, texts, and the ways other projects write them; pure.
+"""Reads the messages of a chat, in the ways that other projects write them, and the images of a row; pure.
 
-An invalid value raises MalformedData that begins with its column.
+An invalid value raises MalformedData that begins with its column. Images are in the parts of the messages, or in a column with
+placeholders in the messages:
+
+| written by     | column `images`        | in the messages                                            |
+|----------------|------------------------|------------------------------------------------------------|
+| transformers   | -                      | parts `{"type": "image", "image": …}` (or path, base64)    |
+| OpenAI         | -                      | parts `{"type": "image_url", "image_url": {"url": …}}`     |
+| TRL            | list of images         | parts `{"type": "image"}`                                  |
+| verl           | list of images         | `<image>` in the texts                                     |
+
+An image is bytes, base64, a path below the folder of the data file, or the object with bytes and path that Hugging Face
+datasets store.
+
+`ImageRows` reads their bytes, decoded once within limits, and the tokens that stand for them in the prompt.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from penstock.protocol.images.admission import IMAGE_TYPES
+from penstock.protocol.errors import ImageRefused
+from penstock.protocol.groups import RowImages
+from penstock.protocol.images.admission import IMAGE_TYPES, AdmittedImage, Source, admit, image_bytes, take_images
+from penstock.protocol.images.processor import ImageProcessor, expanded
+from penstock.trainer.data.row_files import Row
 from penstock.trainer.errors import MalformedData
+
+if TYPE_CHECKING:
+    from penstock.trainer.data.read_rows import PromptRow
 
 Chat = tuple[dict[str, Any], ...]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id"})
+
+COLUMN = "images"
+PLACEHOLDER = "<image>"
 
 
 def read_chat(
@@ -38,12 +64,10 @@ def read_chat(
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: of a list of parts, that of all its texts."""
     return "".join(texts_of(content))
 
 
 def texts_of(content: Any) -> list[str]:
-    """Return the texts of a message's content: images may be between them."""
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content if part["type"] == "text"]
@@ -141,5 +165,92 @@ def shown(value: Any) -> str:
 
 
 def refuse(column: str, expected: str, got: str) -> NoReturn:
-    """Raise MalformedData that names the column."""
     raise MalformedData(f"column {column}: {expected}, got {got}")
+
+
+def images_of(row: Row) -> list[Source]:
+    value = row.get(COLUMN)
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def with_images(chat: Chat, given: list[Source]) -> tuple[Chat, tuple[Source, ...]]:
+    """Return a chat whose images are parts ``{"type": "image"}``, and their sources; ``given`` are those of the column.
+
+    Raises MalformedData unless every image has one place, and every place an image.
+    """
+    if given:
+        chat = tuple(_with_parts(message) for message in chat)
+    remaining = iter(given)
+    num_places = 0
+    filled = []
+    for message in chat:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [dict(part) for part in content]
+            for part in content:
+                if part["type"] in IMAGE_TYPES and part.keys() == {"type"}:
+                    num_places += 1
+                    if (source := next(remaining, None)) is not None:
+                        part["image"] = source
+        filled.append({**message, "content": content})
+    if num_places != len(given):
+        refuse(
+            COLUMN,
+            f"expected an image for each of {num_places} places ({PLACEHOLDER} in a text, or a part of type image without one)",
+            f"{len(given)}",
+        )
+    try:
+        bare, sources = take_images(filled)
+    except ImageRefused as err:
+        refuse(COLUMN, "expected images that can be read", str(err))
+    return tuple(bare), tuple(sources)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] != "text" or PLACEHOLDER not in part["text"]:
+            found.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(PLACEHOLDER)):
+            found += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": found if found != parts or isinstance(content, list) else content}
+
+
+class ReadImages(NamedTuple):
+    token_ids: list[int]  # with all tokens of the images
+    places: RowImages | None = None
+    files: tuple[AdmittedImage, ...] = ()  # each once
+    sha256: bytes = b""  # of the images as the row gives them, in order; empty: it has none
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    processor: ImageProcessor | None  # None: the model reads no images
+
+    def read(self, row: PromptRow, token_ids: Sequence[int], folder: Path) -> ReadImages:
+        """Return a prompt's ids with those of all images, where these are, and what they are.
+
+        Raises MalformedData for an image that is refused, a text that holds the placeholder's, a model that reads no images.
+        """
+        if self.processor is None:
+            if row.images:
+                raise MalformedData(
+                    f"column {COLUMN}: {len(row.images)} images, and model.path reads text alone; use a model that reads images, or "
+                    f'set data.ignore = ["{COLUMN}"] where they are in a column of their own'
+                )
+            return ReadImages(list(token_ids))
+        try:
+            given = [image_bytes(source, folder) for source in row.images]
+            admitted = [admit(data) for data in given]
+            ids, images = expanded(token_ids, admitted, self.processor)
+        except ImageRefused as err:
+            raise MalformedData(f"column {COLUMN}: {err}") from None
+        if not given:
+            return ReadImages(ids)
+        digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in given)).digest()
+        return ReadImages(ids, images, tuple({image.sha256: image for image in admitted}.values()), digest)

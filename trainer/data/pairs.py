@@ -41,8 +41,6 @@ _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """Two answers to one prompt, each as the chat that ends with it; of a row with a label only one is there."""
-
     chosen: TurnRow | None
     rejected: TurnRow | None
     margin: float = 0.0  # how much better chosen is
@@ -61,7 +59,6 @@ def holds_pair(row: Row) -> bool:
 
 
 def pair_row(row: Row, data: DataSettings) -> PairRow:
-    """Read a renamed row as a preference; raises MalformedData naming the column."""
     refuse_media(row)
     if "completion" in row and not {"chosen", "rejected"} & row.keys():
         return _labelled(row, data)
@@ -119,7 +116,6 @@ def _hh_chat(text: str, column: str) -> Chat:
 
 
 def _whole(before: Chat | None, chat: Chat, column: str) -> Chat:
-    """Return prompt and answer; an answer that repeats the prompt's messages is not added to them."""
     if before is not None and chat[: len(before)] != before:
         chat = (*before, *chat)
     num_before = len(chat) - 1 if before is None else len(before)
@@ -176,13 +172,10 @@ class Pair:
 
     @property
     def longest(self) -> int:
-        """Tokens of the prompt and the longer answer."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 class PairSet:
-    """Preferences of one or several files, by index."""
-
     def __init__(
         self,
         files: Sequence[RowFile],
@@ -193,10 +186,8 @@ class PairSet:
         takes_one_answer: bool,
         skips_prompts: bool,
     ):
-        """Check and tokenise every row. Called by `open`."""
         self._ends_at = ends
-        self._takes_one_answer = takes_one_answer
-        self._skips_prompts = skips_prompts
+        self._takes_one_answer, self._skips_prompts = takes_one_answer, skips_prompts
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason."""
         self.num_rows = Counter[Path]()

@@ -14,10 +14,19 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
-from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown, text_of
+from penstock.trainer.data.messages import (
+    COLUMN,
+    Chat,
+    chat_in_text,
+    images_of,
+    read_chat,
+    refuse,
+    shown,
+    text_of,
+    with_images,
+)
 from penstock.trainer.data.row_checks import as_setting, is_self_play, refuse_unread, suggest
 from penstock.trainer.data.row_files import Row
-from penstock.trainer.data.row_images import COLUMN, images_of, with_images
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS, RowFormat, detect
 from penstock.trainer.settings import DataSettings
@@ -43,15 +52,12 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
-    """A chat whose last message, of the assistant, is imitated."""
-
     chat: Chat
     is_plain: bool = False  # prompt and answer are the texts of two messages, without the chat template
     tools: tuple[Any, ...] = ()
 
 
 def form_of(row: Row, data: DataSettings) -> RowFormat:
-    """Return the format that a renamed row is read in; raises MalformedData if a required column is missing."""
     if data.format == "auto":
         try:
             return detect(row)
@@ -101,7 +107,6 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
 
 
 def prompt_row(row: Row, data: DataSettings) -> PromptRow:
-    """Read a row as a prompt with its reward; raises MalformedData naming the column."""
     form = form_of(row, data)
     refuse_unread(row, reads_self_play=data.self_play_reward is not None, reads_images=True)
     chat, images = with_images(_prompt_chat(row, form, data, reads_images=True), images_of(row))
@@ -117,7 +122,7 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
         refuse(COLUMN, "expected none beside a plain text prompt", f'{len(images)}; set data.text_prompts = "chat"')
     return PromptRow(
         chat=chat if is_plain else _with_system(chat, row, data),
-        data_source=_data_source(row, form),
+        data_source=_text(row, "data_source" if "data_source" in row else form.data_source, default=""),
         ground_truth=_ground_truth(row, form, answer, data),
         extra_info=_extra_info(row, form),
         is_plain=is_plain,
@@ -129,10 +134,7 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
 
 
 def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
-    """Read a row for imitation: one `TurnRow` for each assistant message, with exactly the chat before it.
-
-    Raises MalformedData naming the column if there is nothing to imitate.
-    """
+    """Read a row for imitation, one `TurnRow` for each assistant message; raises MalformedData if there is none."""
     form = form_of(row, data)
     refuse_unread(row)
     chat = _prompt_chat(row, form, data)
@@ -159,7 +161,6 @@ def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
 
 
 def can_imitate(row: Row, form: RowFormat) -> bool:
-    """Return True if a renamed row has something for SFT to imitate."""
     if form.is_whole_chat:
         messages = row[form.prompt]
         return isinstance(messages, list) and any(
@@ -176,7 +177,6 @@ def _prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images:
 
 
 def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
-    """Return True if the prompt is used as a text, without the chat template; it is refused where that loses something."""
     if data.text_prompts == "chat" or not isinstance(row[form.prompt], str):
         return False
     for other in ("system", "history"):
@@ -210,10 +210,6 @@ def _text(row: Row, column: str, *, default: str) -> str:
     return value if isinstance(value, str) else refuse(column, "expected a text", shown(value))
 
 
-def _data_source(row: Row, form: RowFormat) -> str:
-    return _text(row, "data_source" if "data_source" in row else form.data_source, default="")
-
-
 def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     if "reward_model" in row:
         model = row["reward_model"]
@@ -232,7 +228,6 @@ def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSetti
 
 
 def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
-    """Return the answer that SFT would imitate, as a ground truth."""
     column = None if form.is_whole_chat else form.answer_column(row)
     if column is not None:
         answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]

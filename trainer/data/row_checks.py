@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.trainer.data.messages import COLUMN
 from penstock.trainer.data.row_files import Row, RowFile
-from penstock.trainer.data.row_images import COLUMN
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
@@ -31,7 +31,6 @@ _NAMES: Mapping[str, Sequence[str]] = {  # the likeliest first
 
 
 def suggest(columns: Collection[str]) -> dict[str, str]:
-    """Return the file's column for each of prompt and ground_truth that is missing and has a likely name."""
     found: dict[str, str] = {}
     by_name = {_plain(name): name for name in sorted(columns, reverse=True)}
     for column, names in _NAMES.items():
@@ -41,7 +40,6 @@ def suggest(columns: Collection[str]) -> dict[str, str]:
 
 
 def as_setting(mapping: Mapping[str, str]) -> str:
-    """Return the settings that read the columns, as a run file has them."""
     return " and ".join(f'data.map.{column} = "{name}"' for column, name in mapping.items())
 
 
@@ -55,16 +53,12 @@ _BATCH_ROWS = 512  # rows that are tokenised together
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A row of one of several files."""
-
     place: str
     file_number: int
     row_number: int
 
 
 class Problems:
-    """Collects the problems of rows: each text once, with the first row that has it and how many others."""
-
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, int]] = {}  # by text: the first place, and the number of rows
         self.count = 0
@@ -77,7 +71,6 @@ class Problems:
             self._places[text] = (first, count + 1)
 
     def lines(self) -> list[str]:
-        """Return one line for each text; of many different texts only the first, and the number of the other rows."""
         said = [
             f"{place}: {text}" + (f" (and {count - 1} more rows)" if count > 1 else "")
             for text, (place, count) in self._places.items()
@@ -91,7 +84,6 @@ class Problems:
 
 
 def located(files: Sequence[RowFile], max_samples: int | None) -> Iterator[Located]:
-    """Yield the rows of files in their order, at most ``max_samples``."""
     rows = (
         Located(file.place(number), file_number, number)
         for file_number, file in enumerate(files)
@@ -101,13 +93,11 @@ def located(files: Sequence[RowFile], max_samples: int | None) -> Iterator[Locat
 
 
 def batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
-    """Yield rows in batches, to be tokenised together."""
     while batch := list(islice(rows, _BATCH_ROWS)):
         yield batch
 
 
 def fits(length: int, data: DataSettings, limit: int, place: str, problems: Problems, dropped: Counter[str]) -> bool:
-    """Return True if a row of ``length`` tokens is within the limit; otherwise it is counted, or a problem."""
     if length <= limit:
         return True
     if data.overlong == "error":
@@ -134,7 +124,6 @@ def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: C
 
 
 def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> ChatTokenizer:
-    """Return the tokenizer of ``model.path``; it must have a chat template if the settings render chats with it."""
     data = settings.data
     needs_template = renders_chats and data.text_prompts == "chat"
     return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=needs_template)
@@ -145,12 +134,10 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def is_self_play(row: Row) -> bool:
-    """Return True if the completions of the row's group are to be compared with one another."""
     return row.get("self_play") not in (None, False, "", "false")
 
 
 def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool = False) -> None:
-    """Raise MalformedData naming the column, and the settings that read the row without it."""
     if found := [name for name in _PAIR if _is_given(row.get(name))]:
         raise MalformedData(
             f"column {found[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(found)} to "
@@ -172,7 +159,6 @@ def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool
 
 
 def refuse_media(row: Row, *, reads_images: bool = False) -> None:
-    """Raise MalformedData naming a column of pictures, films or sounds that is not read, and the setting that leaves it out."""
     if found := [name for name in _MEDIA if _is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
         reads = 'images in the column "images" (data.map.images)' if reads_images else "text alone"
         raise MalformedData(

@@ -30,26 +30,17 @@ _MAX_PARQUET_ROWS = 2**26
 
 
 class RowFile(Protocol):
-    """Rows by number, from 0."""
-
     path: Path
     nested_texts: bool  # nested values are JSON texts, as in CSV
 
     def __len__(self) -> int: ...
-    def place(self, number: int) -> str:
-        """Return the position of a row: file and line, or file and row."""
-        ...
+    def place(self, number: int) -> str: ...
 
-    def row(self, number: int) -> Row:
-        """Return one row; raises MalformedData without the position if it is not an object."""
-        ...
+    def row(self, number: int) -> Row: ...
 
 
 def open_rows(path: Path) -> RowFile:
-    """Open a data file in the format of its suffix, or else of its first bytes.
-
-    Raises MalformedData if the file is missing, empty or of an unknown format.
-    """
+    """Open a data file in the format of its suffix, or else of its first bytes; raises MalformedData for any other."""
     try:
         if path.exists() and not path.is_file():  # a pipe has no end, and neither has a device
             raise MalformedData(f"{path}: not a regular file; give a file")
@@ -82,7 +73,6 @@ def open_rows(path: Path) -> RowFile:
 
 
 def fingerprint(paths: Iterator[Path] | list[Path] | tuple[Path, ...]) -> str:
-    """Return the sha256 of the files' contents, by which a resumed run detects changed data."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -242,8 +232,6 @@ class _ParquetRows(_TableRows):
 
 
 class _ArrowRows(_TableRows):
-    """A file of the ``datasets`` library."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         try:

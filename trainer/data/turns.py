@@ -22,8 +22,8 @@ from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.read_rows import TurnRow, form_of, rename, turn_rows
 from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
+from penstock.trainer.data_settings import TurnMasks
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.fine_tuning_settings import TurnMasks
 from penstock.trainer.settings import DataSettings
 
 Part = tuple[str, bool]  # a text, and whether its tokens are trained
@@ -44,12 +44,9 @@ class _Example:
 
 
 class TurnSet:
-    """Answers to imitate of one or several files, by index, as token ids."""
-
     def __init__(
         self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int, mask: TurnMasks
     ):
-        """Check and tokenise every row. Called by `open`."""
         self.dropped: Counter[str] = Counter()
         """Examples left out, by reason."""
         self.num_endless = 0
@@ -74,10 +71,7 @@ class TurnSet:
         max_tokens: int,
         mask: TurnMasks = "turns",
     ) -> TurnSet:
-        """Open and check files; an example has at most ``max_tokens``.
-
-        Raises MalformedData listing the malformed rows, or if no example is left.
-        """
+        """Open files of examples of at most ``max_tokens``; raises MalformedData, also if none is left."""
         return cls([open_rows(path) for path in files], data, tokenizer, max_tokens, mask)
 
     def __len__(self) -> int:

@@ -18,21 +18,18 @@ from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, ScoredGro
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import AUTO_REWARD, Prompt, PromptSet
-from penstock.trainer.eval_settings import EvalSettings
+from penstock.trainer.data_settings import EvalSettings
 
 _ROUNDING = 1e-6  # a reward this far below its threshold reaches it
 
 
 @dataclass(frozen=True, slots=True)
 class SuccessRule:
-    """What counts as correct for one reward."""
-
     reward: str
     threshold: SuccessThreshold  # of the reward, or of each of these parts
 
     @property
     def text(self) -> str:
-        """The rule as people read it, such as ``gsm8k ≥ 1``."""
         if not isinstance(self.threshold, dict):
             return f"{self.reward} ≥ {self.threshold:g}"
         return " and ".join(f"{self.reward}.{part} ≥ {least:g}" for part, least in self.threshold.items())
@@ -42,11 +39,9 @@ class SuccessRule:
         return next((part for part in parts if part not in group.parts), None)
 
     def num_correct(self, group: ScoredGroup) -> int:
-        """Return how many completions of a group are correct; raises KeyError for a missing part."""
         return sum(self.correct(group.rewards, group.parts))
 
     def correct(self, rewards: Sequence[float], parts: Mapping[str, Sequence[float]]) -> tuple[bool, ...]:
-        """Return for every completion whether it is correct; raises KeyError for a missing part."""
         if not isinstance(self.threshold, dict):
             return tuple(reward >= self.threshold - _ROUNDING for reward in rewards)
         columns = [[score >= least - _ROUNDING for score in parts[p]] for p, least in self.threshold.items()]
@@ -60,7 +55,6 @@ class SuccessRules:
 
     @classmethod
     def make(cls, given: Mapping[str, SuccessThreshold], offers: Iterable[RewardsOffered]) -> SuccessRules:
-        """Join what the run file says with what the reward services offer; the run file has precedence."""
         thresholds: dict[str, SuccessThreshold] = {}
         by_source: dict[str, str] = {}
         for offer in offers:
@@ -69,7 +63,6 @@ class SuccessRules:
         return cls({**thresholds, **given}, by_source)
 
     def rule(self, request: RewardRequest) -> SuccessRule | None:
-        """Return the rule for the completions of a prompt; None if nothing says when they are correct."""
         name = request.data_source if request.name == AUTO_REWARD else request.name
         for candidate in (name, self.by_source.get(name, name)):
             if candidate in self.thresholds:
@@ -84,7 +77,6 @@ class Correct:
 
 
 def count_correct(groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None]) -> Correct:
-    """Count the correct completions of every group; ``rules`` are by group id."""
     of_groups = [rules.get(group.generated.group_id) for group in groups]
     known = [rule for rule in of_groups if rule is not None]
     if not known or len(known) < len(of_groups):
@@ -115,7 +107,6 @@ class EvalResult:
 
     @property
     def score(self) -> tuple[str, float]:
-        """What versions are compared by, as people read it, and its value: the accuracy, else the mean reward."""
         return ("mean reward", self.reward_mean) if self.accuracy is None else (self.success, self.accuracy)
 
     def score_by(self, metric: str) -> tuple[str, float] | None:
@@ -149,7 +140,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def summarise(
     groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None], *, step: int, version: int, eval_s: float
 ) -> EvalResult:
-    """Reduce scored groups, one per prompt, to an evaluation's result; pure. ``rules`` are by group id."""
     rewards = [reward for group in groups for reward in group.rewards]
     tokens = [count for group in groups for count in group.generated.completion_tokens]
     finishes = [reason for group in groups for reason in group.generated.finish_reasons]
@@ -174,8 +164,6 @@ def summarise(
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSource:
-    """Held-out prompts that are evaluated together, and how: one source of the run file."""
-
     name: str
     prompts: PromptSet
     settings: EvalSettings  # of this source
@@ -188,8 +176,6 @@ class EvaluatedSource:
 
 @dataclass(slots=True)
 class Evaluation:
-    """An evaluation under way: the groups that it waits for, and those that have arrived."""
-
     version: PolicyVersion
     source: EvaluatedSource
     step: int
@@ -210,12 +196,10 @@ class Evaluation:
 
     @property
     def only_dead_lettered_are_missing(self) -> bool:
-        """Whether every group that has not arrived is named by a dead letter."""
         return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
 
     @property
     def missing(self) -> str:
-        """The groups that have not arrived, as a failure begins with them."""
         return f"evaluation of version {self.version}: {len(self.waiting_for)} of {self.source.num_prompts} groups"
 
     @property
@@ -241,7 +225,6 @@ class NumberedSources:
         return {group_id for name in self.numbers for group_id in self.ids(version, name)}
 
     def by_source(self, ids: Iterable[str]) -> dict[str, set[str]]:
-        """Return group ids by source; those beyond the present prompts with the last source."""
         by_name: dict[str, set[str]] = {}
         for group_id in ids:
             number = index_of(group_id)

@@ -41,13 +41,11 @@ from penstock.trainer.evaluation.eval_result import (
     summarise,
     version_of,
 )
-from penstock.trainer.groups import waiting
-from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
-from penstock.trainer.groups.image_uploads import ImageUploads
-from penstock.trainer.groups.mixture import Mixture
+from penstock.trainer.groups import collect
+from penstock.trainer.groups.dispatch import RunGroups
+from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.run_groups import RunGroups
-from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks, seeded
+from penstock.trainer.groups.task_packs import ImageUploads, Mixture, in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
 
 log = structlog.get_logger("trainer.evaluation.evaluate")
@@ -58,8 +56,6 @@ _UNPUBLISHED_WAIT_S = 0.05  # while a version is being uploaded
 
 
 class Evaluator:
-    """Issues and collects evaluations in a separate thread; use as a context manager."""
-
     def __init__(  # noqa: PLR0913  the parts that it joins
         self,
         connections: Connections,
@@ -110,7 +106,6 @@ class Evaluator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread; unfinished evaluations continue in the next session."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -119,7 +114,6 @@ class Evaluator:
             self._reader.close()
 
     def start(self, version: PolicyVersion, step: int, names: Collection[str] | None = None) -> None:
-        """Start to evaluate a version that was submitted with ``must_publish``, on all sources or those in ``names``."""
         with self._changed:
             in_flight = self._open_groups()
             for source in self._sources.sources:
@@ -173,7 +167,6 @@ class Evaluator:
         self._on_end(LostEvaluation(version, step, reason, name))
 
     def wait_for_all(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until no evaluation is under way, or ``should_stop`` returns True; failures are reported as they happen."""
         with self._changed:
             self._wait_while(lambda: bool(self._open()), should_stop)
 
@@ -184,7 +177,6 @@ class Evaluator:
             self._changed.wait(_FETCH_WAIT_S)
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
         with self._changed:
             open_ids = self._open_groups()
             return [
@@ -200,10 +192,7 @@ class Evaluator:
                 self._held.pop(delivery.sequence, None)
 
     def wait(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until an evaluation has ended, or ``should_stop`` returns True.
-
-        Raises EvaluationFailed when it failed or took too long.
-        """
+        """Wait until an evaluation has ended, or ``should_stop`` returns True; raises EvaluationFailed."""
         with self._changed:
             evaluations = [e for e in self._evaluations.values() if e.version == version]
             self._wait_while(lambda: not all(e.is_closed for e in evaluations), should_stop)
@@ -302,12 +291,10 @@ class Evaluator:
             self._traced.ended(group_id, "evaluated")
 
     def _awaiting(self, group: ScoredGroup) -> Evaluation | None:
-        """Return the evaluation that waits for a group; None if none does."""
         group_id = group.generated.group_id
         return next((e for e in self._open() if group_id in e.waiting_for), None)
 
     def _check(self, message: GroupScored, wanted: Mapping[str, Evaluation]) -> None:
-        """Read the groups that evaluations wait for, and hold them against their tasks."""
         groups = [group for group in message.groups if group.generated.group_id in wanted]
         promises = []
         for group in groups:
@@ -345,7 +332,9 @@ class Evaluator:
     def _finish(self, evaluation: Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
         if not evaluation.is_over and elapsed_s > self._deadline_s:
-            queues = waiting.describe(self._bus, self._run_id)  # without the lock, since the bus's thread needs it
+            queues = collect.describe_queues(
+                self._bus, self._run_id
+            )  # without the lock, since the bus's thread needs it
             evaluation.failure = f"{evaluation.missing} did not arrive within {self._deadline_s:.0f} s. {queues}"
         if not evaluation.is_over and self._is_lost(evaluation):
             group_id = min(evaluation.waiting_for)
@@ -379,7 +368,6 @@ class Evaluator:
             self._changed.notify_all()
 
     def _is_lost(self, evaluation: Evaluation) -> bool:
-        """Whether the groups that have not arrived were dead-lettered, and none of them is on its way."""
         with self._changed:
             silent_s = time.monotonic() - evaluation.changed_at
             if not evaluation.is_issued or not evaluation.only_dead_lettered_are_missing or silent_s < self._silent_s:
@@ -396,7 +384,6 @@ class Evaluator:
                 self._groups.held_out.drop(Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
 
     def _open_groups(self) -> frozenset[str]:
-        """Return the ids that are issued, and neither evaluated nor dropped."""
         with self._groups.lock:
             return frozenset(self._groups.held_out.outstanding())
 

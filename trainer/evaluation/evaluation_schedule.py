@@ -13,7 +13,7 @@ import structlog
 
 from penstock.protocol.facts import KeptVersion
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.eval_settings import DATA_EVAL, BestBy, EvalSettings
+from penstock.trainer.data_settings import DATA_EVAL, BestBy, EvalSettings
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.publishing.weight_gc import KeptVersionsKey
@@ -26,12 +26,8 @@ class EvaluationSchedule:
     def __init__(
         self, evaluator: Evaluator | None, settings: EvalSettings, names: Sequence[str], *, num_steps: int
     ) -> None:
-        """``evaluator`` is None for a run without held-out prompts; ``num_steps`` are those of the whole run.
-
-        ``names`` are the sources that are evaluated, each with its own interval in ``settings``.
-        """
-        self._evaluator = evaluator
-        self._settings = settings
+        """``evaluator`` is None for a run without held-out prompts; ``names`` are the sources that are evaluated."""
+        self._evaluator, self._settings = evaluator, settings
         self._names = tuple(names)
         self._num_steps = num_steps
         self._newest: PolicyVersion | None = None  # started last in this session
@@ -42,15 +38,12 @@ class EvaluationSchedule:
         return self._evaluator is not None
 
     def is_due_at_start(self, step: int) -> bool:
-        """Return True if the weights before the first step are evaluated."""
         return self._evaluator is not None and self._settings.at_start and step == 0
 
     def is_due(self, step: int) -> bool:
-        """Return True if the weights after ``step`` are evaluated, on any source."""
         return bool(self._due(step))
 
     def _due(self, step: int) -> list[str]:
-        """Return the sources that the weights after ``step`` are evaluated on."""
         if self._evaluator is None:
             return []
         if self.is_due_at_start(step) or (step == self._num_steps and self._settings.at_end):
@@ -59,28 +52,22 @@ class EvaluationSchedule:
         return [name for name, steps in every.items() if steps > 0 and step % steps == 0]
 
     def is_newest(self, version: PolicyVersion) -> bool:
-        """Return True if the evaluation that was started last is of ``version``."""
         return self._newest == version
 
     def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
-        """Continue evaluations of an earlier session; return True if one of the checkpoint's weights is unfinished.
-
-        ``version`` is the number of these weights in the checkpoint, ``now`` in this session.
-        """
+        """Continue earlier evaluations; True if one of these weights, ``version`` then, is unfinished."""
         if self._evaluator is None:
             return False
         self._unfinished = self._evaluator.resume(version, now=now, step=step)
         return bool(self._unfinished)
 
     def start(self, version: PolicyVersion, step: int) -> None:
-        """Start the evaluations that an earlier session left unfinished, else those that are due; results are reported later."""
         assert self._evaluator is not None
         self._evaluator.start(version, step, self._unfinished or self._due(step))
         self._unfinished = []
         self._newest = version
 
     def wait_for_newest(self, should_stop: Callable[[], bool]) -> None:
-        """Wait until the evaluation that was started last has ended; raises EvaluationFailed."""
         assert self._evaluator is not None
         assert self._newest is not None
         self._evaluator.wait(self._newest, should_stop)
@@ -94,8 +81,6 @@ log = structlog.get_logger("trainer.evaluation.evaluation_log")
 
 
 class EvaluationLog:
-    """The results of this session: written as events, and compared by the source and metric that decide between versions."""
-
     def __init__(
         self, events: EventWriter, best: BestBy | None, early_stop: EarlyStop, kept_versions: KeptVersionsKey
     ) -> None:
@@ -141,8 +126,6 @@ class EvaluationLog:
 
 @dataclass(frozen=True, slots=True)
 class EarlyEnd:
-    """Why a run ended early; stored in ``trainer.json``."""
-
     step: int  # of the last evaluation that counted
     best_step: int
     best: float
@@ -161,20 +144,17 @@ class EarlyStop:
     """Counts evaluations without a better result; results come on the evaluator's thread."""
 
     def __init__(self, limit: int, earlier: Iterable[tuple[int, float]] = ()) -> None:
-        """End after ``limit`` evaluations, 0: never. ``earlier`` are steps and scores of earlier sessions."""
         self._limit = limit
         self._lock = threading.Lock()
         self._scores: dict[int, float] = dict(earlier)
         self._measure = ""
 
     def add(self, step: int, measure: str, score: float) -> None:
-        """Count a result; the same step again replaces its result."""
         with self._lock:
             self._scores[step], self._measure = score, measure
 
     @property
     def ended(self) -> EarlyEnd | None:
-        """Why the run ends now; None while it goes on."""
         if not self._limit:
             return None
         with self._lock:
@@ -190,13 +170,11 @@ class EarlyStop:
         return EarlyEnd(scores[-1][0], best_step, best, measure, without)
 
     def document(self) -> dict[str, Any] | None:
-        """Return what ``trainer.json`` stores; None while the run goes on."""
         end = self.ended
         return None if end is None else {**asdict(end), "text": end.text}
 
 
 def stored_scores(metrics: Path, by: BestBy | None) -> Iterator[tuple[int, float]]:
-    """Yield steps and scores of the evaluations in a ``metrics.jsonl``, of the source and metric that decide."""
     if by is None:
         return
     try:

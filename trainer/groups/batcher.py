@@ -16,16 +16,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 from penstock.protocol.errors import ReaderKilled
 from penstock.protocol.facts import DeadLetter
 from penstock.protocol.groups import ScoredGroup
 from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.group_filters.interface import GroupRule, drop_reason
-from penstock.trainer.algorithm.group_rules import ONCE, Reuse
-from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.group_states import GroupStates, State
+from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.prompt_cursor import GroupKey
 from penstock.trainer.learner.step_plan import ReadyGroup
 
@@ -33,20 +36,42 @@ _OWN_STAGE = "scored"
 _NO_LIMIT = 10**9
 
 
+class ReuseRefused(StrEnum):
+    TRAINED_OFTEN = "trained_often"
+    TRAINED_RECENTLY = "trained_recently"
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """How often, and how far apart, a group may be trained on (AgentRL)."""
+
+    max_trained_count: int = 1
+    retrained_interval: int = 1  # versions between two uses
+
+    def reason(self, trained_count: int, last_trained: int | None, version: int) -> ReuseRefused | None:
+        if trained_count >= self.max_trained_count:
+            return ReuseRefused.TRAINED_OFTEN
+        if last_trained is not None and version - last_trained < self.retrained_interval:
+            return ReuseRefused.TRAINED_RECENTLY
+        return None
+
+
+ONCE = Reuse()
+
+
+def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
+    return tuple(
+        GroupRule(one.name, one.value.reason, partial(one.value.fn, **settings.options_of(one.value).model_dump()))
+        for one in settings.parts.group_filters
+    )
+
+
 class IssuedGroups(Protocol):
-    """The decisions about groups that were issued: a `Dispatch`, or the `Issuer` that has one."""
+    def accept(self, group_id: str) -> DropReason | None: ...
 
-    def accept(self, group_id: str) -> DropReason | None:
-        """Record that a group comes which has not arrived yet; return why it must not be used."""
-        ...
+    def is_late(self, trainer_version: PolicyVersion) -> bool: ...
 
-    def is_late(self, trainer_version: PolicyVersion) -> bool:
-        """Return True if a group under way may be too old for every step after the one at ``trainer_version``."""
-        ...
-
-    def drop(self, drop: Drop) -> object:
-        """Close a group, and queue its prompt again."""
-        ...
+    def drop(self, drop: Drop) -> object: ...
 
 
 class Batcher:
@@ -64,17 +89,9 @@ class Batcher:
         reuse: Reuse = ONCE,
         max_dead: int = _NO_LIMIT,
     ) -> None:
-        """Start with the groups of a checkpoint.
+        """Start with the groups of a checkpoint; no other object may record that they arrive, are offered or are taken.
 
-        Args:
-            groups: Where they are; no other object may record that groups arrive, are offered or are taken.
-            issued: Decides about groups that were issued; of the same ``groups``.
-            groups_per_step: Groups of a batch.
-            max_staleness: Most versions a group may be behind.
-            rules: Filters of whole groups (`algorithm.group_filters`).
-            needs_baseline: Drop groups without a greedy completion.
-            reuse: How often, and how far apart, a group may be trained on.
-            max_dead: Consecutive dead-lettered groups, without one that arrives, that end a run.
+        ``max_dead`` are the consecutive dead-lettered groups, without one that arrives, that end a run.
         """
         self._groups, self._issued = groups, issued
         self._reuse = reuse
@@ -115,10 +132,6 @@ class Batcher:
         return wanted
 
     def offer(self, groups: Iterable[ReadyGroup]) -> None:
-        """Hold groups whose pack was read, and drop those that a filter leaves out, or that have no baseline.
-
-        Raises ConfigError for a filter that fails.
-        """
         for group in groups:
             self._excess_dead = max(0, self._excess_dead - 1)
             self.dead_in_a_row = 0
@@ -148,16 +161,13 @@ class Batcher:
 
     @property
     def num_ready(self) -> int:
-        """Groups that could be taken if all were fresh."""
         return self._groups.num(State.READY)
 
     @property
     def may_be_full(self) -> bool:
-        """Whether there are enough groups for a batch if none is too old; cheap, for each message that arrives."""
         return self.num_ready + self._groups.num_kept_here >= self._groups_per_step
 
     def is_full(self, version: PolicyVersion) -> bool:
-        """Return True if a full batch can be taken at ``version``."""
         self._check(version)
         return self.num_ready - len(self._too_old) + len(self._again(version)) >= self._groups_per_step
 
@@ -191,7 +201,6 @@ class Batcher:
         return batch
 
     def end(self) -> None:
-        """Retire the groups that are kept for another use, after the last batch of the run."""
         self._groups.end()
 
     # ── groups that do not arrive ─────────────────────────────────────────────────────────────
@@ -202,18 +211,15 @@ class Batcher:
 
     @property
     def is_drained(self) -> bool:
-        """True when every outstanding group has arrived, and none is being read."""
         return not self._groups.num(State.ISSUED) and not self._groups.num(State.ARRIVED)
 
     def drop_missing(self) -> list[str]:
-        """Drop what is missing with reason ``lost``; return the ids."""
         missing = self.missing()
         for group_id in missing:
             self._drop(Drop(group_id, DropReason.LOST, 0))
         return missing
 
     def dead_letter(self, letter: DeadLetter, sequence: int) -> int:
-        """Drop the outstanding groups of a dead letter, except those that arrived all the same; return their number."""
         # The trainer's own letter, read again after a crash: the object of the next attempt may be readable.
         reason = DropReason.UNREADABLE if letter.stage == _OWN_STAGE else DropReason.DEAD
         if letter.reason == ReaderKilled.__name__:  # perhaps not its fault: the prompt is issued again
@@ -230,7 +236,6 @@ class Batcher:
 
     @property
     def stops_issue(self) -> bool:
-        """Whether no further group may be issued until groups arrive or all queues are empty."""
         return self._excess_dead > self._max_dead
 
     def letters_were_true(self) -> bool:
@@ -261,7 +266,6 @@ class Batcher:
         self.dropped[str(drop.reason)] += 1
 
     def _check(self, version: PolicyVersion) -> None:
-        """Find the ready groups that are too old for ``version``; those known from an earlier call are not checked again."""
         if version != self._checked_at:
             self._checked_at, self._unchecked, self._too_old = version, self._groups.held(State.READY), {}
         for group in self._unchecked:
@@ -270,7 +274,6 @@ class Batcher:
         self._unchecked = []
 
     def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
-        """Return the kept groups that may be used at ``version``: the least used first, then the oldest."""
         uses = {group.group_id: self._groups.uses(group.group_id) for group in self._groups.held(State.KEPT)}
         free = [
             group
@@ -307,10 +310,7 @@ def _unread(scored: ScoredGroup, reason: DropReason) -> Drop:
 
 
 def staleness_tokens(batch: Sequence[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
-    """Return the histogram of token ages in versions, by each token's own version.
-
-    ``least`` is the least age possible: above 0 the versions are another run's (`StepPlan`).
-    """
+    """Return the histogram of token ages in versions, of at least ``least``: above 0 the versions are another run's."""
     histogram: dict[int, int] = {}
     for group in batch:
         for trajectory in group.group.trained_rows:

@@ -18,31 +18,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
-from penstock.protocol import streams, subjects
-from penstock.protocol.errors import (
-    BlobCorrupt,
-    BlobMissing,
-    BusUnreachable,
-    PackError,
-    PenstockError,
-    ReaderKilled,
-)
+from penstock.protocol import heartbeats, streams, subjects
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError, ReaderKilled
 from penstock.protocol.facts import DeadLetter, GroupScored
+from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.transport.stream_admin import ConsumerState
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
-from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.drops import DropReason, describe_drops
+from penstock.trainer.groups.dispatch import RunGroups
+from penstock.trainer.groups.group_totals import DropReason, describe_drops
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.collect")
@@ -53,9 +47,76 @@ _DRAIN_S = 300.0  # a run that pauses waits no longer for the next group; the re
 _SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
 
 
-class Collector:
-    """Reads the scored stream in a separate thread; use as a context manager."""
+@dataclass(frozen=True, slots=True)
+class PipeState:
+    tasks: ConsumerState
+    generated: ConsumerState
+    scored: ConsumerState
 
+    def is_empty(self, held_by_us: int) -> bool:
+        upstream = (self.tasks, self.generated)
+        return (
+            not any(state.num_pending or state.num_ack_pending for state in upstream)
+            and not self.scored.num_pending
+            and self.scored.num_ack_pending <= held_by_us
+        )
+
+
+def read_pipe(bus: Bus, run_id: str) -> PipeState:
+    specs = (
+        streams.tasks_consumer(run_id, "train"),
+        streams.generated_consumer(run_id),
+        streams.scored_consumer(run_id, "train"),
+    )
+    tasks, generated, scored = [asked.wait() for asked in [bus.consumer_state(spec) for spec in specs]]
+    return PipeState(tasks, generated, scored)
+
+
+def describe_queues(bus: Bus, run_id: str) -> str:
+    """Describe queue depths and services alive, for error messages; never raises."""
+    try:
+        pipe = read_pipe(bus, run_id)
+        beats = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
+        services = heartbeats.readable(entry.value for entry in beats)
+    except PenstockError as err:
+        return f"queue depths unknown: {err}"
+    stages = "; ".join(
+        f"{name}: {state.num_pending} messages waiting, {state.num_ack_pending} in work"
+        for name, state in (("tasks", pipe.tasks), ("generated", pipe.generated), ("scored", pipe.scored))
+    )
+    workers = [f"{b.service_id} ({b.state}, version {b.version})" for b in services if b.role == "rollout"]
+    rewards = [f"{b.service_id} ({b.state})" for b in services if b.role == "reward"]
+    alive = f"rollout workers alive: {', '.join(sorted(workers)) or 'NONE'}"
+    return f"{stages}; {alive}; reward services alive: {', '.join(sorted(rewards)) or 'NONE'}"
+
+
+class OvertakeBackoff:
+    """Halves the wait after every batch that overtook groups, and restores it after one that overtook none.
+
+    Where a group is late now and then, a batch waits for it. Where one is late in every step, the waits halve towards
+    zero: together they cost less than two full ones, until a batch overtakes none again.
+    """
+
+    def __init__(self) -> None:
+        self._share = 1.0
+        self._full_since: float | None = None  # when the batch that is to be taken became full
+
+    def rest_s(self, full_s: float, *, overtakes: bool, now: float) -> float:
+        if not overtakes or full_s <= 0.0:
+            return 0.0
+        if self._full_since is None:
+            self._full_since = now
+        return self._full_since + self.scale(full_s) - now
+
+    def scale(self, full_s: float) -> float:
+        return full_s * self._share
+
+    def record(self, *, overtook: bool) -> None:
+        self._share = self._share / 2 if overtook else 1.0
+        self._full_since = None
+
+
+class Collector:
     def __init__(
         self,
         connections: Connections,
@@ -67,19 +128,9 @@ class Collector:
         silent_s: float = _SILENT_S,
         reader: PackReader | None = None,
     ) -> None:
-        """Bind to the trainer's consumer and request redelivery of everything unacknowledged.
+        """Bind to the trainer's consumer and request redelivery of everything unacknowledged; raises MissingStream.
 
-        Args:
-            connections: The run, NATS and the object store.
-            groups: Of the run.
-            batcher: Chooses batches of them; only this collector may use it from now on.
-            issuer: Of the same groups.
-            deadline_s: Longest wait for a batch.
-            silent_s: Time for which all queues must be empty before outstanding groups count as lost.
-            reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
-
-        Raises:
-            MissingStream: The run was not bootstrapped.
+        Only this collector may use ``batcher`` from now on. Outstanding groups count as lost after all queues were empty for ``silent_s``.
         """
         self._run_id, self._bus, self._traced = connections.run_id, connections.bus, connections.traced
         self._groups, self._batcher, self._issuer = groups, batcher, issuer
@@ -112,7 +163,6 @@ class Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop reading; the broker delivers unacknowledged messages again."""
         self._closing = True
         self._thread.join(_FETCH_WAIT_S + 30.0)
         if not self._thread.is_alive():
@@ -153,39 +203,33 @@ class Collector:
             if time.monotonic() - started > self._deadline_s:
                 raise CollectTimeout(
                     f"no full batch within trainer.collect_deadline_s = {self._deadline_s:.0f} s: {num_ready} groups "
-                    f"ready, {num_outstanding} outstanding. {waiting.describe(self._bus, self._run_id)}"
+                    f"ready, {num_outstanding} outstanding. {describe_queues(self._bus, self._run_id)}"
                     f"{self._dead_lettered()}{self._dropped_since_last_batch()}"
                 )
         return []
 
     @property
     def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
-        """The ranges of versions whose samples are not trained on (`Batcher.abandoned`)."""
         return self._batcher.abandoned
 
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
-        """Train on no sample of the versions between both, which a rolled-back session published (`Batcher.abandon`)."""
         with self._changed:
             self._batcher.abandon(after, until)
 
     def drain(self) -> None:
-        """Let `collect` return an empty batch once everything under way has arrived and is not enough for a batch."""
         with self._changed:
             self._draining_since = time.monotonic()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Settle groups that are kept for another use, after the last batch of the run."""
         with self._changed:
             self._batcher.end()
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return the messages all of whose groups are trained or dropped: a checkpoint taken now covers them."""
         with self._changed:
             return [self._held[sequence] for sequence in self._groups.train.settled()]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Acknowledge messages that a committed checkpoint covers."""
         Delivery.ack_all(deliveries)
         with self._changed:
             self._groups.train.forget_messages(delivery.sequence for delivery in deliveries)
@@ -252,7 +296,7 @@ class Collector:
         if time.monotonic() - self._last_arrival < self._silent_s or not has_question:
             return False
         try:
-            return waiting.read_pipe(self._bus, self._run_id).is_empty(self._inbox.num_held)
+            return read_pipe(self._bus, self._run_id).is_empty(self._inbox.num_held)
         except BusUnreachable:
             return False
 
@@ -261,7 +305,6 @@ class Collector:
             return self._batcher.missing()
 
     def _settle_silence(self) -> None:
-        """End the run if the dead letters were true for all groups; drop what is missing as lost."""
         with self._changed:
             self._all_dead = self._batcher.letters_were_true()
             missing = [] if self._all_dead else self._batcher.drop_missing()
@@ -304,7 +347,6 @@ class Collector:
     # ── with the lock held ────────────────────────────────────────────────────────────────────
 
     def _is_drained(self) -> bool:
-        """Return True if nothing more arrives for a batch; what has arrived is delivered again when the run goes on."""
         if self._draining_since is None:
             return False
         if self._batcher.is_drained:

@@ -1,20 +1,28 @@
-"""Which groups are issued next, what each must be, and what happens to its prompt when it is closed; no I/O."""
+"""Which groups are issued next, what each must be, and what happens to its prompt when it is closed; no I/O.
+
+`RunGroups` has all groups of a run, those that are trained on and those of evaluations, and the lock of both.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.protocol.groups import RouterShape, Task
+from penstock.protocol.groups import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import PolicyVersion, last_chance_version, staleness
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt
-from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates
-from penstock.trainer.groups.mixture import Mixture
+from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
 from penstock.trainer.groups.prompt_cursor import GroupKey, PromptCursor, order_id
 from penstock.trainer.groups.task_packs import (
+    Mixture,
     TaskPack,
     choose_groups_per_message,
     in_environment,
@@ -30,9 +38,52 @@ from penstock.trainer.settings import RolloutSettings
 _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
 
 
-class Prompts(Protocol):
-    """The prompts that are issued, by index; a `PromptSet`."""
+@dataclass(frozen=True, slots=True)
+class RunGroups:
+    """Changed by the threads of issuer, collector and evaluator and by the training thread, each with ``lock`` held."""
 
+    train: GroupStates = field(default_factory=GroupStates)
+    held_out: GroupStates = field(default_factory=GroupStates)
+    lock: threading.RLock = field(default_factory=threading.RLock, compare=False)
+
+    @classmethod
+    def of(cls, state: CheckpointState | None, *, max_staleness: int, max_trained_count: int = 1) -> RunGroups:
+        """Return the groups of a checkpoint; raises CheckpointError when its parts contradict one another."""
+        if state is None:
+            return cls(GroupStates(max_staleness=max_staleness, max_trained_count=max_trained_count))
+        totals, in_flight = state.account.totals, state.account.in_flight
+        outstanding = in_flight.get("train", ())
+        listed = state.dispatch.get("outstanding", outstanding)  # a run on stored groups lists none there
+        trained = {group_id for _, ids in state.ledger for group_id in ids}
+        if contradiction := (set(outstanding) ^ set(listed)) | (set(outstanding) & trained):
+            raise CheckpointError(
+                f"checkpoint of step {state.step}: group {min(contradiction)} is outstanding by one of its parts and closed by "
+                "another; restore its state.json, or remove its folder to resume the checkpoint before it"
+            )
+        train = GroupStates(
+            max_staleness=max_staleness,
+            max_trained_count=max_trained_count,
+            totals=GroupTotals(totals.get("train"), state.totals),
+            outstanding=outstanding,
+            dead=state.dispatch.get("dead", ()),
+            ledger=state.ledger,
+        )
+        train.letters_read = state.letters_read
+        return cls(train, GroupStates(totals=GroupTotals(totals.get("eval")), outstanding=in_flight.get("eval", ())))
+
+    def take_entries(self) -> Entries:
+        splits: dict[Split, GroupStates] = {"train": self.train, "eval": self.held_out}
+        account = AccountState(
+            totals={
+                split: states.totals.sums.model_copy(update={"in_flight": states.num_outstanding})
+                for split, states in splits.items()
+            },
+            in_flight={split: tuple(sorted(states.outstanding())) for split, states in splits.items()},
+        )
+        return Entries.of({split: states.totals.take_new() for split, states in splits.items()}, account)
+
+
+class Prompts(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
@@ -45,8 +96,6 @@ class Prompts(Protocol):
 
 
 class Dispatch:
-    """The groups of a run, the cursor in its data, and the prompts."""
-
     def __init__(  # noqa: PLR0913  what its tasks are made of
         self,
         prompts: Prompts,
@@ -73,16 +122,12 @@ class Dispatch:
         }
         self.groups = GroupStates(max_staleness=rollout.max_staleness) if groups is None else groups
         self.cursor = PromptCursor(order, order_id(order, prompts.fingerprint), self.groups)
-        self._mixture = mixture
-        self._prompts = prompts
-        self._rollout = rollout
+        self._mixture, self._prompts, self._rollout = mixture, prompts, rollout
         self._sampling = training_sampling(rollout, stop_token_ids, routers)
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0), prompt)) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
-            rollout,
-            prompt_tokens=prompts.num_tokens / len(prompts),
-            bytes_per_task=sum(sizes) / len(sizes),
+            rollout, prompt_tokens=prompts.num_tokens / len(prompts), bytes_per_task=sum(sizes) / len(sizes)
         )
 
     def next_packs(
@@ -92,13 +137,7 @@ class Dispatch:
         *,
         trainer_version: PolicyVersion | None = None,
     ) -> list[TaskPack]:
-        """Issue what the staleness bound admits and the rest of the run can use; return the packs.
-
-        Args:
-            version: The newest that is announced.
-            most_outstanding: What the rest of the run can use; None: no limit.
-            trainer_version: The version that the next step starts from; None: ``version``.
-        """
+        """Issue what the staleness bound and ``most_outstanding`` admit at the announced ``version``."""
         packs = self.cursor.plan(
             self._rollout,
             self.groups_per_message,
@@ -108,7 +147,6 @@ class Dispatch:
         return [self._pack(keys, version) for keys in packs]
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
-        """Return the pack of groups that are issued already: the same ids, and so the same pack id."""
         return self._pack([GroupKey.parse(group_id) for group_id in group_ids], version)
 
     def is_late(self, trainer_version: PolicyVersion) -> bool:
@@ -122,19 +160,16 @@ class Dispatch:
         return self.groups.num_under_way(version) > 0
 
     def accept(self, group_id: str) -> DropReason | None:
-        """Record that a group comes which has not arrived yet; return why it must not be used (`PromptCursor.accept`)."""
         return self.cursor.accept(group_id)
 
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
     ) -> dict[str, int]:
-        """Record a step (`GroupStates.train`)."""
         uses = self.groups.train(version, batch, staleness_tokens)
         self.cursor.close(uses)
         return uses
 
     def drop(self, drop: Drop) -> bool:
-        """Close a group that is not trained on, and queue its prompt again; return False if it had its last attempt."""
         self.groups.drop(drop)
         if drop.is_final:
             self.cursor.close([drop.group_id])
@@ -165,7 +200,6 @@ class Dispatch:
         return pack_tasks(tasks, (image for prompt in prompts for image in prompt.image_files))
 
     def _own_promise(self, key: GroupKey, task: Task) -> TaskPromise:
-        """Return the promise of a task that this session issues; an earlier one may have issued it with other settings."""
         own = TaskSettings.of(task)
         if not self.cursor.was_issued_before(key):
             return TaskPromise.of(task, (own,))

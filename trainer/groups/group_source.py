@@ -1,8 +1,15 @@
-"""Builds the source of a run's groups: issuer and collector, or the groups of a stored run."""
+"""Builds the source of a run's groups: issuer and collector, or the groups of a stored run.
+
+Stored groups were scored again: no task is issued, nothing is generated, no engine is needed.
+With ``data.from_run`` two classes replace collector and issuer. Every group is used once, in the order in which the
+source run used it; the position is part of the checkpoint. No version of this run sampled anything: every token counts
+as at least one version old, so that the loss treats it as stale.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,36 +18,206 @@ from typing import Any
 import structlog
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.groups import RouterShape
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import GroupScored
+from penstock.protocol.groups import BlobRef, RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.record.stored_record import mark_use_of_input
-from penstock.trainer.algorithm.group_rules import Reuse, group_rules
+from penstock.protocol.record.lineage import RecordedGroup
+from penstock.protocol.record.stored_record import RescoredInput, find_input, mark_use_of_input, pieces_of_input
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.algorithm.group_filters.interface import drop_reason
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
-from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.groups.batcher import Batcher, Reuse, group_rules
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.completion_texts import CompletionTexts
-from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
+from penstock.trainer.groups.group_totals import Drop, DropReason
+from penstock.trainer.groups.issue import Issuer, IssuerState, outcomes
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
-from penstock.trainer.groups.mixture import Mixture
-from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
-from penstock.trainer.groups.pack_reader import NeverPublished, PackReader
-from penstock.trainer.groups.reading_mark import ReadingMark
-from penstock.trainer.groups.run_groups import RunGroups
-from penstock.trainer.learner.image_reader import image_reader
+from penstock.trainer.groups.pack_reader import CompletionTexts, NeverPublished, PackReader, ReadingMark, ready_groups
+from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.model_folder_check import check_routers
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.learner.vision import image_reader
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.groups.group_source")
 
+_STATE_TAG = "stored_groups.v1"
+
+StoredGroup = tuple[RecordedGroup, BlobRef]  # and the pack that holds it
+
+
+class StoredGroups:
+    def __init__(self, settings: TrainerSettings, blobs: Blobs) -> None:
+        """Read the list of groups, without their tokens; raises RecordBroken, BlobError or ConfigError."""
+        assert settings.data.from_run is not None
+        self.input, self._sha256 = find_input(settings.data.from_run, blobs)
+        self._stored: list[StoredGroup] = [
+            (group, piece.packs[group.pack]) for piece in pieces_of_input(self.input, blobs) for group in piece.groups
+        ]
+        self._algorithm, self._rules = settings.algorithm, group_rules(settings.algorithm)
+        self.position = 0
+        _check(settings, self.input, sum(self._reason(group) is None for group, _ in self._stored))
+
+    def resume(self, document: Mapping[str, Any]) -> None:
+        if document.get("schema_tag") != _STATE_TAG or document.get("input") != self._sha256:
+            raise CheckpointError(
+                f"the checkpoint was made from another input than {self.input.run_id} with sha256 {self._sha256[:16]}…: expected "
+                f"{_STATE_TAG}, got {document.get('schema_tag')!r} of {str(document.get('input'))[:16]}…; restore data.from_run, "
+                "or start over with another run.id"
+            )
+        self.position = int(document["position"])
+
+    def to_document(self) -> dict[str, Any]:
+        return {"schema_tag": _STATE_TAG, "input": self._sha256, "position": self.position}
+
+    def take(self, count: int) -> tuple[list[StoredGroup], list[Drop]]:
+        """Return the next groups to train on, and the drops of those skipped before them."""
+        taken: list[StoredGroup] = []
+        drops: list[Drop] = []
+        while len(taken) < count and self.position < len(self._stored):
+            group, pack = self._stored[self.position]
+            self.position += 1
+            reason = self._reason(group)
+            if reason is None:
+                taken.append((group, pack))
+            else:
+                drops.append(Drop(group.group_id, reason, group.num_tokens, pack))
+        return taken, drops
+
+    def _reason(self, group: RecordedGroup) -> str | None:
+        if (reason := drop_reason(group.scored, None, self._rules)) is not None:
+            return reason
+        if self._algorithm.needs_baseline and not group.scored.generated.has_baseline:
+            return DropReason.NO_BASELINE
+        return None
+
+
+def _check(settings: TrainerSettings, of: RescoredInput, num_usable: int) -> None:
+    name, rollout, needed = of.run_id, settings.rollout, settings.trainer.steps * settings.rollout.groups_per_step
+    if settings.algorithm.max_trained_count > 1:
+        raise ConfigError(
+            f"algorithm.max_trained_count = {settings.algorithm.max_trained_count}, and a run on data.from_run uses every "
+            "group once; set it to 1"
+        )
+    if rollout.temperature != of.temperature:
+        raise ConfigError(
+            f"rollout.temperature = {rollout.temperature}, and {name} was sampled at {of.temperature}: its log-probabilities "
+            "are valid at that temperature only; set rollout.temperature to it"
+        )
+    if needed > num_usable:
+        raise ConfigError(
+            f"trainer.steps = {settings.trainer.steps} of rollout.groups_per_step = {rollout.groups_per_step} need {needed} "
+            f"groups, and {name} has {num_usable} that can be used (of {of.num_groups}); set trainer.steps to at most "
+            f"{num_usable // rollout.groups_per_step}, or lower rollout.groups_per_step"
+        )
+
+
+class StoredIssuer:
+    def __init__(self, stored: StoredGroups, groups: RunGroups) -> None:
+        self._stored, self._groups = stored, groups
+
+    def take(self, batch: Sequence[ReadyGroup], drops: Sequence[Drop]) -> None:
+        with self._groups.lock:
+            train, ids = self._groups.train, [group.group_id for group in batch]
+            train.issue([*ids, *(drop.group_id for drop in drops)])
+            train.totals.num_scored += len(drops)
+            for drop in drops:
+                train.drop(drop)
+            for group in batch:
+                train.arrive(group.group_id, 0)
+                train.offer(group)
+            train.take(ids)
+
+    def mark_trained(
+        self,
+        batch: Sequence[ReadyGroup],
+        staleness_tokens: Mapping[int, int],
+        *,
+        version: PolicyVersion,
+        made: PolicyVersion,
+    ) -> dict[str, int]:
+        with self._groups.lock:
+            return self._groups.train.train(version, batch, staleness_tokens)
+
+    def take_state(self) -> IssuerState:
+        with self._groups.lock:
+            return IssuerState(
+                dispatch=self._stored.to_document(),
+                ledger=self._groups.train.rows(),
+                totals=self._groups.train.totals.counts_document(),
+                unsent=(),
+                letters_read=0,
+                entries=self._groups.take_entries(),
+            )
+
+    def totals(self) -> dict[str, Any]:
+        with self._groups.lock:
+            return self._groups.train.totals.counts_document()
+
+    def groups(self) -> dict[str, Any]:
+        with self._groups.lock:
+            return outcomes(self._groups.train)
+
+    def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
+        """Do nothing: no task is issued."""
+
+    def check(self) -> None:
+        """Do nothing: there is no thread that could fail."""
+
+    def drain(self) -> None:
+        """Do nothing: no task is issued."""
+
+    def stop(self) -> None:
+        """Do nothing: no task is issued."""
+
+
+class StoredCollector:
+    def __init__(self, groups: StoredGroups, issuer: StoredIssuer, blobs: Blobs, groups_per_step: int) -> None:
+        self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
+        self._draining = False
+
+    def collect(
+        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
+    ) -> list[ReadyGroup]:
+        """Return the next batch, [] to stop; raises BlobMissing, BlobCorrupt or PackError."""
+        if should_stop() or self._draining:
+            return []
+        batch, drops = self._groups.take(self._count)
+        packs = list(dict.fromkeys(pack for _, pack in batch))
+        groups = [group.model_copy(update={"pack": packs.index(pack)}) for group, pack in batch]
+        ready = ready_groups(packs, groups, self._blobs.get)
+        self._issuer.take(ready, drops)
+        return ready
+
+    @property
+    def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
+        return ()
+
+    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
+        """Do nothing: no version of this run sampled a stored group."""
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def settled(self) -> list[Delivery[GroupScored]]:
+        return []
+
+    def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
+        """Do nothing: no messages are received."""
+
+    def close(self) -> None:
+        """Do nothing: no groups are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSource:
-    """What issues groups, what returns batches, and which of both have a thread to start."""
-
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
     threads: tuple[AbstractContextManager[Any], ...]
@@ -50,9 +227,8 @@ class GroupSource:
 def open_stored(
     settings: TrainerSettings, connections: Connections, groups: RunGroups, resumed: CheckpointState | None
 ) -> GroupSource:
-    """Return the group source of a run on ``data.from_run``; raises as `StoredGroups`."""
     stored = StoredGroups(settings, connections.blobs)
-    mark_use_of_input(stored.input_name, connections.run_id, connections.blobs)
+    mark_use_of_input(stored.input.run_id, connections.run_id, connections.blobs)
     if resumed is not None:
         stored.resume(resumed.dispatch)
     issuer = StoredIssuer(stored, groups)
@@ -153,7 +329,6 @@ def open_reader(
     folder: Path,
     never_published: NeverPublished,
 ) -> PackReader:
-    """Return a reader of packs for one thread; what it reads is marked in ``folder``."""
     return PackReader(
         connections.blobs.get,
         vocab_size=_vocab_size(settings.model.path),

@@ -24,8 +24,7 @@ from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, is_fresh
 from penstock.trainer.errors import GroupStateError
-from penstock.trainer.groups.drops import Drop, DropReason
-from penstock.trainer.groups.group_totals import GroupTotals
+from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when their letters are sent again
@@ -78,17 +77,9 @@ class GroupStates:
         dead: Iterable[str] = (),
         ledger: Iterable[tuple[int, Sequence[str]]] = (),
     ) -> None:
-        """Start empty, or from the parts of a checkpoint.
+        """Start empty, or from the parts of a checkpoint: ``outstanding`` and ``dead`` ids, ``ledger`` of `rows`.
 
         Trained groups with uses left are kept: their messages were not acknowledged, and are delivered again.
-
-        Args:
-            max_staleness: Most versions a group may be behind.
-            max_trained_count: How often a group may be trained.
-            totals: Of the whole run.
-            outstanding: Ids that are issued, and neither used nor dropped.
-            dead: Ids that dead letters closed, the oldest first.
-            ledger: Ids by the version at which they were trained (`rows`).
         """
         self._max_staleness, self._max_trained_count = max_staleness, max_trained_count
         self._groups: dict[str, GroupRecord] = {}
@@ -109,7 +100,6 @@ class GroupStates:
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
     def issue(self, group_ids: Iterable[str]) -> None:
-        """Add groups as ISSUED; raises GroupStateError for one that is there already."""
         ids = list(group_ids)
         for group_id in ids:
             if group_id in self._groups:
@@ -118,14 +108,12 @@ class GroupStates:
         self.totals.issue(ids)
 
     def set_task(self, group_id: str, version: PolicyVersion, promise: TaskPromise) -> None:
-        """Record what the task of a group asks for, and the version that it is issued for; again for a later version."""
         if (record := self._groups.get(group_id)) is not None:
             self._count_under_way(record, -1)
             record.issued_for, record.promise = version, promise
             self._count_under_way(record, 1)
 
     def receive(self, message: int) -> None:
-        """Record that a message was received; it is settled once each of its groups is closed or was refused."""
         self._messages[message] = None
 
     def arrive(self, group_id: str, message: int) -> None:
@@ -136,7 +124,6 @@ class GroupStates:
         self._move(group_id, record, State.ARRIVED)
 
     def offer(self, group: ReadyGroup) -> None:
-        """Hold a group whose pack was read; one that was trained before is kept, or closed if the run has ended."""
         record = self._allowed(group.group_id, "offer")
         record.content = group
         if record.uses and self._is_ended:
@@ -145,7 +132,6 @@ class GroupStates:
             self._move(group.group_id, record, State.KEPT if record.uses else State.READY)
 
     def take(self, group_ids: Iterable[str]) -> None:
-        """Put groups into the batch that is trained next."""
         records = [(group_id, self._allowed(group_id, "take")) for group_id in group_ids]
         for group_id, record in records:
             if record.content is None:
@@ -156,16 +142,7 @@ class GroupStates:
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
     ) -> dict[str, int]:
-        """Record the step that was made at ``version``.
-
-        Args:
-            version: That the trainer had before the step.
-            batch: The groups in use, all of them.
-            staleness_tokens: Their sampled tokens by age in versions.
-
-        Returns:
-            How often each group was trained, this step included, by id.
-        """
+        """Record the step made at ``version`` on all groups in use; return how often each was trained, by id."""
         records = [(group, self._allowed(group.group_id, "train")) for group in batch]
         first = [group for group, record in records if not record.uses]
         for group, record in records:
@@ -183,7 +160,6 @@ class GroupStates:
         return {group.group_id: len(record.uses) for group, record in records}
 
     def retire(self, group_id: str) -> None:
-        """Close a group that was trained and will not be trained again."""
         record = self._allowed(group_id, "retire")
         if not record.uses:
             raise _refused(group_id, f"{record.state} and was never trained", "retire")
@@ -220,14 +196,12 @@ class GroupStates:
         self.totals.revive(group_id)
 
     def evaluate(self, tokens: Mapping[str, int], packs: Mapping[str, BlobRef]) -> None:
-        """Close held-out groups that an evaluation used: their sampled tokens, and the packs that hold them, by id."""
         records = [(group_id, self._allowed(group_id, "evaluate")) for group_id in tokens]
         for group_id, record in records:
             self._remove(group_id, record)
         self.totals.evaluate(tokens, packs)
 
     def forget_messages(self, messages: Iterable[int]) -> None:
-        """Remove messages that were acknowledged, or moved to the dead letters."""
         for message in messages:
             self._messages.pop(message, None)
 
@@ -244,17 +218,14 @@ class GroupStates:
         return record.promise if record is not None else None
 
     def uses(self, group_id: str) -> tuple[PolicyVersion, ...]:
-        """Return the versions at which a group was trained; complete while the group is within the staleness window."""
         record = self._groups.get(group_id)
         return record.uses if record is not None else ()
 
     def has_arrived(self, group_id: str) -> bool:
-        """Return True for a group that is being read, ready, in use, or kept and delivered."""
         record = self._groups.get(group_id)
         return record is not None and (record.content is not None or record.state is State.ARRIVED)
 
     def is_returning(self, group_id: str) -> bool:
-        """Return True for a group that an earlier session trained and kept, until it is delivered again."""
         return self.state(group_id) is State.KEPT and not self.has_arrived(group_id)
 
     def is_dead(self, group_id: str) -> bool:
@@ -262,16 +233,13 @@ class GroupStates:
         return record is not None and record.is_dead
 
     def outstanding(self) -> Iterator[str]:
-        """Yield the ids that are issued, and neither trained, evaluated nor dropped."""
         return (i for state in _OPEN for i, record in self._by_state[state].items() if not record.uses)
 
     @property
     def num_outstanding(self) -> int:
-        """Number of outstanding groups; counts them at each call."""
         return sum(1 for _ in self.outstanding())
 
     def missing(self) -> list[str]:
-        """Return the outstanding groups of which nothing has arrived."""
         return list(self._by_state[State.ISSUED])
 
     def num(self, state: State) -> int:
@@ -283,25 +251,20 @@ class GroupStates:
         return sum(record.content is not None for record in self._by_state[State.KEPT].values())
 
     def held(self, state: State) -> list[ReadyGroup]:
-        """Return the groups in a state as they were offered, in the order in which they came into it."""
         return [record.content for record in self._by_state[state].values() if record.content is not None]
 
     def num_under_way(self, version: PolicyVersion) -> int:
-        """Return how many groups that this session issued for a version have not arrived, or are being read."""
         return self._under_way[version]
 
     def dead(self) -> list[str]:
-        """Return the groups that dead letters closed, the oldest first."""
         return [group_id for group_id, record in self._by_state[State.CLOSED].items() if record.is_dead]
 
     def settled(self) -> list[int]:
-        """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
         held = (State.ARRIVED, State.READY, State.IN_USE, State.KEPT)
         unsettled = {record.message for state in held for record in self._by_state[state].values()}
         return [message for message in self._messages if message not in unsettled]
 
     def rows(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Return the groups trained within the staleness window, by version, as a checkpoint holds them."""
         rows: dict[PolicyVersion, list[str]] = {}
         for group_id, record in sorted(self._groups.items()):
             for version in record.uses:

@@ -1,22 +1,80 @@
-"""What the events of a split's groups add up to, over the whole run and since the last chapter of its record; pure."""
+"""What the events of a split's groups add up to, over the whole run and since the last chapter of its record; pure.
+
+A group that is not trained on has one reason, and is counted in groups and tokens.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from penstock.protocol.groups import AbandonedCompletion, BlobRef, Split
+from penstock.protocol.groups import AbandonedCompletion, BlobRef, ScoredGroup, Split
 from penstock.protocol.record.lineage import AccountState, DroppedGroup, EvaluatedGroup, SplitTotals
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.learner.step_plan import ReadyGroup
+
+MAX_CLAIMED_TOKENS = 2**32  # 4096 trajectories of 1,000,000 tokens: no group is larger
+
+
+class DropReason(StrEnum):
+    """Why a group is discarded; the values are what metrics and reports show."""
+
+    STALE = "stale"  # older than rollout.max_staleness at the moment of use
+    DUPLICATE = "duplicate"  # it has arrived already, was trained, or this attempt was given up
+    FOREIGN = "foreign"  # not a group that this run has issued
+    FUTURE = "future"  # sampled by weights this run does not have: of a session that was rolled back
+    UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
+    QUARANTINED = "quarantined"  # two readers were killed while they processed its message
+    DEAD = "dead"  # it went to the dead letters of another service
+    NO_SIGNAL = "no_signal"  # all its rewards are equal (group filter `equal_rewards`, algorithm.dynamic_sampling)
+    NO_BASELINE = "no_baseline"  # issued under another algorithm: it has no greedy completion, and remax needs one
+    LOST = "lost"  # every queue is empty and it never arrived
+    SUPERSEDED = "superseded"  # an earlier session had dropped it, and its next attempt has arrived
+    ABANDONED = "abandoned"  # held-out: its evaluation failed, or ended with the trainer that started it
+
+
+_CURES: dict[str, str] = {
+    DropReason.NO_SIGNAL: "all rewards of each were equal, and algorithm.dynamic_sampling waits for others: check the reward with "
+    "`penstock reward test`, use easier or harder prompts, raise rollout.group_size or rollout.temperature, or set "
+    "algorithm.dynamic_sampling = false",
+    DropReason.STALE: "older than rollout.max_staleness: raise it, or lower rollout.groups_per_step",
+    DropReason.UNREADABLE: "their objects are missing or corrupt: check the object store with `penstock audit`",
+    DropReason.LOST: "they were in no queue any more: look for workers and reward services that were stopped",
+    DropReason.NO_BASELINE: "issued under another algorithm, and remax needs a greedy completion: they are sampled again",
+}
+
+
+def describe_drops(counts: Mapping[str, int]) -> str:
+    most_first = sorted(counts.items(), key=lambda one: -one[1])
+    return "; ".join(
+        f"{count} {reason}" + (f" ({_CURES[reason]})" if reason in _CURES else "")
+        for reason, count in most_first
+        if count
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    group_id: str
+    reason: str  # a `DropReason`, or that of a group filter
+    num_tokens: int
+    pack: BlobRef | None = None
+    abandoned: tuple[AbandonedCompletion, ...] = ()  # completions of it that were started and not kept
+    is_final: bool = False  # its prompt is not issued again
+
+
+def claimed_tokens(scored: ScoredGroup) -> int:
+    """Return the number of sampled tokens that a message states, before its pack is read; at most `MAX_CLAIMED_TOKENS`.
+
+    Anybody who may write to the queue chooses it, and the totals in a checkpoint must stay within the range of a count.
+    """
+    return min(sum(scored.generated.completion_tokens), MAX_CLAIMED_TOKENS)
 
 
 @dataclass(slots=True)
 class NewEvents:
-    """What happened since the last chapter."""
-
     issued: list[str] = field(default_factory=list)
     reopened: list[str] = field(default_factory=list)
     dropped: list[Drop] = field(default_factory=list)
@@ -24,10 +82,7 @@ class NewEvents:
 
 
 class GroupTotals:
-    """The sums of one split; `GroupStates` checks that each group is counted once."""
-
     def __init__(self, sums: SplitTotals | None = None, counts: Mapping[str, Any] | None = None) -> None:
-        """Start at zero, or from a checkpoint; ``counts`` is what `counts_document` returned."""
         counts = counts or {}
         self.sums = sums or SplitTotals()  # but ``in_flight``, which `GroupStates` knows
         self.new = NewEvents()
@@ -41,25 +96,21 @@ class GroupTotals:
         self.sums = self.sums.model_copy(update={"issued": self.sums.issued + len(group_ids)})
 
     def train(self, first: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int], *, num_reused: int) -> None:
-        """Count a step: the groups that it was the first use of, and the sampled tokens of all by age in versions."""
         self._use({group.group_id: group.num_tokens for group in first})
         self._count_abandoned(one for group in first for one in group.scored.generated.abandoned)
         self.num_reused += num_reused
         self.staleness_tokens.update(staleness_tokens)
 
     def evaluate(self, tokens: Mapping[str, int], packs: Mapping[str, BlobRef]) -> None:
-        """Count evaluated groups: their sampled tokens, and the packs that hold them, by id."""
         self.new.evaluated += [(group_id, count, packs.get(group_id)) for group_id, count in tokens.items()]
         self._use(tokens)
 
     def drop(self, drop: Drop) -> None:
-        """Count a group that is not used."""
         self.new.dropped.append(drop)
         self._add("dropped", drop.reason, 1, drop.num_tokens)
         self._count_abandoned(drop.abandoned)
 
     def revive(self, group_id: str) -> None:
-        """Take back the drop of a dead-lettered group, which had no tokens."""
         unwritten = [drop for drop in self.new.dropped if drop.group_id == group_id]
         if unwritten:
             self.new.dropped.remove(unwritten[-1])
@@ -73,16 +124,13 @@ class GroupTotals:
 
     @property
     def dropped_groups(self) -> Counter[str]:
-        """Groups that were dropped, and deliveries that were refused, by reason."""
         return _merged(self.sums.dropped, self.sums.refused)
 
     @property
     def dropped_tokens(self) -> Counter[str]:
-        """Sampled tokens of them, by reason."""
         return _merged(self.sums.dropped_tokens, self.sums.refused_tokens)
 
     def counts_document(self) -> dict[str, Any]:
-        """Return the counts of the run as step events, checkpoint and summary show them, as plain JSON values."""
         return {
             "groups_trained": self.sums.used,
             "groups_reused": self.num_reused,
@@ -96,7 +144,6 @@ class GroupTotals:
         }
 
     def take_new(self) -> NewEvents:
-        """Return what happened since the last call."""
         new, self.new = self.new, NewEvents()
         return new
 
@@ -118,8 +165,6 @@ class GroupTotals:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What happened since the previous entries, and the resulting state."""
-
     issued: dict[Split, tuple[str, ...]]
     reopened: tuple[str, ...]  # stored in the chapter as ``revived``
     dropped: tuple[DroppedGroup, ...]
@@ -129,7 +174,6 @@ class Entries:
 
     @classmethod
     def of(cls, new: Mapping[Split, NewEvents], account: AccountState) -> Entries:
-        """Build the entries of the events of each split; packs are numbered in the order in which groups name them."""
         numbers: dict[BlobRef, int] = {}
 
         def number(pack: BlobRef | None) -> int | None:
@@ -158,7 +202,6 @@ class Entries:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was issued, dropped, reopened or evaluated."""
         return not (self.issued or self.reopened or self.dropped or self.evaluated)
 
 

@@ -21,14 +21,11 @@ from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
-from penstock.trainer.groups.group_totals import Entries
-from penstock.trainer.groups.image_uploads import ImageUploads
+from penstock.trainer.groups.group_totals import Drop, DropReason, Entries
 from penstock.trainer.groups.issue_log import IssueLog
-from penstock.trainer.groups.run_groups import RunGroups
-from penstock.trainer.groups.task_packs import TaskPack
+from penstock.trainer.groups.task_packs import ImageUploads, TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.issue")
@@ -36,8 +33,6 @@ log = structlog.get_logger("trainer.groups.issue")
 
 @dataclass(frozen=True, slots=True)
 class IssuerState:
-    """Everything about issued groups at one moment, for a checkpoint and its chapter."""
-
     dispatch: dict[str, Any]
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # trained groups by version, within the staleness window
     totals: dict[str, Any]
@@ -57,7 +52,6 @@ class IssuerState:
 
 
 def outcomes(groups: GroupStates) -> dict[str, Any]:
-    """Return how many groups of a run came to which outcome, as step events show them."""
     totals = groups.totals
     return {
         "issued": totals.sums.issued,
@@ -74,15 +68,9 @@ def outcomes(groups: GroupStates) -> dict[str, Any]:
 
 
 class Issuer:
-    """Publishes tasks and tracks the groups they ask for; use as a context manager."""
-
     def __init__(
         self, connections: Connections, dispatch: Dispatch, groups: RunGroups, unsent: Sequence[tuple[str, ...]] = ()
     ) -> None:
-        """Issue nothing yet; ``dispatch`` is of ``groups.train``.
-
-        ``unsent`` are packs that an earlier session issued without a receipt of the stream: they are published first.
-        """
         self._dispatch, self._groups = dispatch, groups
         self._unsent = list(unsent)
         self._resends = bool(unsent)
@@ -105,25 +93,21 @@ class Issuer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop issuing; groups that are issued stay outstanding."""
         self.stop()
         self._thread.join(30.0)
         if self._log is not None and not self._thread.is_alive():
             self._log.close()
 
     def keep_log(self, log: IssueLog) -> None:
-        """Record in ``log`` what is issued, and accept only what it has of earlier sessions; call it before the start."""
         self._log = log
         self._dispatch.cursor.before = log.before
 
     def pause(self, is_paused: bool) -> None:
-        """Issue nothing while ``is_paused``."""
         with self._changed:
             self._paused = is_paused
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Issue nothing new; what an earlier session issued without a receipt of the stream is still published."""
         with self._changed:
             self._draining = True
 
@@ -133,12 +117,10 @@ class Issuer:
             self._changed.notify_all()
 
     def outstanding(self) -> tuple[str, ...]:
-        """Return the ids issued and neither trained nor dropped, sorted."""
         with self._changed:
             return tuple(self._dispatch.cursor.outstanding())
 
     def accept(self, group_id: str) -> DropReason | None:
-        """Record that a group comes which has not arrived yet; return why it must not be used (`Dispatch.accept`)."""
         with self._changed:
             was_dead = self._groups.train.is_dead(group_id)
             refusal = self._dispatch.accept(group_id)
@@ -147,12 +129,10 @@ class Issuer:
             return refusal
 
     def promise(self, group_id: str) -> TaskPromise:
-        """Return what the task of a group asked for; raises ValueError for a foreign id."""
         with self._changed:
             return self._dispatch.promise(group_id)
 
     def is_late(self, trainer_version: PolicyVersion) -> bool:
-        """Return True if a group under way may be too old for every step after the one at ``trainer_version``."""
         with self._changed:
             return self._dispatch.is_late(trainer_version)
 
@@ -164,16 +144,10 @@ class Issuer:
         version: PolicyVersion,
         made: PolicyVersion,
     ) -> dict[str, int]:
-        """Record the step that a batch was trained in; return how often each of its groups was trained, by id.
+        """Record the step from ``version`` to ``made``; return how often each group was trained, by id.
 
         The message of a group that is kept for another use stays unacknowledged until the group is retired: a trainer that
         resumes receives it again.
-
-        Args:
-            batch: The groups that were taken.
-            staleness_tokens: Their sampled tokens, by age.
-            version: The version that the step started from.
-            made: The version that the step made.
         """
         with self._changed:
             uses = self._dispatch.train(version, batch, staleness_tokens)
@@ -183,7 +157,6 @@ class Issuer:
             return uses
 
     def drop(self, drop: Drop) -> None:
-        """Close a group that is not trained on; its prompt is issued again while it has attempts left."""
         with self._changed:
             self._traced.ended(drop.group_id, "dropped", reason=str(drop.reason))
             if not self._dispatch.drop(drop):
@@ -195,12 +168,6 @@ class Issuer:
             self._changed.notify_all()
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
-        """Issue what a newly announced version admits and the rest of the run needs.
-
-        Args:
-            version: The newest that workers can fetch.
-            groups_wanted: Groups that the remaining steps train.
-        """
         with self._changed:
             self._version = version
             if is_newer(version, self._trainer_version):  # the first call of a session
@@ -209,7 +176,6 @@ class Issuer:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise the exception that ended the issuing thread, if one did."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -238,12 +204,10 @@ class Issuer:
             self._log.append(position, [task.group_id for pack in packs for task in pack.tasks])
 
     def mark_sent(self) -> None:
-        """Record that all packs of `next_packs` are on the stream."""
         with self._changed:
             self._unsent.clear()
 
     def take_state(self) -> IssuerState:
-        """Return the state at one moment; its entries are those since the last call."""
         with self._changed:
             return IssuerState(
                 dispatch=self._dispatch.cursor.to_document(),
@@ -255,12 +219,10 @@ class Issuer:
             )
 
     def totals(self) -> dict[str, Any]:
-        """Return the counts of the run so far."""
         with self._changed:
             return self._groups.train.totals.counts_document()
 
     def groups(self) -> dict[str, Any]:
-        """Return the run's groups so far by outcome, as step events show them."""
         with self._changed:
             return {
                 **outcomes(self._groups.train),

@@ -26,8 +26,6 @@ _MERGE_BYTES = 1 << 20  # some ten thousand issues
 
 
 class SessionSettings(NamedTuple):
-    """What a session's settings decide about the groups that it asks for."""
-
     train: TaskSettings
     evaluation: TaskSettings
 
@@ -43,20 +41,12 @@ class IssuedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IssuedBefore:
-    """What earlier sessions issued: every first attempt before ``position``, and these later attempts.
-
-    ``ranges`` say under which settings, and are empty if those of no group are known.
-    """
-
     position: int = 0
     later: frozenset[str] = frozenset()
     ranges: tuple[IssuedRange, ...] = ()
 
     def settings_of(self, group_id: str, position: int | None) -> tuple[TaskSettings, ...]:
-        """Return the settings under which a group was issued, several if sessions with different ones issued it.
-
-        Empty if they are not known. ``position`` is that of a first attempt in the data order, None for a later one.
-        """
+        """Return the settings under which a group was issued; ``position`` is None for a later attempt."""
         found = [
             each.settings
             for each in self.ranges
@@ -72,8 +62,6 @@ class IssuedBefore:
 
 
 class IssueLog:
-    """The file of one run; only its trainer may use it."""
-
     def __init__(
         self,
         folder: Path,
@@ -85,15 +73,8 @@ class IssueLog:
     ) -> None:
         """Read what earlier sessions issued, and write it again with a single line for each of their settings.
 
-        Args:
-            folder: Of the run.
-            order_id: Id of the data order; lines of another order are removed.
-            may_arrive: Returns True for a later attempt that can still be used; the others are removed.
-            settings: Of this session; None: not recorded.
-            first: The position of the data order at which this session starts.
-
-        Raises:
-            CheckpointError: The file cannot be read or written.
+        Lines of another data order, and attempts that may not arrive, are removed. This session starts at the position ``first``.
+        Raises CheckpointError.
         """
         self._path, self._order_id = folder / _FILE, order_id
         try:
@@ -109,12 +90,7 @@ class IssueLog:
         self._merge_above = max(_MERGE_BYTES, 2 * self._size)
 
     def append(self, position: int, group_ids: Iterable[str]) -> None:
-        """Write that groups were issued, and sync it to disk; raises CheckpointError when that fails.
-
-        Args:
-            position: The next position of the data order after them.
-            group_ids: Their ids; first attempts are left out, since the position includes them.
-        """
+        """Write that groups before ``position`` were issued, and sync it; raises CheckpointError."""
         try:
             self._size += _write(self._file, self._line(position, [i for i in group_ids if not i.endswith(".a0")]))
             if self._size > self._merge_above:
@@ -133,7 +109,6 @@ class IssueLog:
         self._merge_above = max(_MERGE_BYTES, 2 * self._size)
 
     def _write_again(self, issued: Sequence[IssuedRange]) -> tuple[int, int]:
-        """Replace the file in one atomic step; return the new file, open for appending, and its size."""
         partial = self._path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         file = os.open(partial, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -164,7 +139,6 @@ class IssueLog:
 
 
 def _write(file: int, line: bytes) -> int:
-    """Write a line and sync it to disk; return its length. Raises OSError, also when only a part was written."""
     written = os.write(file, line)
     if written != len(line):
         raise OSError(f"only {written} of {len(line)} bytes were written")
@@ -192,7 +166,6 @@ def _read(path: Path, order_id: str) -> list[IssuedRange]:
 
 
 def _started(found: list[IssuedRange], line: str) -> list[IssuedRange]:
-    """Return the ranges after a line of settings, the last one being that which the lines after it continue."""
     try:
         _, _, number, document = line.split(" ", 3)
         first, values = int(number), json.loads(document)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from penstock.protocol.versions import admissible_groups
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates, State
+from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.settings import RolloutSettings
 
@@ -32,8 +32,6 @@ NOTHING_BEFORE = IssuedBefore()  # a run's first session
 
 
 class GroupKey(NamedTuple):
-    """The parts of a training group's id."""
-
     epoch: int
     prompt: int
     attempt: int
@@ -43,12 +41,10 @@ class GroupKey(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """The prompt in its epoch, whatever the attempt."""
         return Place(self.epoch, self.prompt)
 
     @classmethod
     def parse(cls, group_id: str) -> GroupKey:
-        """Read a training group's id; raises ValueError for anything else."""
         match = _GROUP_ID.fullmatch(group_id)
         if match is None:
             raise ValueError(f"{group_id!r} is not the id of a training group (e<epoch>.p<prompt>.a<attempt>)")
@@ -59,14 +55,11 @@ class GroupKey(NamedTuple):
 
 
 def order_id(order: DataOrder, fingerprint: str) -> str:
-    """Return the id of a data order and of the files it orders."""
     text = f"{fingerprint} {order.num_prompts} {order.seed} {order.shuffle}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class PromptCursor:
-    """The position in the data order, the attempts to be issued again, and those that arrived before their turn."""
-
     def __init__(self, order: DataOrder, id_of_order: str, groups: GroupStates) -> None:
         """Start at the first prompt; positions are valid for ``id_of_order`` only, and attempts for ``groups``."""
         self.order, self.order_id, self._groups = order, id_of_order, groups
@@ -79,7 +72,6 @@ class PromptCursor:
         self.before = NOTHING_BEFORE  # what earlier sessions issued
 
     def to_document(self) -> dict[str, Any]:
-        """Return the position and the attempts, those of `GroupStates` too, as plain JSON values."""
         return {
             "schema_tag": _STATE_TAG,
             "order_id": self.order_id,
@@ -95,7 +87,6 @@ class PromptCursor:
         }
 
     def resume(self, document: dict[str, Any]) -> None:
-        """Continue from what `to_document` returned; raises CheckpointError when it belongs to other data."""
         if document.get("schema_tag") != _STATE_TAG:
             raise CheckpointError(f"dispatch state: expected {_STATE_TAG}, got {document.get('schema_tag')!r}")
         if document["order_id"] != self.order_id:
@@ -119,14 +110,9 @@ class PromptCursor:
     ) -> list[tuple[GroupKey, ...]]:
         """Issue the next packs: as many groups as the staleness bound admits, in whole packs.
 
-        A pack that is not full waits until the bound admits the rest, unless fewer groups are outstanding than a step
-        needs: then waiting would starve the trainer, and the pack is cut short. A pack never spans the groups of two steps.
-
-        Args:
-            rollout: Groups of a step, and the staleness bound.
-            groups_per_message: Groups of a full pack.
-            most_outstanding: What the rest of the run can still use, so that nothing is issued needlessly near its end.
-            lag: Versions that the announced one is behind the trainer.
+        A pack that is not full waits until the bound admits the rest, unless fewer groups are outstanding than a step needs: then
+        waiting would starve the trainer, and the pack is cut short. A pack never spans the groups of two steps. ``lag`` are the
+        versions that the announced one is behind the trainer.
         """
         packs: list[tuple[GroupKey, ...]] = []
         outstanding, num_issued = self._groups.num_outstanding, self._groups.totals.sums.issued
@@ -171,7 +157,6 @@ class PromptCursor:
         return DropReason.DUPLICATE
 
     def may_arrive(self, group_id: str) -> bool:
-        """Return True if a later attempt that an earlier session issued could still be used."""
         try:
             key = GroupKey.parse(group_id)
         except ValueError:
@@ -182,7 +167,6 @@ class PromptCursor:
         return is_open or self.order.position_of(key.place) >= self.position
 
     def was_issued_before(self, key: GroupKey) -> bool:
-        """Return True for a group that an earlier session of this run issued."""
         if key.prompt >= self.order.num_prompts:
             return False
         if key.attempt:
@@ -190,7 +174,6 @@ class PromptCursor:
         return self.before.position > 0 and self.order.position_of(key.place) < self.before.position
 
     def close(self, group_ids: Iterable[str]) -> None:
-        """Forget the attempts that were refused at prompts whose groups are closed, and not issued again."""
         if self.refused:
             places = {GroupKey.parse(group_id).place for group_id in group_ids}
             self.refused = {key for key in self.refused if key.place not in places}
@@ -223,7 +206,6 @@ class PromptCursor:
             self.ahead.remove(place)
 
     def _replace_with(self, key: GroupKey) -> bool:
-        """Issue a group of an earlier session in the place of older attempts; return False if its prompt is closed."""
         older = [key._replace(attempt=n) for n in self._attempts(key.place) if n < key.attempt]
         queued = [k for k in self.again if k.place == key.place and k.attempt <= key.attempt]
         if any(self._groups.has_arrived(str(k)) for k in older):
@@ -241,10 +223,7 @@ class PromptCursor:
         return True
 
     def _was_issued(self, key: GroupKey) -> bool:
-        """Return False for a group that no session of this run has issued.
-
-        Attempts of a prompt that is closed are not stored: each counts as issued.
-        """
+        """Return False for a group that no session issued; each attempt of a closed prompt counts as issued."""
         if self.was_issued_before(key):
             return True
         if key.prompt >= self.order.num_prompts:

@@ -2,22 +2,31 @@
 
 Small groups share a message, because one message and one object per group would cost more than training a tiny model.
 A pack too large for a message is stored as an object and announced by reference.
+
+`Mixture` chooses which environment plays a group: exact proportions, in an order that follows from ``run.seed``.
+With weights 3 and 1, of every four positions of the data order three are of the first and one is of the second, in an order of its
+own for each four. A position is played in the same environment in every attempt and after every restart.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.protocol import blob_keys
+from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
 from penstock.protocol.facts import MAX_FACT_BYTES, TaskIssued, TaskList, encode_unbounded
 from penstock.protocol.groups import SINGLE_TURN, BlobRef, RouterShape, Sampling, Split, Task, derived_seed
 from penstock.protocol.images.admission import AdmittedImage
+from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
+from penstock.trainer.data_settings import EvalSettings
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.settings import RolloutSettings
 
 # Chosen so that a message costs little compared with generating its groups (benchmarks: one message per tiny group
@@ -29,17 +38,45 @@ _PACKS_PER_WORKER_AND_STEP = 2
 _ENVELOPE_BYTES = 512  # run id, pack id and tags around the tasks
 
 
+class Mixture:
+    def __init__(self, settings: EnvironmentSettings, seed: int) -> None:
+        shared = math.gcd(*settings.weights.values())
+        self._block = [name for name, weight in settings.weights.items() for _ in range(weight // shared)]
+        self._by_source: Mapping[str, str] = settings.by_source
+        self._seed = seed
+        self._shuffled: tuple[int, list[str]] = (-1, [])  # the block that was asked for last
+
+    @classmethod
+    def of(cls, settings: EnvironmentSettings, seed: int) -> Mixture | None:
+        """Return the mixture of a run file; None if no environment has a weight."""
+        return cls(settings, seed) if settings.weights else None
+
+    def name(self, environment: str, position: int, data_source: str) -> str:
+        """Return the environment of a row: ``environment``, unless that is the mixture.
+
+        ``position`` is its place in the data order; of a row whose ``data_source`` has an environment it does not matter.
+        """
+        if environment != MIXTURE:
+            return environment
+        return self._by_source.get(data_source) or self._weighted(position)
+
+    def _weighted(self, position: int) -> str:
+        number, place = divmod(position, len(self._block))
+        if self._shuffled[0] != number:
+            block = self._block.copy()
+            random.Random(derived_seed(self._seed, MIXTURE, number)).shuffle(block)  # noqa: S311 - not a secret
+            self._shuffled = (number, block)
+        return self._shuffled[1][place]
+
+
 @dataclass(frozen=True, slots=True)
 class TaskPack:
-    """Tasks that share a message. ``blob`` is to be stored first when they do not fit into one."""
-
     pack_id: str
     tasks: tuple[Task, ...]
     blob: bytes | None
     images: tuple[AdmittedImage, ...] = ()  # to be stored before the message
 
     def announced(self, run_id: str, stored: BlobRef | None = None) -> TaskIssued:
-        """Return the message; ``stored`` is the reference of the blob in the object store."""
         if (self.blob is None) != (stored is None):
             raise ValueError(
                 f"pack {self.pack_id}: {'store its blob first' if self.blob else 'it has no blob to store'}"
@@ -50,7 +87,6 @@ class TaskPack:
 
 
 def pack_tasks(tasks: Sequence[Task], images: Iterable[AdmittedImage] = ()) -> TaskPack:
-    """Put tasks into one pack whose id follows from their group ids; ``images`` are those of their prompts."""
     digest = hashlib.sha256(" ".join(task.group_id for task in tasks).encode()).hexdigest()[:8]
     pack_id = f"{tasks[0].group_id}.n{len(tasks)}.{digest}"
     fits = sum(map(task_bytes, tasks)) <= MAX_FACT_BYTES - _ENVELOPE_BYTES
@@ -61,7 +97,6 @@ def pack_tasks(tasks: Sequence[Task], images: Iterable[AdmittedImage] = ()) -> T
 def training_sampling(
     rollout: RolloutSettings, stop_token_ids: Sequence[int], routers: RouterShape | None = None
 ) -> Sampling:
-    """Return how the engines sample what is trained on; ``routers`` are those whose choices they return."""
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -72,7 +107,6 @@ def training_sampling(
 
 
 def evaluation_sampling(settings: EvalSettings, rollout: RolloutSettings, stop_token_ids: Sequence[int]) -> Sampling:
-    """Return how the engines sample for an evaluation: a completion ends where it does in training."""
     return Sampling(
         max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
         temperature=settings.temperature,
@@ -108,12 +142,10 @@ def make_task(
 
 
 def seeded(task: Task, seed: int) -> Task:
-    """Return a task whose samples and episodes follow from ``run.seed`` and the group's id."""
     return task.model_copy(update={"seed": derived_seed(seed, task.split, task.group_id)})
 
 
 def in_environment(task: Task, prompt: Prompt, environment: str) -> Task:
-    """Return a task for another environment than `single_turn`: with the row's messages, which that one renders itself."""
     if environment == SINGLE_TURN:
         return task
     if prompt.images is not None:
@@ -144,13 +176,6 @@ def task_bytes(task: Task) -> int:
 
 
 def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float, bytes_per_task: float) -> int:
-    """Return how many groups share a message: ``rollout.groups_per_message``, or by size when that is 0.
-
-    Args:
-        rollout: Group size, completion length and groups of a step.
-        prompt_tokens: Mean tokens of a prompt.
-        bytes_per_task: Mean size of a task in a message.
-    """
     if rollout.groups_per_message:
         return rollout.groups_per_message
     tokens_per_group = rollout.started_completions * (prompt_tokens + rollout.max_new_tokens)
@@ -161,3 +186,18 @@ def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float,
     )
     num_packs = -(-rollout.groups_per_step // max(1, int(most)))
     return -(-rollout.groups_per_step // num_packs)  # packs of a step as equal in size as possible
+
+
+class ImageUploads:
+    """The images of a run that this process has stored; for one thread."""
+
+    def __init__(self, blobs: Blobs, run_id: str) -> None:
+        self._blobs, self._run_id = blobs, run_id
+        self._stored: set[str] = set()
+
+    def store(self, images: Iterable[AdmittedImage]) -> None:
+        """Store images that are not stored yet; raises BlobError. Their keys are their hashes, so that a repetition changes nothing."""
+        for image in images:
+            if image.sha256 not in self._stored:
+                self._blobs.put(blob_keys.image(self._run_id, image.sha256), image.data)
+                self._stored.add(image.sha256)

@@ -27,8 +27,6 @@ _BASE, _ADAPTER = ".base_layer.", ".lora_"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Which layers are adapted, and how."""
-
     rank: int
     alpha: float
     dropout: float = 0.0
@@ -38,15 +36,9 @@ class Lora:
 
 
 def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
-    """Put adapters into a `transformers` model and freeze the rest.
+    """Put adapters into a `transformers` model and freeze the rest, but the module ``head``, which is trained whole.
 
-    Args:
-        model: A causal language model or, with a ``head``, a sequence classifier.
-        lora: Which layers are adapted.
-        head: Name of a module that has no adapter and is trained whole beside them.
-
-    Raises:
-        UnsupportedModel: No layer matches the targets, or the head does, or they are of experts.
+    Raises UnsupportedModel: no layer matches the targets, or the head does, or they are of experts.
     """
     targets = list(lora.targets)
     if any(".experts." in name for name, _ in model.named_parameters()):
@@ -148,7 +140,6 @@ class Rounding:
         self.sums = (0.0, 0.0)  # <rounded - W, change>, <change, change>
 
     def add(self, weight: Tensor, change: Tensor, rounded: Tensor) -> None:
-        """Count a weight, what is added to it in float32, and their rounded sum."""
         left = rounded.float() - weight.float()
         self.sums = self.sums[0] + float((left * change).sum()), self.sums[1] + float(change.square().sum())
 

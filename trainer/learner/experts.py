@@ -77,8 +77,6 @@ _KEYWORD = "routing"
 
 @dataclass(slots=True, eq=False)
 class Routing:
-    """The experts of one stream of tokens in one forward pass, and what became of them."""
-
     chosen: Tensor  # [T, layers, k], or the own tokens of several shares
     num_tokens: int  # the first so many of these; what follows them is padding
     changed: dict[int, Tensor] = field(default_factory=dict)  # by layer, [tokens] bool: its own choice is another
@@ -92,10 +90,7 @@ class Routing:
 
 
 def install(model: Any) -> None:
-    """Let a causal language model compute with given experts; raises UnsupportedModel for routers that are not known.
-
-    Without the keyword ``routing`` it computes as before.
-    """
+    """Let a causal language model compute with the keyword ``routing``; raises UnsupportedModel for unknown routers."""
     routers = [(layer, layer.mlp.gate) for layer in model.base_model.layers if hasattr(layer.mlp, "experts")]
     names = {type(router).__name__ for _, router in routers}
     if names != {"Qwen3MoeTopKRouter"}:
@@ -112,7 +107,6 @@ def install(model: Any) -> None:
 
 
 def given(routing: Routing | None) -> dict[str, Routing]:
-    """Return the keywords of a model's forward pass."""
     return {} if routing is None else {_KEYWORD: routing}
 
 

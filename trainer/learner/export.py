@@ -27,8 +27,7 @@ from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import from_folder
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.model_folder import MAX_SHARD_BYTES, ModelFiles, write_small_files
-from penstock.trainer.publishing.weight_buckets import assign_buckets
+from penstock.trainer.publishing.weight_buckets import MAX_SHARD_BYTES, ModelFiles, assign_buckets, write_small_files
 
 log = structlog.get_logger("trainer.export")
 
@@ -47,24 +46,14 @@ def export_model(
     like: Path,
     changed: Mapping[str, Any] | None = None,
     verify: bool = True,
-    max_file_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model folder, adapters merged, that `transformers` loads; an older one is replaced. Collective.
 
-    Args:
-        policy: The trained model.
-        dims: Who writes which files.
-        folder: The folder to write, the same on every rank, on storage that all ranks share.
-        like: The folder that training started from, with config and tokenizer.
-        changed: Fields of ``config.json`` that differ.
-        verify: Load the folder on the rank that writes small files, and compare log-probabilities with the trainer's.
-        max_file_bytes: Bytes of a file of weights; a larger tensor has a file of its own.
-
-    Raises:
-        ExportFailed: The folder cannot be loaded, or gives other log-probabilities; an older folder is unchanged.
+    Config and tokenizer are those of the folder ``like``, but for the fields ``changed``. A tensor larger than `MAX_SHARD_BYTES` has a
+    file of its own. Raises ExportFailed if the folder cannot be loaded, or gives other log-probabilities; an older one is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
-    layout = policy.weights.layout(bucket_bytes=max_file_bytes)
+    layout = policy.weights.layout(bucket_bytes=MAX_SHARD_BYTES)
     if dims.writes_files:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -139,7 +128,6 @@ def _score(scorer: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def _texts(vocab_size: int) -> MicroBatch:
-    """Return texts of random tokens, the same on every rank."""
     rng = np.random.default_rng(0)
     return build(
         [

@@ -53,14 +53,12 @@ class PassCost:
         return 2 * self.layers * load.tokens + 2 * self.head * load.predicted + 4 * self.attended * load.pairs
 
     def backward(self, load: Load) -> float:
-        """Return the operations of a backward pass: gradients of all inputs, and of the weights that learn."""
         layers = 2 * (self.layers + self.learning) * load.tokens
         head = 2 * self.head * (2 if self.head_learns else 1) * load.predicted
         return layers + head + 8 * self.attended * load.pairs
 
 
 def pass_cost(model: Any) -> PassCost:
-    """Return the cost of a language model of transformers, with adapters or without; one with a score has no head."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     tables = {id(held.weight) for held in (model.get_input_embeddings(), head) if held is not None}
@@ -85,7 +83,6 @@ def pass_cost(model: Any) -> PassCost:
 
 
 def load_of(layout: Layout | None, num_tokens: int, predicted: int, *, padded: bool) -> Load:
-    """Return what a pass over a stream of tokens computes; ``padded``: its rows are computed as a batch of equal lengths."""
     if layout is None:
         return Load(num_tokens, _triangle(num_tokens), predicted)
     if padded:
@@ -145,6 +142,5 @@ def peak_of(device: str, dtype: str) -> float | None:
 
 
 def _stands_in(part: list[str], words: list[str]) -> bool:
-    """Return True if the words of ``part`` are among those of a name, in order; a word may go on after a hyphen."""
     found = iter(words)
     return all(any(word == one or word.startswith(f"{one}-") for word in found) for one in part)

@@ -54,7 +54,6 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True for a file that is a GGUF file by its name or by its first bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -62,7 +61,6 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Return the header of a GGUF file; raises UnsupportedModel where it is not one complete language model."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(_Reader(data), len(data))
@@ -195,7 +193,6 @@ _POLL_S = 0.2
 
 
 def with_model_folders(settings: TrainerSettings) -> TrainerSettings:
-    """Return the settings with the folder of each model that is given as a GGUF file; raises as `model_folder` does."""
     model = settings.model.model_copy(update={"path": model_folder(settings.model.path)})
     changed: dict[str, Any] = {"model": model}
     if settings.critic.path is not None:
@@ -234,7 +231,6 @@ def model_folder(path: Path) -> Path:
 
 
 def check_gguf(path: Path) -> GgufHeader:
-    """Return the checked header of a GGUF file; raises ConfigError without the package, UnsupportedModel for a bad file."""
     header = read_header(path)
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
@@ -244,7 +240,6 @@ def check_gguf(path: Path) -> GgufHeader:
 
 
 def _convert(path: Path, header: GgufHeader, folder: Path) -> None:
-    """Write ``folder``; called by one process at a time."""
     started = time.monotonic()
     log.info("converting a GGUF file, once", file=str(path), folder=str(folder), num_elements=header.num_elements)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -304,7 +299,6 @@ def _write(path: Path, header: GgufHeader, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that the kernel releases when the process ends; raises ConfigError after `_LOCK_DEADLINE_S`."""
     give_up = time.monotonic() + _LOCK_DEADLINE_S
     with path.open("a") as file:
         while True:

@@ -12,33 +12,46 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.protocol.groups import derived_seed
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.trainer import crash_points, process_memory
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
+from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
-from penstock.trainer.algorithm.objective import PolicyGradient
+from penstock.trainer.algorithm.objective import PolicyGradient, build_objective
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot
-from penstock.trainer.learner.critic import Critic
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.learner.critic import Critic, Regression, TokenCredit, load_critic
 from penstock.trainer.learner.export import export_model
-from penstock.trainer.learner.image_reader import ImageReader
-from penstock.trainer.learner.micro_batches import PackStore, check_taught, groups_of, micro_batches_of
-from penstock.trainer.learner.pair_planner import MixedPairs
+from penstock.trainer.learner.load_model import load_policy, load_reference
+from penstock.trainer.learner.pair_planner import MixedPairs, PairPlanner
 from penstock.trainer.learner.policy import Observer, Policy
 from penstock.trainer.learner.policy_weights import WeightCopies
-from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
+from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference, WithoutAdapter
+from penstock.trainer.learner.shard_files import CapturedState, CaptureSlot
 from penstock.trainer.learner.step_metrics import RowRecorder, StepMetrics, batch_metrics, pass_metrics
-from penstock.trainer.learner.step_plan import Capacity, Passes, ReadyGroup, StepPlan
+from penstock.trainer.learner.step_plan import (
+    Capacity,
+    PackStore,
+    Passes,
+    ReadyGroup,
+    StepPlan,
+    check_taught,
+    groups_of,
+    micro_batches_of,
+)
+from penstock.trainer.learner.trainable import Optimisation, optimisation
+from penstock.trainer.learner.vision import ImageReader, image_reader
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_buckets import Weights
 from penstock.trainer.rank_orders import LeaderOnly, RankProgram, on_all_ranks
+from penstock.trainer.settings import TrainerSettings
 
 
 class Learner(RankProgram):
-    """One policy on all ranks, with its critic, reference and pairs."""
-
     def __init__(
         self,
         policy: Policy,
@@ -50,21 +63,12 @@ class Learner(RankProgram):
         pairs: MixedPairs | None = None,
         images: ImageReader | None = None,
     ) -> None:
-        """Build it on every rank with the same networks.
-
-        An objective with a KL term needs the reference; plans whose advantages are rewards need a critic. Every step trains on some
-        of the ``pairs`` too. Rows with images need a reader of ``images``.
-        """
+        """Build it on every rank with the same networks; an objective with a KL needs the reference."""
         super().__init__(dims.ranks)
-        self.policy = policy
-        self._dims = dims
+        self.policy, self._dims = policy, dims
         self._share = dims.rows
-        self._packs = packs
-        self._objective = objective
-        self._reference = reference
-        self._critic = critic
-        self._pairs = pairs
-        self._images = images
+        self._packs, self._objective, self._reference = packs, objective, reference
+        self._critic, self._pairs, self._images = critic, pairs, images
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
         self._publisher: RankPublisher | None = None
@@ -72,16 +76,13 @@ class Learner(RankProgram):
 
     @property
     def num_steps_done(self) -> int:
-        """Batches that the policy was trained on, earlier sessions included."""
         return self.policy.steps_done
 
     @property
     def data_digests(self) -> dict[str, str]:
-        """What the weights depend on besides groups and settings, with its digest: rows that a step reads itself."""
         return {"pairs of data.train": self._pairs.fingerprint[:16]} if self._pairs is not None else {}
 
     def capacity(self, budget_tokens: int) -> Capacity:
-        """Return what micro-batches of at most ``budget_tokens`` are cut for."""
         return Capacity(budget_tokens, self._share.count, self.policy.pair_cost, self.policy.pads_rows)
 
     def follow(self, publisher: RankPublisher | None = None) -> None:
@@ -204,7 +205,6 @@ class Learner(RankProgram):
         return replace(metrics, work=self.policy.take_work(), kept=kept)
 
     def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
-        """Add the other policies' log-probabilities; ``priced`` is the form of a KL in every token's reward."""
         if objective.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch).cpu())
         if self._reference is None:
@@ -248,14 +248,12 @@ class Learner(RankProgram):
         return batch_metrics(made)
 
     def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches of an optimizer step with the drift limit of all of them, if the objective has one."""
         if self._objective.m2po_budget is None:
             return batches
         limit = self._drift_limit(batches, self._objective.m2po_budget, self._objective.m2po_form)
         return [replace(batch, drift_limit=limit) for batch in batches]
 
     def _drift_limit(self, batches: Sequence[MicroBatch], budget: float, form: str) -> float:
-        """Return how far a token of the whole batch, over all ranks, may have drifted from its behaviour policy."""
         squares = []
         for batch in batches:
             held = self.policy.logprobs(batch).cpu()
@@ -264,3 +262,92 @@ class Learner(RankProgram):
             squares.append(log_ratio.square()[moved_along(log_ratio, advantages)])
         find = m2po_width if form == "clip" else m2po_limit
         return find(torch.cat(squares), budget, self._dims.sum)
+
+
+def build_learner(
+    settings: TrainerSettings,
+    dims: ParallelDims,
+    packs: PackStore,
+    pairs: PairSet | None = None,
+    *,
+    adapter: Path | None = None,
+) -> Learner:
+    """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings.
+
+    Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`). The adapters
+    begin with those in the folder ``adapter``; None: from their first values.
+    """
+    trainer = settings.trainer
+    how = replace(
+        optimisation(settings, trainer, trainer.steps - settings.critic.head_start_steps),
+        router_replay=trainer.router_replay,
+        train_vision_tower=settings.model.train_vision_tower,
+        skip_above=trainer.skip_step_above_grad_norm,
+        skip_after=trainer.skip_step_after,
+    )
+    # Seed 0 leaves torch's own start, with which the records of earlier releases are replayed.
+    if how.lora is not None and how.lora.dropout and settings.first_seed:
+        torch.manual_seed(derived_seed(settings.first_seed, "dropout", dims.ranks.rank))
+    policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature, adapters=adapter)
+    algorithm, reference = settings.algorithm, None
+    if settings.needs_reference and algorithm.reference_device == "remote":
+        reference = RemoteReference()
+    elif settings.needs_reference and how.lora is not None and algorithm.reference_path is None:
+        reference = WithoutAdapter(policy)
+    elif settings.needs_reference:
+        reference = load_reference(
+            algorithm.reference_path or settings.model.path,
+            how,
+            policy.device,
+            dims,
+            temperature=settings.rollout.temperature,
+            parked=algorithm.reference_device == "parked",
+        )
+    critic = _critic(settings, how, dims) if algorithm.has_critic else None
+    mixed = _mixed(settings, pairs, policy, dims, reference) if pairs is not None else None
+    images = image_reader(packs.get, settings.model.path)
+    return Learner(policy, dims, packs, build_objective(algorithm), reference, critic, mixed, images)
+
+
+def _mixed(
+    settings: TrainerSettings, pairs: PairSet, policy: Policy, dims: ParallelDims, reference: ReferencePolicy | None
+) -> MixedPairs:
+    planner = PairPlanner(policy, dims, settings.dpo, budget_tokens=settings.trainer.micro_batch_tokens)
+    if settings.dpo.needs_reference and reference is not None:
+        planner.use_live(reference)
+    order = DataOrder(len(pairs), settings.run.seed, settings.data.shuffle)
+    coefficient = settings.algorithm.dpo_coefficient
+    return MixedPairs(pairs, planner, order, batch_size=settings.dpo.batch_size, coefficient=coefficient)
+
+
+def _critic(settings: TrainerSettings, policy: Optimisation, dims: ParallelDims) -> Critic:
+    chosen = settings.critic
+    how = replace(
+        policy,
+        lora=None,
+        skip_above=None,
+        num_steps=settings.trainer.steps * chosen.updates,
+        lr=chosen.lr,
+        warmup_steps=chosen.warmup_steps * chosen.updates,
+        max_grad_norm=chosen.max_grad_norm,
+    )
+    return load_critic(
+        chosen.path or settings.model.path,
+        how,
+        Regression(
+            updates=chosen.updates,
+            form=chosen.loss,
+            coefficient=chosen.loss_coefficient,
+            clip=chosen.value_clip,
+            head_start_steps=chosen.head_start_steps,
+        ),
+        TokenCredit(
+            gamma=chosen.gamma,
+            lam=chosen.lam,
+            whiten=settings.algorithm.whiten_advantages,
+            clip=settings.algorithm.advantage_clip,
+            kl_form=settings.algorithm.reward_kl_form,
+            whiten_rewards=settings.algorithm.options_of(gae).whiten_rewards,
+        ),
+        dims,
+    )

@@ -22,10 +22,10 @@ from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.attention.models import attention_of, why_not_packed
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder, check_routers
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
-from penstock.trainer.learner.sequence_parallel import TokenShares
-from penstock.trainer.learner.step_watch import layer_groups
+from penstock.trainer.learner.step_metrics import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -80,18 +80,9 @@ def load_policy(
 ) -> Policy:
     """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
 
-    Args:
-        model_folder: Folder with config.json and safetensors.
-        how: Optimizer, schedule, ZeRO stage and dtype.
-        dims: How the ranks share the work.
-        temperature: Divides the logits; the sampling temperature of the rollouts.
-        adapters: Folder of published adapters, in PEFT's form, that those of the policy begin with; None: they start from their first values.
-
-    Raises:
-        UnsupportedModel: The folder is missing or holds no causal language model, or the adapters are others than ``how`` says.
-        NoAttentionKernel: No attention over packed rows works for the model's heads on this device.
-        ConfigError: The dtype does not work with the ZeRO stage, the model not with the layout of the ranks, or it has no
-            routers to replay.
+    The policy's adapters begin with those published in ``adapters``; None: from their first values. Raises UnsupportedModel for a
+    missing folder or another model, NoAttentionKernel if no attention over packed rows works, ConfigError for a dtype that does not
+    work with the ZeRO stage, a layout that the model does not allow, or no routers to replay.
     """
     check_routers(model_folder, router_replay=how.router_replay)
     model: Any = load_language_model(model_folder, how, dims)
@@ -116,20 +107,14 @@ def load_reference(
     temperature: float,
     parked: bool = False,
 ) -> Reference:
-    """Load a model folder as the frozen reference; raises UnsupportedModel and ConfigError as `load_policy` does.
-
-    A ``parked`` one stays in host memory and is computed on the device.
-    """
+    """Load a frozen reference, in host memory if ``parked``; raises UnsupportedModel and ConfigError."""
     model = load_language_model(folder, how, dims)
     scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
     return Reference(scorer, device, parked=parked)
 
 
 def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> nn.Module:
-    """Load a causal language model for training; raises UnsupportedModel and ConfigError as `load_policy` does.
-
-    The vision tower of one that reads images learns only if ``how`` says so.
-    """
+    """Load a causal language model for training; raises UnsupportedModel and ConfigError as `load_policy` does."""
     if read_processor(folder) is None:
         model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype, dims)
     else:
@@ -146,20 +131,10 @@ def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> 
 def from_folder(
     loader: str, kind: str, folder: Path, dtype: str, dims: ParallelDims | None = None, **options: object
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model folder with a class of `transformers`; returns the model and which of its weights were found.
+    """Load a folder with the class ``loader`` of `transformers`; returns the model and what was found.
 
-    Args:
-        loader: Name of the class.
-        kind: What the class loads, for errors.
-        folder: A Hugging Face model folder; code in it is never executed.
-        dtype: Name of the weights' dtype.
-        dims: How the ranks share the work: what a model does not allow is refused before its weights are read. None: this
-            process computes it alone.
-        options: Further arguments of ``from_pretrained``.
-
-    Raises:
-        UnsupportedModel: The folder is missing or cannot be loaded as one of the kind.
-        ConfigError: The model cannot be computed in this layout of the ranks.
+    Code in the folder is never executed. What a model does not allow in the layout of ``dims`` is refused before its weights are
+    read. Raises UnsupportedModel and ConfigError.
     """
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
@@ -211,7 +186,6 @@ def _check_layout(loader: Any, folder: Path, dims: ParallelDims, **options: obje
 
 
 def prepare(model: Any, how: Optimisation) -> None:
-    """Set a loaded model up for training: attention, no cache of keys and values, gradient checkpointing and its offload."""
     backends.use(how.attention)
     model.config.use_cache = False
     if how.gradient_checkpointing:
@@ -223,7 +197,6 @@ def prepare(model: Any, how: Optimisation) -> None:
 
 
 def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -> None:
-    """Put adapters into a model where they are set; ``head`` as for `adapter.attach`, which also raises UnsupportedModel."""
     if how.lora is None:
         return
     adapter.attach(model, how.lora, head=head)
@@ -232,11 +205,7 @@ def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -
 
 
 def check_attention(model: Any, padding_reason: str | None, device: torch.device, dims: ParallelDims) -> str:
-    """Return the name of the attention that computes a model's rows, ``padded`` where transformers' own does; rank 0 logs it.
-
-    Raises:
-        NoAttentionKernel: None works for the model's heads on this device.
-    """
+    """Return the name of a model's attention, ``padded`` where transformers' own is used; raises NoAttentionKernel."""
     found = "padded" if padding_reason is not None else attention_of(model, device)
     if not dims.writes_files:
         return found

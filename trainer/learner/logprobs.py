@@ -16,16 +16,16 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.trainer.algorithm.batch import StreamImages
 from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
-from penstock.trainer.algorithm.stream_images import StreamImages
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import experts
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.experts import Routing
 from penstock.trainer.learner.flops import pass_cost
-from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.vision import ImageEmbeddings, text_body, tower_of
 
 Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]
@@ -39,17 +39,13 @@ _HEAD_SETTINGS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit
 
 
 class CompletionScorer(nn.Module):
-    """A causal language model that returns log-probabilities instead of logits.
-
-    One module around the model, so that DeepSpeed's hooks see one forward call, with the output head.
-    """
+    """A language model that returns log-probabilities; one module, so that DeepSpeed sees one forward call."""
 
     language_model: Any  # a transformers causal language model; their classes are typed loosely
 
     def __init__(
         self, language_model: nn.Module, temperature: float, max_logits: int = MAX_LOGITS, shares: TokenShares = WHOLE
     ) -> None:
-        """Wrap a `transformers` causal language model; raises UnsupportedModel for one with a special head."""
         super().__init__()
         config: Any = language_model.config
         for name, neutral in _HEAD_SETTINGS.items():
@@ -157,7 +153,6 @@ class CompletionScorer(nn.Module):
         kl_to: Logits | None = None,
         kl_from: Top | None = None,
     ) -> Tensor:
-        """Return what `forward` returns, from the hidden states [N, H] that predict the targets."""
         pieces = self._pieces(hidden, targets)
         if len(pieces) == 1:
             return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, len(targets)), kl_from)

@@ -1,4 +1,4 @@
-"""Checks of a model folder from outside, before transformers reads it; without torch, so that a start can make them at once.
+"""Checks of a model folder from outside, before transformers reads it, and of settings for a model that reads images; imports no torch.
 
 transformers asks on a terminal whether to run a folder's own code, unpickles files, follows names out of the folder, loads
 what ``adapter_config.json`` names from elsewhere. All of it is refused.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.groups import SINGLE_TURN
+from penstock.protocol.images.processor import read_processor
 from penstock.protocol.token_annotations import FAMILIES, Routers, routers_of
+from penstock.trainer.data_settings import DATA_EVAL
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.parallel_dims import ParallelLayout
+from penstock.trainer.settings import TrainerSettings
 
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
@@ -27,7 +31,6 @@ _FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
 
 
 def check_folder(folder: Path) -> None:
-    """Check configuration and names and headers of the weights' files; raises UnsupportedModel."""
     if (folder / "adapter_config.json").exists():
         raise UnsupportedModel(
             f"model.path = {folder} is an adapter (adapter_config.json); merge it into its base model"
@@ -58,7 +61,6 @@ def check_folder(folder: Path) -> None:
 
 
 def check_layout(folder: Path, layout: ParallelLayout) -> None:
-    """Raise ConfigError if the model of a folder cannot be computed in a layout of the ranks, by its config.json."""
     layout.check(_read_object(folder / "config.json", _MAX_INDEX_BYTES), str(folder))
 
 
@@ -111,7 +113,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_header(path: Path) -> None:
-    """Read a header as safetensors does, and refuse weights that are no floating-point numbers."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -164,3 +165,68 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, key)
     else:
         yield key, value
+
+
+def check_vision(settings: TrainerSettings) -> None:
+    """Raise ConfigError naming all settings that a model which reads images is not trained with; UnsupportedModel."""
+    if read_processor(settings.model.path) is None:
+        if settings.model.train_vision_tower:
+            raise ConfigError(
+                f"model.train_vision_tower = true, and model.path = {settings.model.path} reads text alone; set it to false"
+            )
+        return
+    if found := list(_not_exact(settings)):
+        raise ConfigError(
+            f"model.path = {settings.model.path} reads images, and is not trained with {'; '.join(found)}"
+        )
+
+
+def _not_exact(settings: TrainerSettings) -> Iterator[str]:
+    trainer, algorithm = settings.trainer, settings.algorithm
+    for name in ("tensor_parallel", "sequence_parallel"):
+        if (ranks := getattr(trainer, name)) > 1:
+            yield f"trainer.{name} = {ranks} (set it to 1)"
+    if trainer.router_replay:
+        yield "trainer.router_replay = true (set it to false)"
+    if algorithm.has_critic:
+        yield f"a critic, which algorithm.advantage = {algorithm.advantage} needs (use an advantage of groups)"
+    if settings.model.lora.rank:
+        yield f"adapters, model.lora.rank = {settings.model.lora.rank} (set it to 0)"
+    if settings.teacher_top_k is not None:
+        yield "the model of section [teacher], which is not shown the images (leave it out)"
+    if algorithm.dpo_coefficient:
+        yield f"pairs, algorithm.dpo_coefficient = {algorithm.dpo_coefficient} (set it to 0)"
+    if settings.data.from_run is not None:
+        yield f"groups of another run, data.from_run = {settings.data.from_run} (generate them)"
+
+
+def refuse_vision(settings: TrainerSettings, command: str) -> None:
+    if read_processor(settings.model.path) is not None or settings.model.train_vision_tower:
+        raise ConfigError(
+            f"model.path = {settings.model.path} reads images, or model.train_vision_tower = true: `penstock {command}` reads text "
+            "alone; use a model that reads text alone, or `penstock train`"
+        )
+
+
+def check_environments(settings: TrainerSettings, num_with_images: Mapping[str | None, int]) -> None:
+    """Raise ConfigError if rows with images would be played by an environment that renders their messages without them.
+
+    ``num_with_images`` are the rows with images of each evaluated source, by name, and of data.train, by None.
+    """
+    for source, num in num_with_images.items():
+        own = None if source is None else settings.eval.of(source).environment
+        environment = own or settings.rollout.environment
+        if num and environment != SINGLE_TURN:
+            data, setting = ("data.train", "rollout.environment") if source is None else _of_source(source)
+            raise ConfigError(
+                f"{num} rows of {data} have images, and the environment {environment} would render them without; use {setting} = "
+                f"{SINGLE_TURN}"
+            )
+
+
+def _of_source(name: str) -> tuple[str, str]:
+    return (
+        ("data.eval", "eval.environment")
+        if name == DATA_EVAL
+        else (f"eval.source.{name}.data", f"eval.source.{name}.environment")
+    )

@@ -5,29 +5,151 @@
 | 0     | of every parameter; each rank writes those of its own number | the optimizer's state by parameter                |
 | 1, 2  | one flat partition of a parameter group                     | ``_hp_mapping`` of a parameter                    |
 | 3     | one part of each parameter, the last ones padded            | ``grad_position`` of a parameter                  |
+
+Also here: DeepSpeed's configuration from the settings, the learning rate over the steps, and checkpoints that DeepSpeed wrote in
+earlier releases.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.data_settings import Schedule
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.learner.parallel_shares import WeightShares, cut_of
 from penstock.trainer.learner.shard_files import WEIGHT, Fragment, Part, Shard, ShardFiles
-from penstock.trainer.learner.tensor_parallel import WeightShares, cut_of
 from penstock.trainer.parallel_dims import Share
+from penstock.trainer.settings import BFLOAT16_UNSHARDED
 
+KEEP_WHOLE_BELOW = 100_000  # DeepSpeed's default: smaller parameters are not partitioned by ZeRO-3
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # a setting of torch that stands above what its caller asks for
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, besides its number of steps
 _STEPS = "optimizer_steps"
 
 
+def lr_factor(step: int, *, schedule: Schedule, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    """Return the factor of the peak learning rate at optimizer step ``step`` (0 is the first).
+
+    Warm-up rises linearly to 1, starting above 0 at the first step; then the schedule falls from 1 to
+    ``min_lr_ratio`` at the last step (`constant`: stays at 1).
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps))
+    fall = progress if schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
+    return 1.0 - (1.0 - min_lr_ratio) * fall
+
+
+def deepspeed_config(
+    *,
+    zero_stage: int,
+    dtype: Literal["float32", "bfloat16"],
+    max_grad_norm: float,
+    keep_whole_below: int = KEEP_WHOLE_BELOW,
+    offload: Literal["none", "optimizer", "parameters"] = "none",
+    gradient_dtype: Literal["float32", "as-trained"] = "float32",
+) -> dict[str, Any]:
+    """Return DeepSpeed's configuration.
+
+    Gradient accumulation is 1 for any number of micro-batches: that number varies from step to step, so
+    `Trainable` sets the boundary itself, and the loss is already divided by the whole batch's denominators.
+    The optimizer is PyTorch's AdamW, so that no operator is compiled, also where it steps in host memory.
+
+    Gradients of a bfloat16 model are added up in float32 by default, over micro-batches and over ranks: each of DeepSpeed's two
+    settings alone leaves the other sum in bfloat16.
+
+    Raises ConfigError for bfloat16 with stage 0, which drifts from a correct run within 20 steps.
+    """
+    if dtype == "bfloat16" and zero_stage == 0:
+        raise ConfigError(BFLOAT16_UNSHARDED)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_optimization": {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+    }
+    if dtype == "bfloat16" and gradient_dtype == "float32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
+        # Otherwise stage 1 would hold the bfloat16 gradients beside their sums until the next step.
+        config["bf16"]["immediate_grad_update"] = True
+    if offload != "none":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if offload == "parameters":
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if zero_stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = keep_whole_below
+    return config
+
+
+def load_written_by_deepspeed(engine: Any, folder: Path, *, num_ranks: int, strict: bool) -> dict[str, Any]:
+    """Read ``folder`` into an engine; raises CheckpointError for another number of ranks or a broken folder."""
+    try:
+        with _without_pickled_code():
+            found, state = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=strict)
+    except Exception as err:  # DeepSpeed and torch raise many kinds of errors for a broken folder
+        if "Error(s) in loading state_dict" in str(err):
+            raise another_model(folder, err) from err
+        raise CheckpointError(
+            f"checkpoint {folder} is not readable ({type(err).__name__}: {err}); restore it from a copy, or "
+            "remove its folder and set trainer.resume_older_step to the step of the one before it"
+        ) from err
+    if found is None or state.get("num_ranks") != num_ranks:
+        raise CheckpointError(
+            f"checkpoint {folder} was written by {(state or {}).get('num_ranks', 'an unknown number of')} rank(s) of a release "
+            f"whose checkpoints need as many, this run has {num_ranks}; start it with the same trainer.num_ranks once: "
+            "its next checkpoint can be resumed by any number"
+        )
+    return state
+
+
+def another_model(folder: Path, err: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder} is of another model than model.path ({str(err).splitlines()[0]}); set model.path back to the model "
+        "of this run, or start another run from the new model with another run.id"
+    )
+
+
+@contextlib.contextmanager
+def _without_pickled_code() -> Iterator[None]:
+    """Have ``torch.load`` refuse pickled code inside the block; DeepSpeed asks it to run whatever a checkpoint's files name.
+
+    What is allowed are the classes of DeepSpeed's own figures: none of them does anything when it is made.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: PLC0415
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415
+    from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415
+
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A contiguous part of a parameter, inside a tensor that the optimizer steps."""
-
     name: str
     start: int  # in the flattened parameter, or in this rank's part of it
     num: int
@@ -37,10 +159,7 @@ class Place:
 
 
 class OptimizerState:
-    """The optimizer state of one rank under a DeepSpeed engine."""
-
     def __init__(self, engine: Any, share: Share, *, file: Share, weights: WeightShares) -> None:
-        """Read and write the state of ``engine``, this rank's ``share`` of that of its weights, as one of the checkpoint's files."""
         self._engine, self._share, self._file, self._weights = engine, share, file, weights
         self._stage: int = engine.zero_optimization_stage()
         self.base: Any = engine.optimizer if self._stage == 0 else engine.optimizer.optimizer
@@ -50,7 +169,6 @@ class OptimizerState:
         }
 
     def capture(self, state: Mapping[str, Any]) -> Shard:
-        """Copy what this rank writes to the CPU; later steps do not change the copy."""
         steps, fragments = 0.0, []
         for place in self.places():
             own = self.base.state.get(place.stepped, {})
@@ -146,5 +264,4 @@ class OptimizerState:
 
 
 def part_of(tensor: Tensor, place: Place) -> Tensor:
-    """Return the part of a tensor of the shape of ``place.stepped`` that is at a place, flattened; a view."""
     return tensor.detach().view(-1).narrow(0, place.offset, place.num)

@@ -40,8 +40,6 @@ Numbered = tuple[list[int], PairBatch]  # a micro-batch, and which of the pairs 
 
 
 class Scorer(Protocol):
-    """A policy that scores answers: the one that is trained, or its reference."""
-
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch without a gradient; [N] float32."""
         ...
@@ -51,9 +49,7 @@ class PairPlanner:
     """Prepares steps on pairs; every method is called on all ranks with the same pairs."""
 
     def __init__(self, policy: Policy, dims: ParallelDims, chosen: DpoSettings, *, budget_tokens: int) -> None:
-        """Cut micro-batches of at most ``budget_tokens``; `use_live`, if the reference is to be computed in each step."""
-        self._policy = policy
-        self._dims = dims
+        self._policy, self._dims = policy, dims
         self._budget = budget_tokens
         self._couples = any(weighed.loss.couples_pairs for weighed in chosen.losses)
         self._is_weighted = chosen.weighting == "wpo"
@@ -64,16 +60,11 @@ class PairPlanner:
         self._live: Scorer | None = None
 
     def use_live(self, reference: Scorer) -> None:
-        """Compute the reference's log-probabilities in each step."""
         self._live = reference
 
     def prepare(
         self, pairs: Sequence[Pair], stored: Tensor | None = None
     ) -> tuple[list[PairBatch], PreferenceObjective]:
-        """Return this rank's micro-batches of some pairs, and what they minimise; collective.
-
-        ``stored`` are the reference's sums, [2 P]; None: those of the live reference, if there is one.
-        """
         own = list(self._own(pairs, stored))
         mean_tokens, kl = mean_tokens_of(pairs), self.kl(pairs)
         if self._couples:
@@ -94,10 +85,7 @@ class PairPlanner:
         return torch.tensor(self._dims.sum(found.tolist()), dtype=torch.float64)
 
     def kl(self, pairs: Sequence[Pair]) -> float:
-        """Return the KL of policy and live reference, at least 0; 0 where no loss needs it; collective.
-
-        It is estimated on each prompt with the answers of another one.
-        """
+        """Return the KL, at least 0, on each prompt with the answers of another one; collective."""
         if not self._needs_kl:
             return 0.0
         assert self._live is not None
@@ -112,7 +100,6 @@ class PairPlanner:
         return self._needs_kl
 
     def _own(self, pairs: Sequence[Pair], stored: Tensor | None) -> Iterator[Numbered]:
-        """Yield the micro-batches of this rank with the reference's sums."""
         for part, plain in self._micro_batches(pairs):
             batch = plain
             if self._is_weighted:
@@ -132,7 +119,6 @@ class PairPlanner:
                 yield [first + number for number in part], build_pairs([some[number] for number in part])
 
     def _sums(self, scorer: Scorer, batch: PairBatch) -> Tensor:
-        """Return each answer's weighed log-probability under a policy, [2 P] on the CPU."""
         return answer_sums(scorer.logprobs(batch).cpu(), batch, self.preference.length_alpha)[1]
 
     def _gathered(self, own: Iterable[Numbered], num_pairs: int) -> Answers:
@@ -149,18 +135,15 @@ class PairPlanner:
 
 
 def mean_tokens_of(pairs: Sequence[Pair]) -> float:
-    """Return the tokens of chosen answers for each pair; at least 1, where rows of one answer have none."""
     return max(1.0, sum(len(pair.chosen) for pair in pairs) / len(pairs))
 
 
 def _with_gradients(batch: PairBatch, part: list[int], losses: Tensor, gradients: Tensor) -> PairBatch:
-    """Give a micro-batch its part of a coupled loss and of its gradients, [2, 2 P]."""
     share = float(losses[part].sum()) / len(losses)
     return replace(batch, gradients=gradients[:, _places(part)], loss_share=share)
 
 
 def _places(part: Sequence[int]) -> Tensor:
-    """Return the places of the answers of pairs: 2 n and 2 n + 1 of pair n."""
     numbers = torch.tensor(part, dtype=torch.int64)
     return torch.stack([2 * numbers, 2 * numbers + 1], dim=1).flatten()
 
@@ -170,8 +153,6 @@ _PREFIX = "pairs/"  # of the sums of pairs, which are beside those of the groups
 
 @dataclass(frozen=True, slots=True)
 class MixedObjective:
-    """Minimises one objective on micro-batches of groups, and another one on those of pairs."""
-
     groups: PolicyGradient
     pairs: PreferenceObjective
     coefficient: float  # of the pairs' loss
@@ -202,21 +183,14 @@ class MixedObjective:
 
 
 class MixedPairs:
-    """The pairs of a run, a part of which every step trains on."""
-
     def __init__(
         self, pairs: PairSet, planner: PairPlanner, order: DataOrder, *, batch_size: int, coefficient: float
     ) -> None:
-        """Train on ``batch_size`` pairs in each step, in an order."""
-        self._pairs = pairs
-        self._planner = planner
-        self._order = order
-        self._batch_size = batch_size
-        self._coefficient = coefficient
+        self._pairs, self._planner, self._order = pairs, planner, order
+        self._batch_size, self._coefficient = batch_size, coefficient
         self.fingerprint = pairs.fingerprint
 
     def at(self, step: int) -> list[Pair]:
-        """Return the pairs of a step; ``step`` counts the steps of the run before it."""
         first = step * self._batch_size
         return [self._pairs[self._order.at(place).prompt] for place in range(first, first + self._batch_size)]
 
@@ -227,10 +201,7 @@ class MixedPairs:
 
 
 def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
-    """Read the pairs among the rows of ``data.train``; None if the run trains on none.
-
-    Raises MalformedData for rows that are none and no prompts either, ConfigError for fewer than a step has.
-    """
+    """Read the pairs among the rows of ``data.train``; None without any. Raises MalformedData and ConfigError."""
     if not settings.algorithm.dpo_coefficient:
         return None
     data, num_wanted = settings.data, settings.dpo.batch_size
@@ -250,7 +221,6 @@ def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return what a step reports about its pairs, by the names of `telemetry/metrics.py`; empty for a step without pairs."""
     own = {name.removeprefix(_PREFIX): value for name, value in sums.items() if name.startswith(_PREFIX)}
     if not own:
         return {}

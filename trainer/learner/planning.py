@@ -27,13 +27,8 @@ OUTLIER_STEP = "outlier_step"  # why trajectories were not trained on, beside th
 
 
 class Planner:
-    """Rank 0's planner; call `plan`, then `learned` with the step's metrics."""
-
     def __init__(self, settings: TrainerSettings, learner: Learner, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's ``state``; an empty one starts a run.
-
-        Raises CheckpointError if the state is of another algorithm.
-        """
+        """Continue from a checkpoint's ``state``; raises CheckpointError if it is of another algorithm."""
         self._algorithm = settings.algorithm
         self._longest = settings.rollout.max_new_tokens
         self._budget = settings.trainer.micro_batch_tokens
@@ -46,7 +41,6 @@ class Planner:
         self._num_rows = 0
 
     def plan(self, batch: Sequence[ReadyGroup], version: int) -> StepPlan:
-        """Return the plan of a step on a batch at ``version``; first measures the KL if the reward has one."""
         gaps: list[float] = []
         algorithm = self._algorithm
         lengths = [count for group in batch for count in group.trained.lengths]
@@ -84,7 +78,6 @@ class Planner:
         )
 
     def learned(self, metrics: StepMetrics) -> dict[str, Any]:
-        """Update the KL coefficient from the step's measured KL; returns the metrics to report about it."""
         measured = self._reward_kl
         if "kl_reference" in metrics.sums and measured is None:
             measured = metrics.sums["kl_reference"] / max(1.0, metrics.sums["tokens"])
@@ -101,8 +94,6 @@ class Planner:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One step: its plan, its metrics, and what the planner reports."""
-
     plan: StepPlan
     metrics: StepMetrics
     reported: dict[str, Any]
@@ -110,12 +101,10 @@ class Learned:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """The numbers of the optimizer steps that were left out as outliers, from 0."""
         return tuple(number for number, is_left_out in enumerate(self.metrics.left_out) if is_left_out)
 
     @property
     def updates(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of each optimizer step, by their place in the batch; empty: one optimizer step on all of them."""
         return self.plan.passes.updates(len(self.metrics.passes)) if self.plan.passes else ()
 
 
@@ -137,7 +126,6 @@ def learn(
 
 
 def skipped_trajectories(plan: StepPlan, metrics: StepMetrics, batch: Sequence[ReadyGroup]) -> dict[str, int]:
-    """Return how many trajectories changed no weight, by reason: what filters removed, and those of outlier steps alone."""
     skipped = dict(plan.skipped)
     if not any(metrics.left_out):
         return skipped
@@ -156,10 +144,6 @@ def skipped_trajectories(plan: StepPlan, metrics: StepMetrics, batch: Sequence[R
 def num_kept_rows(
     plan: StepPlan, groups: Sequence[ReadyGroup], wanted: int | Literal["all"], *, max_tokens: int = MAX_TOKENS
 ) -> int:
-    """Return how many of the plan's first rows are kept: those of the first ``wanted`` trained groups that fit into an object.
-
-    ``groups`` are those of the batch. Groups are kept whole.
-    """
     most = MAX_GROUPS if wanted == "all" else min(wanted, MAX_GROUPS)
     tokens = {(group.pack.key, group.scored.generated.row_group): group.num_tokens for group in groups}
     counts: dict[tuple[str, int], int] = {}

@@ -20,11 +20,11 @@ from penstock.trainer.algorithm.kl import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
-from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
 from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
+from penstock.trainer.learner.shard_files import CapturedPart, random_state_name
 from penstock.trainer.learner.step_metrics import StepMetrics, StepSums
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
@@ -36,8 +36,6 @@ Observer = Callable[[TokenOutcomes | None, MicroBatch], None]
 
 
 class Policy:
-    """A causal language model under DeepSpeed."""
-
     def __init__(
         self,
         trainable: Trainable,
@@ -47,11 +45,8 @@ class Policy:
         attention: str = "",
         router_replay: bool = False,
     ) -> None:
-        """Called by `load_policy`; with ``router_replay`` micro-batches bring the experts of their tokens."""
         self.attention = attention  # what computes it: the name of a backend, or padded
-        self._trainable = trainable
-        self._scorer = scorer
-        self._dims = dims
+        self._trainable, self._scorer, self._dims = trainable, scorer, dims
         self._cost = scorer.pass_cost
         self._router_replay = router_replay
         self.weights = PolicyWeights(trainable, scorer, dims)
@@ -72,12 +67,10 @@ class Policy:
         return int(self._scorer.language_model.config.get_text_config().vocab_size)
 
     def scorer_around(self, model: nn.Module) -> nn.Module:
-        """Return what computes with another model of `model_class` as this policy with its own."""
         return self._scorer.around(model)
 
     @property
     def device_name(self) -> str:
-        """The name of the GPU that computes, as CUDA reports it; ``cpu`` without one."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     @property
@@ -87,7 +80,6 @@ class Policy:
 
     @property
     def pads_rows(self) -> bool:
-        """True if the model cannot compute the rows of a micro-batch as one stream."""
         return self._scorer.padding_reason is not None
 
     def train_step(
@@ -129,7 +121,6 @@ class Policy:
         ends_batch: bool = True,
         observe: Observer | None = None,
     ) -> StepMetrics:
-        """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
         loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=False)
         self.steps_done += ends_batch
         return StepMetrics(loss, 0.0, 0.0, sums, maxima)
@@ -143,7 +134,6 @@ class Policy:
         *,
         learns: bool,
     ) -> tuple[float, dict[str, float], dict[str, float]]:
-        """Compute this rank's micro-batches, with a backward pass if it ``learns``; return loss, sums, maxima over all ranks."""
         step = StepSums()
         with torch.set_grad_enabled(learns):
             for number, batch in enumerate(micro_batches, start=1):
@@ -159,32 +149,25 @@ class Policy:
         return step.over(self._dims)
 
     def take_work(self) -> Work:
-        """Return what all ranks have computed since the last call; collective."""
         flops, tokens = self._dims.sum([self._work.flops, self._work.tokens])
         self._work = NO_WORK
         return Work(flops, tokens)
 
     def end_batch(self, *, has_learned: bool = True) -> None:
-        """Count the step whose optimizer steps were made one by one; if it ``has_learned``, the schedule advances."""
         self.steps_done += 1
         if has_learned:
             self._trainable.end_batch()
 
     def capture(self) -> CapturedPart:
-        """Copy this rank's part of model, optimizer, schedule and random state, to be written while training goes on."""
         shard = self._trainable.capture({"steps_done": self.steps_done})
         return CapturedPart(_TAG, shard, torch.get_rng_state().numpy().tobytes())
 
     def save(self, folder: Path) -> None:
-        """Write what `capture` copies below ``folder``; collective."""
         self.capture().write(folder)
         self._dims.ranks.barrier()
 
     def load(self, folder: Path) -> None:
-        """Read what was written, by any number of ranks; raises CheckpointError for a broken folder; collective.
-
-        A rank beyond those that wrote it keeps the random state that it has.
-        """
+        """Read what any number of ranks wrote; raises CheckpointError for a broken folder; collective."""
         state = self._trainable.load(folder / _TAG)
         path = folder / random_state_name(self._dims.ranks.rank)
         try:
@@ -221,7 +204,6 @@ class Policy:
             return self.logprobs(batch, replays=False)
 
     def logits_without_adapter(self, batch: MicroBatch) -> Logits:
-        """Return the logits of a micro-batch under the model that training started from."""
         with torch.no_grad(), adapter.switched_off(self._scorer):
             hidden = self._read(batch.to(self.device), replays=False, hidden_only=True)
 

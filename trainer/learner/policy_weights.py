@@ -44,9 +44,7 @@ class PolicyWeights:
     """Copies of a policy's weights; `snapshot`, `copy_to` and `adapter_tensors` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
-        self._trainable = trainable
-        self._scorer = scorer
-        self._dims = dims
+        self._trainable, self._scorer, self._dims = trainable, scorer, dims
         self._family = str(scorer.language_model.config.get_text_config().model_type)
 
     def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -62,7 +60,6 @@ class PolicyWeights:
         return copies
 
     def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
-        """Return the layout of the model as `copy_to` copies it; the same on every rank, without gathering tensors."""
         specs = []
         for name, tensor, _ in self._published():
             rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -82,7 +79,6 @@ class PolicyWeights:
         return adapter.config(self._scorer)
 
     def modules_beside_adapters(self) -> list[str]:
-        """Return the names of modules that are trained whole beside adapters: a reward model's score."""
         return sorted({name.removeprefix(_PREFIX).rpartition(".")[0] for name, _ in self._trained_beside_adapters()})
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -113,7 +109,6 @@ class PolicyWeights:
         ]
 
     def _published(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor, tuple[Any, ...] | None]]:
-        """Yield what is published, in the same order on all ranks: name, tensor, and the adapter to merge into it."""
         adapted = adapter.factors(self._scorer) if merge else {}
         for name, parameter in self._scorer.named_parameters():
             if not adapter.is_adapter(name):
@@ -134,7 +129,6 @@ class PolicyWeights:
         merge: bool = True,
         rounding: adapter.Rounding | None = None,
     ) -> None:
-        """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
         for name, tensor, low_rank in self._published(merge=merge):
             with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())) as (whole, *_):
                 if low_rank:
@@ -154,13 +148,8 @@ def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class WeightCopies:
-    """Copies the policy's weights on one rank. `copy` and `root` are called on all ranks together."""
-
     def __init__(self, policy: Policy, dims: ParallelDims, all_ranks_root: Callable[[], str]) -> None:
-        """``all_ranks_root`` calls `root` on all ranks (rank 0)."""
-        self._policy = policy
-        self._dims = dims
-        self._all_ranks_root = all_ranks_root
+        self._policy, self._dims, self._all_ranks_root = policy, dims, all_ranks_root
         self._num_copies = 0
         self._hashed: Future[list[TensorDigest]] | None = None  # of the model that was copied last
         self._base: tuple[str | None, AdapterBase] | None = None  # dtype that it was rounded to, and the copy
@@ -174,7 +163,6 @@ class WeightCopies:
         wanted: Sequence[int],
         bucket_bytes: int,
     ) -> Weights:
-        """Copy what is published, as `Learner.weights` says; buckets of a model also go to ``publisher`` (all ranks but 0)."""
         self._num_copies += 1
         weights = self._policy.weights
         config = weights.adapter_config() if as_adapter else None
@@ -199,7 +187,6 @@ class WeightCopies:
         return AdapterWeights.of(factors, base, copy_id=self._num_copies)
 
     def root(self) -> str:
-        """Return the root of the model that was copied last, on rank 0; collective."""
         return self._gather_root(self._hashed)
 
     def _copy_buckets(self, dtype: str | None, bucket_bytes: int, *, merge: bool) -> WeightBuckets:

@@ -78,11 +78,6 @@ def answer_weights(collisions: Tensor, batch: PairBatch) -> Tensor:
     return batch.sequences.mean(values[0] - values[1]).exp()[: 2 * batch.num_pairs]
 
 
-def answer_lengths(batch: PairBatch) -> Tensor:
-    """Return the tokens of each answer, [2 P] float64."""
-    return batch.sequences.lengths(batch.targets.double())[: 2 * batch.num_pairs]
-
-
 def _row(prompt: Ids, answer: Ids, other: Ids) -> Row:
     """Return the row of an answer; one that is not there has no trained token, in a row that is computed anyway."""
     token_ids = np.concatenate([prompt, answer if len(answer) else other])
@@ -109,8 +104,6 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """What a training on pairs minimises."""
-
     losses: tuple[WeighedLoss, ...]
     divergence: Divergence
     alpha: float
@@ -118,7 +111,6 @@ class Preference:
     reward_scale: float  # from log-ratios to reported rewards
 
     def per_pair(self, answers: Answers, *, mean_chosen_tokens: float, kl: float) -> Tensor:
-        """Return the loss of each pair, [P]; its mean over the batch is the batch's loss."""
         chosen, rejected = answers.weighed[0::2], answers.weighed[1::2]
         pairs = Pairs(
             chosen=chosen,
@@ -155,11 +147,11 @@ class Preference:
 
 
 def answers_of(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) -> Answers:
-    """Return the sums of a micro-batch; without a reference its log-probabilities count as 0."""
     plain, weighed = answer_sums(logprobs, batch, length_alpha)
     reference = torch.zeros_like(plain) if batch.references is None else batch.references.to(plain.device)
     weights = None if batch.weighting is None else batch.weighting.to(plain.device)
-    return Answers(plain, weighed, reference, answer_lengths(batch), weights)
+    lengths = batch.sequences.lengths(batch.targets.double())[: 2 * batch.num_pairs]
+    return Answers(plain, weighed, reference, lengths, weights)
 
 
 def coupled_loss(
@@ -176,8 +168,6 @@ def coupled_loss(
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective(PlainObjective):
-    """Minimises a preference on one batch of ``num_pairs``."""
-
     preference: Preference
     num_pairs: int  # of the whole batch
     mean_chosen_tokens: float
@@ -198,7 +188,6 @@ class PreferenceObjective(PlainObjective):
 
 
 def mean_metrics(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
-    """Return the reported means over the pairs of a batch; with rows of one answer over the answers of each kind."""
     counts = {"chosen": sums["num_chosen"], "rejected": sums["num_rejected"]}
     if set(counts.values()) == {float(num_pairs)}:
         return {name: value / num_pairs for name, value in sums.items() if "/" in name}

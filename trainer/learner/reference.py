@@ -53,22 +53,17 @@ def _on_host(tensor: Tensor, *, pinned: bool) -> Tensor:
 
 
 class ReferencePolicy(Protocol):
-    """The policy that a KL term compares with."""
-
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch; [N] float32 on the batch's device."""
         ...
 
-    def logits(self, batch: MicroBatch) -> Logits:
-        """Return a function for the logits of some of a micro-batch's tokens, on the batch's device."""
-        ...
+    def logits(self, batch: MicroBatch) -> Logits: ...
 
 
 class RemoteReference:
     """A model that a worker asked for its log-probabilities: the packs store them, and no model is loaded."""
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Return the teacher's log-probabilities of a micro-batch; [N] float32."""
         return of_teacher(batch)
 
     def logits(self, batch: MicroBatch) -> Logits:
@@ -83,11 +78,9 @@ class WithoutAdapter:
         self._policy = policy
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch; [N] float32 on the batch's device. Collective under ZeRO-3."""
         return self._policy.logprobs_without_adapter(batch).to(batch.input_ids.device)
 
     def logits(self, batch: MicroBatch) -> Logits:
-        """Return the logits of a micro-batch; collective under ZeRO-3."""
         return self._policy.logits_without_adapter(batch)
 
 
@@ -95,7 +88,6 @@ class Reference:
     """A frozen model without optimizer; every rank has its own copy."""
 
     def __init__(self, scorer: CompletionScorer, device: torch.device, *, parked: bool = False) -> None:
-        """Freeze the model and put it on its device, or park it in host memory (`park`). Called by `load_reference`."""
         self._scorer = scorer.requires_grad_(False).eval()
         self._device = device
         if parked:
@@ -108,7 +100,6 @@ class Reference:
             return self._read(batch).to(batch.input_ids.device)
 
     def logits(self, batch: MicroBatch) -> Logits:
-        """Return the logits of a micro-batch; holds its hidden states, and computes logits for the requested tokens only."""
         with torch.no_grad():
             hidden = self._read(batch, hidden_only=True)
 

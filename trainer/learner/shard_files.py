@@ -8,6 +8,9 @@ them do not matter.
 
 Ranks that share the weights (tensor parallelism) each have a part of some parameters, cut along a dimension. Their fragments are runs of
 their part; another layout puts the parts together when it reads them.
+
+A copy of the trainer's state in memory is written while all ranks train on: rank 0's thread orders it, and each rank writes its part of
+the copy that `Learner.capture` made. No rank holds more than one such copy.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +30,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.trainer import crash_points, process_memory
+from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.rank_orders import RankOrders, order
+from penstock.trainer.ranks import Ranks
 
 WEIGHT = "weight"  # the kind of a fragment that holds float32 master weights; other kinds are the optimizer's
 _FORMAT = "penstock_shard.v1"
@@ -34,11 +42,11 @@ _FORMAT_OF_PARTS = "penstock_shard.v2"  # parameters that are cut, which earlier
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _PATTERN = "rank*.safetensors"
 
+_CAPTURE_S = 600.0  # a rank may still be copying when it is asked to write
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A parameter in ``count`` equal parts along a dimension."""
-
     dim: int
     count: int
 
@@ -54,8 +62,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements ``start`` and following of a flattened parameter, or of its part."""
-
     name: str
     start: int
     tensors: Mapping[str, Tensor]  # by kind, [L] float32 each
@@ -63,8 +69,6 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank writes of a network and its optimizer."""
-
     rank: int
     num_ranks: int
     shapes: Mapping[str, Sequence[int]]  # of every parameter, whole, also of those that other ranks write
@@ -77,7 +81,6 @@ class Shard:
         return sum(t.nbytes for fragment in self.fragments for t in fragment.tensors.values())
 
     def write(self, folder: Path) -> None:
-        """Write the shard's file into ``folder`` and to disk, tensor by tensor; raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"{one.name}#{kind}": t for one in self.fragments for kind, t in one.tensors.items()}
         document = {
@@ -115,8 +118,6 @@ class _Piece:
 
 @dataclass(slots=True)
 class ShardFiles:
-    """All shards of one network in a checkpoint; use as a context manager."""
-
     folder: Path
     state: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, list[int]] = field(default_factory=dict)
@@ -155,7 +156,6 @@ class ShardFiles:
         return wanted.flatten()[start : start + num]
 
     def _whole(self, name: str, kind: str, cut: Cut | None) -> Tensor:
-        """Return a parameter [...], put together where it is stored in parts."""
         shape = self.shapes[name]
         if cut is None:
             return self._read(f"{name}#{kind}", 0, math.prod(shape)).view(shape)
@@ -219,5 +219,63 @@ def _of_part(name: str, index: int) -> str:
 
 
 def has_shards(folder: Path) -> bool:
-    """Return True if a checkpoint was written as shards, not by DeepSpeed as in releases before."""
     return any(folder.glob(_PATTERN))
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPart:
+    tag: str  # its folder in the checkpoint
+    shard: Shard
+    random_state: bytes = b""  # of this rank; empty: another part has it
+
+    def write(self, folder: Path) -> None:
+        self.shard.write(folder / self.tag)
+        if self.random_state:
+            (folder / random_state_name(self.shard.rank)).write_bytes(self.random_state)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    parts: Sequence[CapturedPart]
+
+    def write(self, folder: Path) -> None:
+        for part in self.parts:
+            part.write(folder)
+            crash_points.reach(CrashPoint.SHARD_WRITTEN)
+
+
+class CaptureSlot:
+    def __init__(self) -> None:
+        self._slot: queue.Queue[CapturedState] = queue.Queue(maxsize=1)
+
+    def put(self, captured: CapturedState) -> None:
+        """Hold a copy; raises CheckpointError if the one before was not written."""
+        try:
+            self._slot.put_nowait(captured)
+        except queue.Full:
+            raise CheckpointError("internal error, please report: a copy of the state was never written") from None
+
+    @order
+    def write(self, folder: Path) -> None:
+        """Write the copy below a checkpoint's folder, and release it; raises OSError, or CheckpointError without a copy."""
+        try:
+            captured = self._slot.get(timeout=_CAPTURE_S)
+        except queue.Empty:
+            raise CheckpointError(f"no state was copied for {folder.name} within {_CAPTURE_S:.0f} s") from None
+        captured.write(folder)
+        del captured
+        process_memory.return_freed_memory()
+
+
+class CheckpointWriter:
+    def __init__(self, own: CaptureSlot, ranks: Ranks | None) -> None:
+        """``own`` is this rank's copy. Made on all ``ranks``, of which those but 0 only answer; None: one process is alone."""
+        self._orders = RankOrders(own, ranks, "checkpoint", OSError)
+
+    def write(self, folder: Path) -> None:
+        """Write them below a shared folder (rank 0); raises OSError naming ranks, or RankUnresponsive."""
+        self._orders.ask(CaptureSlot.write, folder)
+
+
+def random_state_name(rank: int) -> str:
+    return f"random_state_{rank}.bin"

@@ -1,24 +1,214 @@
-"""The metrics of an optimizer step, of a pass over a batch, and of all steps of a batch; and the rows whose log-probabilities are kept."""
+"""The metrics of an optimizer step, of a pass over a batch, and of all steps of a batch; and the rows whose log-probabilities are kept.
+
+`StepWatch` measures an optimizer step by groups of layers while DeepSpeed makes it, and leaves it out when it is told to.
+AdamW calls `StepWatch` right before and right after it changes the master weights of this rank: once for a step, or once for each
+part of the weights that DeepSpeed steps at a time. Its gradients are then reduced over the ranks and clipped, at every ZeRO stage, so
+that a group's norm is the whole norm times the root of its share in the squares.
+
+The update is read from AdamW's moments after the step instead of from a copy of the weights before it, which would add a third to
+the memory of the step: ``w_before - w_after = lr m̂ / (√v̂ + ε) + lr λ w_before``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from penstock.protocol.packs.step_logprobs import CLIPPED, DUAL_CLIPPED, REJECTED
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.mismatch import FRESH_MAXIMA, FRESH_SUMS
 from penstock.trainer.algorithm.objective import Outcome, TokenOutcomes
 from penstock.trainer.learner.flops import NO_WORK, Work
-from penstock.trainer.learner.step_watch import LayerMetrics
+from penstock.trainer.learner.optimizer_state import MOMENTS, Place, part_of
 from penstock.trainer.parallel_dims import ParallelDims
+
+ALL = "all"  # everything that is trained, in figures by group
+KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")
+MAX_RANGES = 4
+
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?=\.)")
+_NORM = re.compile(r"norm|(?:^|\.)ln_?\d*(?:_\w+)?\.")
+_ATTENTION = re.compile(r"attn|attention")
+_MLP = re.compile(r"mlp|feed_forward|ffn|expert|moe|router|(?:^|\.)fc\d?\.")
+_HEAD = re.compile(r"head|embed_out|score")
+_EMBEDDING = re.compile(r"emb|(?:^|\.)w[tp]e\.")
+
+WINDOW = 64  # optimizer steps
+_PIECE = 2**22  # elements that are computed at a time
+Sum = Callable[[Sequence[float]], list[float]]  # over the ranks
+
+
+def layer_groups(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return the groups of each parameter: its kind, and the range of blocks that it is in, if any.
+
+    A tied output head is in ``embedding``. A parameter that no rule knows is in ``other``.
+    """
+    blocks = {name: _block(name) for name in names}
+    num_blocks = max((number for number in blocks.values() if number is not None), default=-1) + 1
+    return {
+        name: (_kind(name, in_block=number is not None), *([] if number is None else [_range(number, num_blocks)]))
+        for name, number in blocks.items()
+    }
+
+
+def _block(name: str) -> int | None:
+    found = _BLOCK.search(name)
+    return int(found[1]) if found else None
+
+
+def _kind(name: str, *, in_block: bool) -> str:
+    if _NORM.search(name):
+        return "norm"
+    rules = ((_ATTENTION, "attention"), (_MLP, "mlp")) if in_block else ((_HEAD, "head"), (_EMBEDDING, "embedding"))
+    return next((kind for rule, kind in rules if rule.search(name)), "other")
+
+
+def _range(number: int, num_blocks: int) -> str:
+    count = min(MAX_RANGES, num_blocks)
+    index = (number * count) // num_blocks
+    first = -(-index * num_blocks // count)
+    last = -(-(index + 1) * num_blocks // count) - 1
+    return f"block {first}" if first == last else f"blocks {first}-{last}"
+
+
+@dataclass(slots=True)
+class Outliers:
+    above: float  # multiple of the median
+    after: int  # optimizer steps before the first one that may be left out
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def limit(self) -> float | None:
+        """The largest norm of a step that is made; None while too few are known."""
+        return self.above * median(self.norms) if len(self.norms) >= min(self.after, WINDOW) else None
+
+    def is_outlier(self, norm: float) -> bool:
+        limit = self.limit
+        self.norms.append(norm)
+        return limit is not None and norm > limit
+
+    def restore(self, norms: Iterable[float]) -> None:
+        self.norms = deque(norms, maxlen=WINDOW)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMetrics:
+    grad_norm: float  # before clipping
+    # Norm of the change over that of the weights before; None: these are 0, or the step was left out.
+    update_ratio: float | None
+
+
+class StepWatch:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        places: Callable[[], Iterable[Place]],
+        groups: Mapping[str, Sequence[str]],
+        is_left_out: Callable[[], bool],
+    ) -> None:
+        """Watch AdamW; ``is_left_out`` is asked once for each step that is about to be made."""
+        self._optimizer, self._places, self._groups = optimizer, places, groups
+        self._is_left_out = is_left_out
+        self._names = sorted({group for own in groups.values() for group in own})
+        self._squares: dict[str, list[float]] = {}  # of gradient, update and weights, by group
+        self._leaves_out: bool | None = None
+        self._taken: list[list[Any]] = []
+        optimizer.register_step_pre_hook(lambda *_: self._before())
+        optimizer.register_step_post_hook(lambda *_: self._after())
+
+    def begin(self) -> None:
+        self._squares = {name: [0.0, 0.0, 0.0] for name in self._names}
+        self._leaves_out = None
+
+    @property
+    def left_out(self) -> bool:
+        return bool(self._leaves_out)
+
+    def figures(self, norm: float, add_up: Sum) -> dict[str, LayerMetrics]:
+        """Return what the step since `begin` did, over all ranks; ``norm`` is that of the whole gradient, before clipping."""
+        flat = add_up([value for name in self._names for value in self._squares[name]])
+        by_name = {name: flat[3 * number : 3 * number + 3] for number, name in enumerate(self._names)}
+        kinds = {own[0] for own in self._groups.values()}  # every parameter is in exactly one of these
+        by_name[ALL] = [sum(by_name[kind][number] for kind in kinds) for number in range(3)]
+        total = by_name[ALL][0]
+        return {
+            name: LayerMetrics(
+                grad_norm=norm * math.sqrt(gradient / total) if total > 0.0 else 0.0,
+                update_ratio=math.sqrt(update / weights) if weights > 0.0 else None,
+            )
+            for name, (gradient, update, weights) in by_name.items()
+        }
+
+    def _before(self) -> None:
+        if self._leaves_out is None:
+            self._leaves_out = self._is_left_out()
+        places = [place for place, _ in self._stepped()]
+        self._add(places, 0, [_square(part_of(_gradient(place), place)) for place in places])
+        if self._leaves_out:  # AdamW then changes neither weights nor moments, nor counts a step
+            self._taken = [group["params"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["params"] = []
+
+    def _after(self) -> None:
+        if self._leaves_out:
+            for group, taken in zip(self._optimizer.param_groups, self._taken, strict=True):
+                group["params"] = taken
+            return
+        stepped = list(self._stepped())
+        measured = [self._moved(place, group) for place, group in stepped]
+        places = [place for place, _ in stepped]
+        self._add(places, 1, [update for update, _ in measured])
+        self._add(places, 2, [weights for _, weights in measured])
+
+    def _stepped(self) -> Iterator[tuple[Place, dict[str, Any]]]:
+        """Yield what AdamW steps in this call, as far as this rank accounts for it, each with its settings."""
+        groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
+        for place in self._places():
+            if place.is_written and place.stepped.grad is not None and id(place.stepped) in groups:
+                yield place, groups[id(place.stepped)]
+
+    def _moved(self, place: Place, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the squared norms of a step's change of a part, and of the part before it."""
+        state, lr, decay = self._optimizer.state[place.stepped], group["lr"], group["lr"] * group["weight_decay"]
+        count, (beta1, beta2) = float(state["step"]), group["betas"]
+        rate, root = lr / (1 - beta1**count), math.sqrt(1 - beta2**count)
+        weights = part_of(place.stepped, place)
+        first, second = (part_of(state[moment], place) for moment in MOMENTS)
+        updates, befores = [], []
+        for start in range(0, place.num, _PIECE):
+            mean, square, after = (tensor[start : start + _PIECE] for tensor in (first, second, weights))
+            move = mean.div(square.sqrt().div_(root).add_(group["eps"])).mul_(rate)
+            before = (after + move).div_(1 - decay)
+            befores.append(_square(before))
+            updates.append(_square(move.add_(before, alpha=decay) if decay else move))
+        return torch.stack(updates).sum(), torch.stack(befores).sum()
+
+    def _add(self, places: Sequence[Place], kind: int, squares: Sequence[Tensor]) -> None:
+        if not places:
+            return
+        for place, square in zip(places, torch.stack(list(squares)).tolist(), strict=True):
+            for group in self._groups[place.name]:
+                self._squares[group][kind] += square
+
+
+def _gradient(place: Place) -> Tensor:
+    assert place.stepped.grad is not None
+    return place.stepped.grad
+
+
+def _square(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +238,6 @@ class KeptRows:
 
     @classmethod
     def joined(cls, parts: Sequence[KeptRows]) -> KeptRows:
-        """Return the rows of several ranks or micro-batches together."""
         return cls(
             _joined([part.rows for part in parts], np.int64),
             _joined([part.counts for part in parts], np.int64),
@@ -65,13 +254,11 @@ class RowRecorder:
     """Takes the rows below ``num_rows`` of one rank's micro-batches; an `Observer` of a policy."""
 
     def __init__(self, micro_batches: Sequence[Sequence[int]], num_rows: int) -> None:
-        """``micro_batches`` are the plan's row numbers of this rank, in the order in which the policy takes them."""
         self._micro_batches = iter(micro_batches)
         self._num_rows = num_rows
         self._parts: list[KeptRows] = []
 
     def __call__(self, tokens: TokenOutcomes | None, batch: MicroBatch) -> None:
-        """Take the rows of the next micro-batch of the plan; one without outcomes, as of pairs, is none of it."""
         if tokens is None:
             return
         rows = np.array(next(self._micro_batches), np.int64)
@@ -87,15 +274,12 @@ class RowRecorder:
         self._parts.append(KeptRows(rows, counts, logprobs, outcomes))
 
     def gather(self, dims: ParallelDims) -> KeptRows:
-        """Return the rows of all ranks on rank 0, none on the others; collective."""
         parts = dims.gather(KeptRows.joined(self._parts).to_bytes())
         return KeptRows.joined([KeptRows.from_bytes(part) for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class PassMetrics:
-    """What was measured in one of several passes over a batch."""
-
     num_updates: int  # optimizer steps
     clip_fraction: float
     kl_proximal: float  # per token, from the policy before the batch to the one before each optimizer step
@@ -103,8 +287,6 @@ class PassMetrics:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one optimizer step did, or all those of a batch, over all ranks; the same on every rank."""
-
     loss: float
     grad_norm: float  # before clipping
     lr: float
@@ -121,8 +303,6 @@ class StepMetrics:
 
 @dataclass(slots=True)
 class StepSums:
-    """Adds up the metrics of the micro-batches of a step."""
-
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -135,14 +315,12 @@ class StepSums:
             self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
 
     def over(self, dims: ParallelDims) -> tuple[float, dict[str, float], dict[str, float]]:
-        """Return loss, sums and maxima over all ranks; collective."""
         loss, *sums = dims.sum([self.loss, *self.sums.values()])
         top = dims.maximum(list(self.maxima.values()))
         return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
 
 
 def pass_metrics(steps: Sequence[StepMetrics]) -> PassMetrics:
-    """Return the metrics of one pass: means over its tokens, each measured before the optimizer step on its mini-batch."""
     tokens = max(1.0, sum(step.sums["tokens"] for step in steps))
     return PassMetrics(
         num_updates=len(steps),
@@ -176,7 +354,6 @@ def batch_metrics(passes: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
 
 
 def _mean_layers(steps: Sequence[Mapping[str, LayerMetrics]]) -> dict[str, LayerMetrics]:
-    """Return the means over optimizer steps; ratios over those that were made."""
     found = {}
     for name in steps[0]:
         ratios = [ratio for step in steps if (ratio := step[name].update_ratio) is not None]

@@ -6,62 +6,57 @@ number of ranks. A plan and the packs that it names are enough to make the same 
 A batch may have several optimizer steps. Its groups are split once, and every pass takes the mini-batches in an order of its own: a mini-batch
 has the same micro-batches in every pass, and the log-probabilities computed before the first optimizer step fit all of them. Split and orders
 follow from ``run.seed`` and the step alone, so a resumed run and a replay make the same.
+
+Every rank builds the tensors of its own micro-batches in one pass from the plan: groups, rows, packed tensors, images.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.protocol import blob_keys
+from penstock.protocol.errors import PackError
 from penstock.protocol.groups import BlobRef, ScoredGroup
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
-from penstock.trainer.algorithm.batch import plan_micro_batches, prefixes_of
+from penstock.trainer.algorithm.batch import MicroBatch, PlacedImages, Row, build, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
-from penstock.trainer.algorithm.stream_images import PlacedImages
+from penstock.trainer.learner.vision import ImageReader
+
+Place = tuple[int, int]  # of a group: number of its pack in the plan, and row group
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The mini-batches of a batch, and the passes over them."""
-
     groups: tuple[tuple[int, ...], ...]  # of each mini-batch, by their place in the batch, ascending
     orders: tuple[tuple[int, ...], ...]  # of each pass: numbers of mini-batches
     stop_kl: float | None = None  # no further pass once the KL to the proximal policy was above this in one
     sizes: tuple[int, ...] = ()  # micro-batches of each mini-batch, the same on every rank
 
     def cut(self, micro_batches: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return the micro-batches of each mini-batch, of all those of a rank in their order."""
         ends = [sum(self.sizes[: number + 1]) for number in range(len(self.sizes))]
         return [micro_batches[end - size : end] for end, size in zip(ends, self.sizes, strict=True)]
 
     def is_exceeded(self, kl: float) -> bool:
-        """Return True if no pass may follow one with this KL to the proximal policy, per token."""
         return self.stop_kl is not None and not kl <= self.stop_kl  # a NaN is above every limit
 
     def updates(self, num_passes: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of every optimizer step of the first ``num_passes`` passes, in the order they were made."""
         return tuple(self.groups[number] for order in self.orders[:num_passes] for number in order)
 
 
 def plan_passes(
     groups: Sequence[int], *, epochs: int, minibatches: int, seed: int, step: int, stop_kl: float | None = None
 ) -> Passes:
-    """Split the groups that are trained on into mini-batches, and order these for every pass.
-
-    Args:
-        groups: Places in the batch of the groups that have a trajectory to train on.
-        epochs: Passes over the batch.
-        minibatches: Optimizer steps of a pass; fewer where there are fewer groups. Their sizes differ by at most one group.
-        seed: ``run.seed``.
-        step: Number of steps of the run before this one.
-        stop_kl: See `Passes`.
-    """
+    """Split the places of groups into mini-batches whose sizes differ by at most 1, and order these for every pass."""
     shuffled = _shuffled(groups, f"{seed}.{step}")
     count = max(1, min(minibatches, len(shuffled)))
     edges = [len(shuffled) * number // count for number in range(count + 1)]
@@ -78,8 +73,6 @@ def _shuffled(values: Sequence[int], key: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyGroup:
-    """A scored group whose trajectories have been fetched and verified."""
-
     scored: ScoredGroup
     pack: BlobRef
     group: Group
@@ -94,7 +87,6 @@ class ReadyGroup:
 
     @property
     def trained(self) -> Scored:
-        """The trajectories that are trained on, as `credit` takes them, with the baseline apart."""
         summary, rewards = self.scored.generated, self.scored.rewards
         num = summary.num_trained
         return Scored(
@@ -109,8 +101,6 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the micro-batches of a step are cut for."""
-
     budget_tokens: int  # most tokens of a micro-batch
     num_shares: int = 1  # shares of the rows, one for each rank that computes rows
     pair_cost: float = 0.0  # of a token attending to one, relative to a token's other computation
@@ -119,8 +109,6 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """One trajectory of a step, or one row of an episode."""
-
     pack: int  # number in the plan's list of packs
     row_group: int
     trajectory: int  # row of the group
@@ -132,8 +120,6 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The optimizer step, or the several ones, on a batch, over all ranks."""
-
     packs: tuple[BlobRef, ...]
     rows: tuple[PlannedRow, ...]
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [share][micro-batch] = row numbers
@@ -247,12 +233,10 @@ def _micro_batches(
 
 
 def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
-    """Return a plan with every trajectory of a batch, in its order, to measure them before `make_plan`."""
     return make_plan(groups, credit=_equal_credit, aggregation="token-sum", max_completion_tokens=1, capacity=capacity)
 
 
 def by_trajectory(groups: Sequence[ReadyGroup], values: Sequence[float]) -> list[float]:
-    """Return the sums of values by trajectory, all rows of an episode together; ``values`` are in the order of `all_rows`."""
     remaining = iter(values)
     return [
         sum(next(remaining) for _ in rows)
@@ -269,10 +253,6 @@ def _equal_credit(groups: Sequence[Scored]) -> Credit:
 def _totals(
     part: Sequence[int], groups: Sequence[Scored], counts: Sequence[int], rewards: Sequence[float], longest: int
 ) -> tuple[Denominators, int]:
-    """Return the denominators of some groups, and their number of tokens in rewarded trajectories.
-
-    ``counts`` (tokens that are trained on) and ``rewards`` have one value for each trajectory of all groups.
-    """
     pairs = iter(zip(counts, rewards, strict=True))
     by_group = [[next(pairs) for _ in group.lengths] for group in groups]
     chosen = [pair for place in part for pair in by_group[place]]
@@ -286,10 +266,93 @@ def _totals(
 
 
 def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:
-    """Return the sum of each group's counts; ``counts`` has one per trajectory."""
     remaining = iter(counts)
     return [sum(next(remaining) for _ in group.lengths) for group in groups]
 
 
 def placed_images(trajectory: Trajectory, pack: BlobRef) -> PlacedImages | None:
     return None if trajectory.images is None else PlacedImages(blob_keys.owner_of_pack(pack.key), trajectory.images)
+
+
+class PackStore(Protocol):
+    def get(self, ref: BlobRef) -> bytes: ...
+
+
+def groups_of(plan: StepPlan, share: int, ready: Iterable[ReadyGroup], packs: PackStore) -> dict[Place, Group]:
+    numbers = {reference.key: number for number, reference in enumerate(plan.packs)}
+    found = {(numbers[one.pack.key], one.scored.generated.row_group): one.group for one in ready}
+    rows = [plan.rows[number] for numbers_of_rows in plan.micro_batches[share] for number in numbers_of_rows]
+    missing: dict[int, set[int]] = {}
+    for row in rows:
+        if (row.pack, row.row_group) not in found:
+            missing.setdefault(row.pack, set()).add(row.row_group)
+    for pack, row_groups in missing.items():
+        order = sorted(row_groups)
+        groups = group_pack.decode(packs.get(plan.packs[pack]), order)
+        found |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
+    return found
+
+
+def micro_batches_of(
+    plan: StepPlan, share: int, groups: Mapping[Place, Group], images: ImageReader | None
+) -> Iterator[MicroBatch]:
+    """Yield one share's micro-batches in the plan's order; raises PackError for unreadable images."""
+    for numbers in plan.micro_batches[share]:
+        rows = rows_of(plan, numbers, groups)
+        batch = build(rows)
+        if batch.images is None:
+            yield batch
+            continue
+        if images is None:
+            raise PackError(
+                f"{len(batch.images.images)} images in the rows of {plan.packs[plan.rows[numbers[0]].pack].key}, and the model reads text "
+                "alone; train on them with the model that sampled them"
+            )
+        for processor in {row.images.images.processor for row in rows if row.images is not None}:
+            images.fetch(batch.images.images, processor)
+        yield replace(batch, images=replace(batch.images, read=images.patches))
+
+
+def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[Place, Group]) -> list[Row]:
+    rows = []
+    for number in micro_batch:
+        planned = plan.rows[number]
+        group = groups[planned.pack, planned.row_group]
+        trajectory = group.trajectories[planned.trajectory]
+        rows.append(
+            Row(
+                token_ids=trajectory.token_ids,
+                loss_mask=trajectory.loss_mask,
+                behaviour_logprobs=trajectory.behaviour_logprobs,
+                advantage=planned.advantage,
+                weight=planned.weight,
+                ages=_ages(trajectory, plan.version, plan.least_age),
+                sft_weight=planned.sft_weight,
+                turns=[(turn.start, turn.end) for turn in group.turns[planned.trajectory]],
+                turn_advantages=planned.turn_advantages,
+                teacher=group.teacher.rows[planned.trajectory] if group.teacher is not None else None,
+                experts=trajectory.experts.ids if trajectory.experts is not None else None,
+                images=placed_images(trajectory, plan.packs[planned.pack]),
+            )
+        )
+    return rows
+
+
+def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.int32]:
+    """Return each token's age in versions, [T]; 0 where the policy did not sample it."""
+    ages = np.zeros(len(trajectory.token_ids), dtype=np.int32)
+    for run in trajectory.version_runs:
+        ages[run.start : run.end] = max(least, version - run.version)
+    return ages
+
+
+def check_taught(groups: Iterable[Group], *, with_top: bool) -> None:
+    for group in groups:
+        if group.teacher is None or (with_top and not group.teacher.top_k):
+            lacks = (
+                "no teacher's log-probabilities" if group.teacher is None else "none of the teacher's likeliest tokens"
+            )
+            raise PackError(
+                f"group {group.group_id} has {lacks}, which the algorithm needs; train on groups of a run whose section "
+                "[teacher] asked for them"
+            )

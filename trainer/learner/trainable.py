@@ -1,6 +1,6 @@
 """A module under DeepSpeed: the adapter of the library.
 
-`optimizer_state.py` knows where it keeps its state, `deepspeed_config.py` reads the files that it wrote in earlier releases.
+`optimizer_state.py` knows where it keeps its state, and reads the files that it wrote in earlier releases.
 
 Every rank has one `Trainable` for each network that learns (policy, critic). The methods that change or gather
 weights are called on all ranks together.
@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.trainer.attention_choice import Attention
+from penstock.trainer.data_settings import FineTuningSettings, Schedule
 from penstock.trainer.errors import TrainingDiverged
-from penstock.trainer.fine_tuning_settings import FineTuningSettings, Schedule
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.deepspeed_config import (
+from penstock.trainer.learner.optimizer_state import (
     KEEP_WHOLE_BELOW,
+    OptimizerState,
     another_model,
     deepspeed_config,
     load_written_by_deepspeed,
     lr_factor,
 )
-from penstock.trainer.learner.optimizer_state import OptimizerState
+from penstock.trainer.learner.parallel_shares import WeightShares
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
-from penstock.trainer.learner.step_watch import LayerMetrics, Outliers, StepWatch
-from penstock.trainer.learner.tensor_parallel import WeightShares
+from penstock.trainer.learner.step_metrics import LayerMetrics, Outliers, StepWatch
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
@@ -75,7 +75,6 @@ class Optimisation:
 def optimisation(
     settings: TrainerSettings, section: OptimizerSettings | FineTuningSettings, num_steps: int
 ) -> Optimisation:
-    """Return what every training reads alike: learning rate and schedule of its own section, the rest of [trainer] and [model]."""
     trainer, model = settings.trainer, settings.model
     lora = model.lora
     return Optimisation(
@@ -107,8 +106,6 @@ class Update:
 
 
 class _Schedule(LambdaLR):
-    """A learning rate that stays the same for all optimizer steps of a batch."""
-
     def step(self, epoch: int | None = None, *, ends_batch: bool = True) -> None:
         """Set the next batch's rate or, within a batch, this one's again, without the factor of the last optimizer step."""
         if ends_batch:
@@ -127,8 +124,6 @@ class _Schedule(LambdaLR):
 
 
 class Trainable:
-    """A module with its optimizer, sharded as the ZeRO stage says."""
-
     def __init__(
         self,
         module: nn.Module,
@@ -138,18 +133,10 @@ class Trainable:
         *,
         model: Any = None,
     ) -> None:
-        """Put a module under DeepSpeed.
+        """Put a module under DeepSpeed; ``model`` is the `transformers` model in it.
 
-        Args:
-            module: What is called.
-            how: How it learns.
-            dims: How the ranks share the work.
-            layers: The groups of layers of each parameter that learns: every step is measured by group, and outliers can be left out.
-            model: The `transformers` model in it, whose weights are divided where ranks share them.
-
-        Raises:
-            ConfigError: The dtype does not work with the ZeRO stage.
-            UnsupportedModel: DeepSpeed did not divide the weights as planned.
+        Raises ConfigError if the dtype does not work with the ZeRO stage, UnsupportedModel if DeepSpeed did not divide the weights as
+        planned.
         """
         self._weights = WeightShares(dims.weight_group)
         self._weights.expose_plan(module, model)
@@ -197,7 +184,6 @@ class Trainable:
         return self._engine(*args, **kwargs)
 
     def begin(self, *, is_last: bool) -> None:
-        """Tell DeepSpeed, before a forward pass, whether the micro-batch is the last one before the update."""
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: Tensor) -> None:
@@ -246,12 +232,10 @@ class Trainable:
             yield tuple(map(self._weights.whole, parameters))
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """Return the shape that a parameter has inside of `whole`."""
         return self._weights.whole_shape(parameter)
 
     @contextlib.contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Make the module compute as it does at inference inside the block."""
         self.module.eval()
         try:
             yield
@@ -259,7 +243,6 @@ class Trainable:
             self.module.train()
 
     def capture(self, state: Mapping[str, Any]) -> Shard:
-        """Copy this rank's part of weights, optimizer and schedule, with ``state``, for `Shard.write`."""
         counts = {name: int(getattr(self._engine, name)) for name in _COUNTS}
         schedule = self._engine.lr_scheduler.last_epoch
         norms = {_NORMS: list(self._outliers.norms)} if self._outliers is not None else {}
@@ -298,7 +281,6 @@ class Trainable:
         return deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
 
     def _is_outlier(self) -> bool:
-        """Return True if the step that is being made is to be left out; its norm is known by now."""
         if self._outliers is None:
             return False
         is_plain = self._engine.zero_optimization_stage() == 0
@@ -341,7 +323,6 @@ def _say_nothing(*_: object, **__: object) -> None:
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed for this machine, without what it compiles or prints at its start."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415  seconds of import, and the accelerator must be chosen before

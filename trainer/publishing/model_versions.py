@@ -17,7 +17,6 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import AnchorRef, VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE
-from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PatchSize, PublishCoordinator
@@ -34,12 +33,8 @@ _POINTLESS = 0.8
 
 
 class FullSnapshots:
-    """Tracks the newest full snapshot and the patches since, and writes the next one when it is due."""
-
     def __init__(self, writer: VersionWriter, coordinator: PublishCoordinator, policy: FullSnapshotPolicy) -> None:
-        self._writer = writer
-        self._coordinator = coordinator
-        self._policy = policy
+        self._writer, self._coordinator, self._policy = writer, coordinator, policy
         self._newest: AnchorRef | None = None
         self._patches: list[tuple[PolicyVersion, int]] = []  # since the newest full snapshot: version, bytes
         self._thread: threading.Thread | None = None
@@ -60,17 +55,13 @@ class FullSnapshots:
             self._forget_older_patches()
 
     def replaces_patch(self, patch_bytes: int) -> bool:
-        """Return True if the next version should be a full snapshot instead of a patch of this size.
-
-        It should if the patch is hardly smaller, or if it is not much smaller and a full snapshot is due.
-        """
+        """Return True if such a patch is hardly smaller than a full snapshot, or not much and one is due."""
         with self._lock:
             if self._newest is None or patch_bytes <= _DENSE * self._newest.num_bytes:
                 return False
             return patch_bytes > _POINTLESS * self._newest.num_bytes or self._is_due(extra=patch_bytes)
 
     def add_patch(self, version: PolicyVersion, patch: VersionManifest) -> bool:
-        """Record a committed patch; return True if its weights should be retained for `write_retained`."""
         with self._lock:
             self._patches.append((version, patch.num_bytes))
             due = self._is_due()
@@ -81,7 +72,6 @@ class FullSnapshots:
         self._thread.start()
 
     def close(self, deadline_s: float) -> None:
-        """Wait for a full snapshot that is being written; nothing depends on one that is not finished."""
         if self._thread is not None:
             self._thread.join(deadline_s)
 
@@ -129,29 +119,18 @@ class ModelVersions:
     """Stores whole models; implements `VersionKind`. Used by one thread, except `hold`."""
 
     def __init__(
-        self,
-        connections: Connections,
-        writer: VersionWriter,
-        coordinator: PublishCoordinator,
-        *,
-        policy: FullSnapshotPolicy,
-        epoch: int,
+        self, writer: VersionWriter, coordinator: PublishCoordinator, *, policy: FullSnapshotPolicy, epoch: int
     ) -> None:
-        """``policy`` says when a full snapshot is due."""
-        self._writer = writer
-        self._coordinator = coordinator
-        self._epoch = epoch
+        self._writer, self._coordinator, self._epoch = writer, coordinator, epoch
         self.full_snapshots = FullSnapshots(writer, coordinator, policy)
         self._layout: WeightLayout | None = None  # of the committed model, which every rank holds its buckets of
         self._was_read = False  # whether reading the head's model was tried
         self._dtype = ""  # of what was published or resumed last
 
     def hold(self, snapshot: Snapshot[ModelWeights]) -> None:
-        """Hold rank 0's buckets; the other ranks hold theirs since they copied them."""
         self._coordinator.hold(snapshot.weights.buckets)
 
     def resume(self, weights: ModelWeights, dtype: str, newest: Written) -> bool:
-        """Return True if this model equals the newest version's bit for bit; the next version is then a patch of it."""
         buckets, manifest = weights.buckets, newest.manifest
         if weights.root() != manifest.state_root or buckets.layout.layout_id != manifest.layout_id:
             return False
@@ -162,11 +141,9 @@ class ModelVersions:
         return True
 
     def missing_base(self, weights: ModelWeights, newest: Written | None) -> AdapterBase | None:
-        """Return None: a model needs no base."""
         return None
 
     def store(self, snapshot: Snapshot[ModelWeights], newest: Written | None) -> StoredVersion:
-        """Store a patch of the newest version, or a full snapshot if there is nothing to compare with or no gain."""
         started = time.monotonic()
         layout, copy_id = snapshot.weights.buckets.layout, snapshot.weights.buckets.copy_id
         self._dtype = snapshot.dtype
@@ -185,7 +162,6 @@ class ModelVersions:
         return StoredVersion(written, _density(patch, layout, written), layout.num_bytes, diff_s)
 
     def committed(self, snapshot: Snapshot[ModelWeights], written: Written) -> None:
-        """Have every rank take the version as the committed one; start a full snapshot of it if one is due."""
         manifest = written.manifest
         is_due = manifest.kind == "patch" and self.full_snapshots.add_patch(snapshot.version, manifest)
         self._coordinator.commit(snapshot.weights.buckets.copy_id, retain=is_due)
@@ -225,7 +201,6 @@ class ModelVersions:
         return self._layout is not None
 
     def _read_committed(self, newest: Written) -> None:
-        """Have the ranks read the newest version, once in a session that has not published it."""
         if self._layout is not None or self._was_read:
             return
         self._was_read = True
@@ -249,7 +224,6 @@ class ModelVersions:
         log.info("read the head's weights", policy_version=version)
 
     def _follow_chain(self, newest: Written) -> bool:
-        """Read the patches between the newest version and its full snapshot; returns False if they are unreadable."""
         manifest = newest.manifest
         try:
             chain = self._writer.reader().plan(manifest, None)

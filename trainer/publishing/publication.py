@@ -6,33 +6,113 @@
 | the manifest     | a manifest that no head leads to | ignored; the next version takes its number               |
 | the head         | a complete version, unannounced  | announced again at the start; workers watch the head too |
 | the announcement | nothing is missing               | continues from it                                        |
+
+The head of a run in NATS KV is moved by compare-and-swap by one trainer only.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from penstock.protocol import subjects
-from penstock.protocol.facts import Head, WeightsPublished, encode
+from penstock.protocol import streams, subjects
+from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed
+from penstock.protocol.facts import Head, WeightsPublished, decode, encode
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.version_reader import UNUSABLE
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.publishing.adapter_versions import AdapterVersions
-from penstock.trainer.publishing.head import HeadKey
+from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.model_versions import ModelVersions
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator
-from penstock.trainer.publishing.version_writer import Label, VersionKind, VersionWriter, Written
+from penstock.trainer.publishing.version_writer import AdapterVersions, Label, VersionKind, VersionWriter, Written
 from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot, Weights
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 log = structlog.get_logger("trainer.publication")
+
+_SWAP_DEADLINE_S = 120.0
+
+MOST_KNOWN = 4096  # groups that are sampled by an older version are stale
+
+
+def read_head(state: KeyValue) -> Head | None:
+    entry = state.get(streams.HEAD_KEY).wait()
+    return None if entry is None else decode(entry.value, Head)
+
+
+class HeadKey:
+    def __init__(self, bus: Bus, run_id: str) -> None:
+        self._run_id = run_id
+        self._state = bus.key_value(streams.state_bucket(run_id).bucket).wait()
+        self.value = read_head(self._state)
+
+    def move(self, head: Head) -> None:
+        """Move the head; raises PublicationFailed if another trainer moved it, BusUnreachable after two minutes."""
+        value = encode(head)
+        deadline = time.monotonic() + _SWAP_DEADLINE_S
+        revision = self._expected_revision(deadline)
+        while True:
+            try:
+                self._state.swap(streams.HEAD_KEY, value, revision).wait()
+                break
+            except BusUnreachable:
+                if time.monotonic() > deadline:
+                    raise
+            except CompareAndSwapFailed:
+                entry = self._read(deadline)
+                if entry is None or entry.value != value:
+                    raise PublicationFailed(
+                        f"another trainer moved the head of run {self._run_id} while this one published version "
+                        f"{head.version}; stop one of the two, or give it another run.id"
+                    ) from None
+                break
+        self.value = head
+
+    def _read(self, deadline: float) -> Entry | None:
+        while True:
+            try:
+                return self._state.get(streams.HEAD_KEY).wait()
+            except BusUnreachable:
+                if time.monotonic() > deadline:
+                    raise
+
+    def _expected_revision(self, deadline: float) -> int | None:
+        entry = self._read(deadline)
+        if entry is None:
+            return None
+        if self.value is None or decode(entry.value, Head) != self.value:
+            raise PublicationFailed(
+                f"the head of run {self._run_id} is not the version that this trainer published last: another trainer "
+                "publishes to the run; stop one of the two, or give it another run.id"
+            )
+        return entry.revision
+
+
+class PublishedVersions:
+    """Versions of all sessions of a run. Not thread-safe: the owner locks."""
+
+    def __init__(self, announced: Collection[PolicyVersion], head: PolicyVersion | None) -> None:
+        """Know the versions ``announced`` in the stream, which loses the oldest first, and the head."""
+        self._versions = {*announced, *(() if head is None else (head,))}
+        self._unknown_before = min(self._versions, default=PolicyVersion(0))
+
+    def add(self, version: PolicyVersion) -> None:
+        self._versions.add(version)
+        if len(self._versions) > 2 * MOST_KNOWN:
+            self._versions = set(sorted(self._versions)[-MOST_KNOWN:])
+            self._unknown_before = min(self._versions)
+
+    def never_published(self, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+        return sorted(v for v in {*versions} - self._versions if v >= self._unknown_before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +143,27 @@ class VersionPublisher:
         policy: FullSnapshotPolicy,
         epoch: int,
     ) -> None:
-        """Read the run's head; raises MissingStream if the run was not bootstrapped."""
         self._run_id, self._bus, self._writer = connections.run_id, connections.bus, writer
         self._epoch = epoch
         self.head = HeadKey(connections.bus, connections.run_id)
-        self._models = ModelVersions(connections, writer, coordinator, policy=policy, epoch=epoch)
+        self._models = ModelVersions(writer, coordinator, policy=policy, epoch=epoch)
         self._adapters = AdapterVersions(connections, writer, coordinator, epoch=epoch)
-        self._newest: Written | None = None
-
-    @property
-    def newest(self) -> Written | None:
-        """The version that the head names; None before the first, or before it was read."""
-        return self._newest
+        self.newest: Written | None = None
 
     @property
     def num_full_snapshots(self) -> int:
-        """Full snapshots written in the background in this session."""
         return self._models.full_snapshots.num_written
 
     def hold(self, snapshot: Snapshot[Any]) -> None:
-        """Hold what publishing a snapshot needs on this rank (called on the training thread)."""
         self._kind(snapshot.weights).hold(snapshot)
 
     def missing_base(self, weights: Weights) -> AdapterBase | None:
-        """Return the base that these weights need and that is not stored; None if nothing is missing."""
         return self._kind(weights).missing_base(weights, self._read_newest())
 
     def store_base(self, base: AdapterBase, label: Label, dtype: str) -> None:
-        """Store the base of adapters under a version number that no head names."""
         self._adapters.store_base(base, label, dtype)
 
     def resume(self, weights: Weights, dtype: str) -> bool:
-        """Return True if these weights equal the head's bit for bit; the next version then follows on them."""
         newest = self._read_newest()
         if newest is None or not self._kind(weights).resume(weights, dtype, newest):
             return False
@@ -153,21 +222,19 @@ class VersionPublisher:
             Head(version=manifest.version, step=manifest.step, manifest=written.reference, epoch=self._epoch)
         )
         crash_points.reach(CrashPoint.HEAD_MOVED)
-        self._newest = written
+        self.newest = written
         self._announce(written)
         crash_points.reach(CrashPoint.ANNOUNCED)
 
     def _announce(self, written: Written) -> None:
         manifest = written.manifest
-        subject, fact = (
-            subjects.weights_published(self._run_id),
-            WeightsPublished(
-                run_id=self._run_id,
-                version=manifest.version,
-                step=manifest.step,
-                manifest=written.reference,
-                num_bytes=manifest.num_bytes,
-            ),
+        subject = subjects.weights_published(self._run_id)
+        fact = WeightsPublished(
+            run_id=self._run_id,
+            version=manifest.version,
+            step=manifest.step,
+            manifest=written.reference,
+            num_bytes=manifest.num_bytes,
         )
         msg_id = f"w:{manifest.version}:{written.reference.sha256[:16]}"
         if self._bus.publish(subject, fact, msg_id=msg_id).wait().duplicate:
@@ -176,13 +243,12 @@ class VersionPublisher:
                 self._bus.publish(subject, fact, msg_id=f"{msg_id}:{secrets.token_hex(8)}").wait()
 
     def _read_newest(self) -> Written | None:
-        """Return the version that the head names, reading its manifest on the first call of a session."""
         head = self.head.value
-        if self._newest is None and head is not None:
+        if self.newest is None and head is not None:
             try:
                 manifest = self._writer.reader().manifest(head.manifest, PolicyVersion(head.version))
             except UNUSABLE as err:
                 log.warning("the head's manifest is unreadable: publishing without a parent", error=str(err))
                 return None
-            self._newest = Written(manifest, head.manifest)
-        return self._newest
+            self.newest = Written(manifest, head.manifest)
+        return self.newest

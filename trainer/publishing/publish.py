@@ -25,8 +25,7 @@ from penstock.protocol.facts import Head, WeightsPublished, WeightsRefused, deco
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
-from penstock.trainer.publishing.head import PublishedVersions
-from penstock.trainer.publishing.publication import Publication, VersionPublisher
+from penstock.trainer.publishing.publication import Publication, PublishedVersions, VersionPublisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.version_writer import Label, VersionWriter, Written
 from penstock.trainer.publishing.weight_buckets import AdapterBase, Snapshot, Weights
@@ -54,7 +53,6 @@ class Refusals:
         self._counted_at = clock()
 
     def add(self, fact: WeightsRefused, newest: Written | None) -> bool:
-        """Record that a worker cannot use a version; return True if it is the newest one and this refusal counts."""
         workers = self._refused.setdefault(fact.manifest.sha256, set())
         if fact.worker_id in workers or len(workers) >= _ENOUGH_WORKERS:
             return False
@@ -74,7 +72,6 @@ class Refusals:
         return is_due and self._refilled() >= 1
 
     def clear(self, newest: Written) -> None:
-        """Count a republication of the newest version, and forget who refused it."""
         del self._refused[newest.reference.sha256]
         version = newest.manifest.version
         self._num_republications = Counter({version: self._num_republications[version] + 1})
@@ -120,17 +117,7 @@ class Publisher:
         coordinator: PublishCoordinator | None = None,
         signing_key: SigningKey | None = None,
     ) -> None:
-        """Read the run's head and start the thread; raises MissingStream if the run was not bootstrapped.
-
-        Args:
-            connections: The run, NATS and the object store.
-            model_folder: Where config and tokenizer come from.
-            epoch: Of the trainer's lease.
-            policy: When a full snapshot is due.
-            on_published: Called on the publisher's thread for every version that has been announced.
-            coordinator: Of all ranks; None where one process trains alone.
-            signing_key: Signs every manifest; None: they are not signed.
-        """
+        """Read the run's head and start the thread, on which ``on_published`` is called; raises MissingStream."""
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._epoch = epoch
         writer = VersionWriter(connections, model_folder, signing_key)
@@ -162,12 +149,10 @@ class Publisher:
 
     @property
     def head(self) -> Head | None:
-        """The newest complete version of the run, None before the first."""
         return self._versions.head.value
 
     @property
     def num_full_snapshots(self) -> int:
-        """Full snapshots written in the background of patches, in this session."""
         return self._versions.num_full_snapshots
 
     def resume(self, weights: Weights, dtype: str) -> bool:
@@ -179,10 +164,7 @@ class Publisher:
         return self._versions.missing_base(weights)
 
     def store_base(self, base: AdapterBase, version: PolicyVersion, step: int, dtype: str) -> None:
-        """Store the base of adapters under a version number that no head names. Call before the first `submit`.
-
-        Raises BlobError if the object store does not answer, PublicationFailed if it does not list what it stored.
-        """
+        """Store adapters' base under a number that no head names; raises BlobError or PublicationFailed."""
         self._versions.store_base(base, Label(version, step, self._epoch), dtype)
 
     def pinned(self) -> set[PolicyVersion]:
@@ -190,7 +172,6 @@ class Publisher:
             return set(self._pinned)
 
     def submit(self, snapshot: Snapshot[Any]) -> None:
-        """Queue a snapshot; raises PublicationFailed if an earlier one failed."""
         with self._changed:
             self._raise_failure()
             if snapshot.must_publish:
@@ -201,7 +182,6 @@ class Publisher:
             self._changed.notify_all()
 
     def drop_overtaken(self) -> list[int]:
-        """Drop the snapshots that the next one replaces; returns the ids of the copies that are still wanted."""
         with self._changed:
             self._drop_overtaken()
             return self._wanted()
@@ -211,18 +191,15 @@ class Publisher:
             self._raise_failure()
 
     def is_published(self, version: PolicyVersion) -> bool:
-        """Return True if a version is complete and announced; raises PublicationFailed."""
         with self._changed:
             self._raise_failure()
             return version in self._published
 
     def never_published(self, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Return those of the versions with which no worker can have sampled, since no session published them."""
         with self._changed:
             return self._sampled_with.never_published(versions)
 
     def wait_until_published(self, version: PolicyVersion, deadline_s: float) -> None:
-        """Wait for a submitted version; raises PublicationFailed after ``deadline_s``."""
         deadline = time.monotonic() + deadline_s
         with self._changed:
             while version not in self._published:
@@ -234,16 +211,12 @@ class Publisher:
                     )
 
     def pin(self, version: PolicyVersion) -> None:
-        """Keep a version that an earlier session published and announced, until `unpin`."""
         with self._changed:
             self._pinned.add(version)
             self._published.add(version)
 
     def stored_steps(self, versions: Collection[PolicyVersion]) -> dict[PolicyVersion, int]:
-        """Return which of these versions workers can still fetch (announced and stored), by the step that made each.
-
-        Raises BusError or BlobError.
-        """
+        """Return the step of each of these versions that is announced and stored; raises BusError or BlobError."""
         if not versions:
             return {}
         announced = self._announced()
@@ -254,7 +227,6 @@ class Publisher:
         }
 
     def _announced(self) -> dict[PolicyVersion, WeightsPublished]:
-        """Return the announcements that the stream still has, the newest of each version; raises BusError."""
         found: dict[PolicyVersion, WeightsPublished] = {}
         subject = subjects.weights_published(self._run_id)
         for message in self._bus.read_stream(f"{self._run_id}-weights", subject).wait():
@@ -267,12 +239,10 @@ class Publisher:
         return found
 
     def unpin(self, version: PolicyVersion) -> None:
-        """Allow garbage collection of a version again."""
         with self._changed:
             self._pinned.discard(version)
 
     def close(self, deadline_s: float = 120.0) -> None:
-        """Publish what was submitted and stop the thread; raises PublicationFailed."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -333,7 +303,6 @@ class Publisher:
         self._on_published(publication)
 
     def _on_refusal(self, fact: WeightsRefused) -> None:
-        """Record that a worker cannot use a version (called on the bus's thread)."""
         with self._changed:
             is_new = self._refusals.add(fact, self._versions.newest)
             self._changed.notify_all()

@@ -48,8 +48,6 @@ class PatchSize:
 
 @dataclass(frozen=True, slots=True)
 class StoredBuckets:
-    """What a rank has stored of a version; ranges index these ``objects``."""
-
     objects: tuple[BlobRef, ...]
     numbers: tuple[int, ...]  # of the buckets, as many as ``states``
     states: tuple[BucketState, ...]
@@ -61,10 +59,6 @@ class RankPublisher:
     def __init__(
         self, blobs: Blobs, run_id: str, share: Share | None = None, trusted_keys: TrustedKeys | None = None
     ) -> None:
-        """Start with no buckets; ``share`` is this rank's share of all buckets, by default all of them.
-
-        With ``trusted_keys``, a head that none of them has signed is not read.
-        """
         self._blobs, self._run_id, self._trusted_keys = blobs, run_id, trusted_keys
         self._share = share or Share()
         self._copies: dict[int, WeightBuckets] = {}
@@ -75,13 +69,11 @@ class RankPublisher:
         self._changed = threading.Condition()
 
     def hold(self, buckets: WeightBuckets, *, permanently: bool = False) -> None:
-        """Hold a copy that may be published; ``permanently`` if it may be requested more than once."""
         with self._changed:
             (self._permanent if permanently else self._copies)[buckets.copy_id] = buckets
             self._changed.notify_all()
 
     def discard(self, wanted: Collection[int]) -> None:
-        """Release the copies that will not be published: all but the ``wanted`` ids."""
         with self._changed:
             self._copies = {copy_id: copy for copy_id, copy in self._copies.items() if copy_id in wanted}
 
@@ -92,10 +84,7 @@ class RankPublisher:
 
     @order
     def read_head(self, head: BlobRef, version: PolicyVersion) -> list[TensorDigest]:
-        """Read this rank's buckets of a version from the object store; they are the committed ones from now on.
-
-        Raises PublicationFailed for a head that is unreadable.
-        """
+        """Read this rank's buckets of a version, the committed ones from now on; raises PublicationFailed."""
         reader = WeightReader(self._blobs, self._run_id, trusted_keys=self._trusted_keys)
         try:
             manifest = reader.manifest(head, version)
@@ -220,9 +209,7 @@ class RankPublisher:
 
 @dataclass(frozen=True, slots=True)
 class StoredObjects:
-    """The objects of a version, and the state of every bucket in the layout's order."""
-
-    attempt: str
+    attempt: str  # in the keys of one attempt to store a version, so that no object is ever overwritten
     objects: tuple[BlobRef, ...]
     buckets: tuple[BucketState, ...]
 
@@ -237,7 +224,6 @@ class PublishCoordinator:
         self._in_background = RankOrders(own, ranks, "full-snapshot", PublicationFailed)
 
     def hold(self, buckets: WeightBuckets) -> None:
-        """Hold rank 0's buckets of a version that may be published."""
         self._own.hold(buckets)
 
     def discard(self, wanted: Collection[int]) -> None:
@@ -248,35 +234,29 @@ class PublishCoordinator:
         return _root(self._orders.ask(RankPublisher.digests, copy_id))
 
     def read_head(self, head: BlobRef, version: PolicyVersion) -> str:
-        """Have every rank read its buckets of the head; returns the root, raises PublicationFailed."""
         return _root(self._orders.ask(RankPublisher.read_head, head, version))
 
     def compare(self, copy_id: int) -> PatchSize:
-        """Have every rank compare and encode its buckets; returns the size of the whole patch."""
         sizes = self._orders.ask(RankPublisher.compare, copy_id)
         return PatchSize(sum(size.num_bytes for size in sizes), sum(size.num_changed for size in sizes))
 
     def store_patch(self, copy_id: int, version: PolicyVersion) -> StoredObjects:
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         return _joined(attempt, self._orders.ask(RankPublisher.store_patch, copy_id, version, attempt))
 
     def store_whole(self, copy_id: int, version: PolicyVersion, *, file_name: str = "") -> StoredObjects:
-        """Have every rank store its buckets of a copy whole; ``file_name`` is for a copy of one bucket."""
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         return _joined(attempt, self._orders.ask(RankPublisher.store_whole, copy_id, version, attempt, file_name))
 
     def store_committed(self, version: PolicyVersion) -> StoredObjects:
-        """Have every rank store its buckets of the committed version whole."""
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         return _joined(attempt, self._orders.ask(RankPublisher.store_committed, version, attempt))
 
     def commit(self, copy_id: int, *, retain: bool) -> None:
-        """Tell every rank that a copy was committed; ``retain`` it for a full snapshot as well."""
         self._orders.ask(RankPublisher.commit, copy_id, retain)
 
     def store_retained(self, version: PolicyVersion) -> StoredObjects:
-        """Have every rank store its retained buckets whole, and release them."""
-        attempt = _attempt()
+        attempt = secrets.token_hex(4)
         try:
             return _joined(attempt, self._in_background.ask(RankPublisher.store_retained, version, attempt))
         finally:
@@ -284,7 +264,6 @@ class PublishCoordinator:
 
 
 def _joined(attempt: str, parts: Sequence[StoredBuckets]) -> StoredObjects:
-    """Return what all ranks stored; the ranges of each rank index its own objects, and afterwards those of all."""
     objects: list[BlobRef] = []
     buckets: dict[int, BucketState] = {}
     for part in parts:
@@ -297,8 +276,3 @@ def _joined(attempt: str, parts: Sequence[StoredBuckets]) -> StoredObjects:
 
 def _root(parts: Sequence[Sequence[TensorDigest]]) -> str:
     return weights_digest(digest for part in parts for digest in part)
-
-
-def _attempt() -> str:
-    """Return a name for one attempt to store a version, so that no object is ever overwritten."""
-    return secrets.token_hex(4)

@@ -2,6 +2,8 @@
 
 Every attempt has its own keys, so nothing is ever overwritten and a crash leaves only objects that
 no head leads to.
+
+An adapter is stored by rank 0: its small factors whole, applied to a base that is stored once.
 """
 
 from __future__ import annotations
@@ -12,42 +14,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
+import structlog
+
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, ModelFile, VersionManifest
-from penstock.protocol.weights.version_reader import WeightReader
+from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
-from penstock.trainer.publishing.model_folder import small_files
-from penstock.trainer.publishing.rank_publisher import StoredObjects
-from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher, StoredObjects
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot, small_files
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.manifest import SigningKey  # its library is imported where a key is configured
 
+log = structlog.get_logger("trainer.published_base")
+
+W = TypeVar("W", ModelWeights, AdapterWeights)
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A complete version in the object store, not announced yet."""
-
     manifest: VersionManifest
     reference: BlobRef
 
     @property
     def as_ancestor(self) -> Ancestor:
-        """The reference to it in the next version's manifest."""
         m = self.manifest
         return Ancestor(version=m.version, manifest=self.reference, state_root=m.state_root)
 
     @property
     def as_anchor(self) -> AnchorRef:
-        """The reference to this full snapshot in the manifests of patches and adapters that need it."""
         m = self.manifest
         return AnchorRef(version=m.version, manifest=self.reference, state_root=m.state_root, num_bytes=m.num_bytes)
 
@@ -61,8 +64,6 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a version consists of, all of it stored except the layout."""
-
     layout: WeightLayout
     files: tuple[ModelFile, ...]
     stored: StoredObjects
@@ -70,13 +71,9 @@ class Content:
 
 
 class VersionWriter:
-    """Stores versions of one run; thread-safe."""
-
     def __init__(self, connections: Connections, model_folder: Path, signing_key: SigningKey | None = None) -> None:
-        """Config and tokenizer come from ``model_folder``; manifests are signed with ``signing_key`` if there is one."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
-        self._model_folder = model_folder
-        self._signing_key = signing_key
+        self._model_folder, self._signing_key = model_folder, signing_key
         self._small: dict[str, tuple[ModelFile, ...]] = {}  # by dtype
         self._layouts: dict[str, BlobRef] = {}
 
@@ -139,16 +136,12 @@ class VersionWriter:
         return self._layouts[digest]
 
     def small_files(self, dtype: str, *, again: bool = False) -> tuple[ModelFile, ...]:
-        """Return config and tokenizer for weights of a dtype, stored if missing; ``again`` checks the store once more."""
         if again or dtype not in self._small:
             found = small_files(self._model_folder, dtype)
-            self._small[dtype] = tuple(self._small_file(name, data) for name, data in found.items())
+            self._small[dtype] = tuple(self.small_file(name, data) for name, data in found.items())
         return self._small[dtype]
 
-    def adapter_files(self, config: bytes) -> tuple[ModelFile, ...]:
-        return (self._small_file(ADAPTER_CONFIG, config),)
-
-    def _small_file(self, name: str, data: bytes) -> ModelFile:
+    def small_file(self, name: str, data: bytes) -> ModelFile:
         key = blob_keys.model_file(self._run_id, hashlib.sha256(data).hexdigest(), name)
         return ModelFile(name=name, blob=self._put_once(key, data))
 
@@ -165,13 +158,8 @@ class VersionWriter:
         return reference
 
 
-W = TypeVar("W", ModelWeights, AdapterWeights)
-
-
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A version that is stored but not committed."""
-
     written: Written
     density: float  # share of the values whose bits changed since the parent
     raw_bytes: int  # of the whole model
@@ -197,14 +185,129 @@ class VersionKind(Protocol[W]):
         """Store the objects of a version, then its manifest; nothing refers to it yet."""
         ...
 
-    def committed(self, snapshot: Snapshot[W], written: Written) -> None:
-        """Update state after the head was moved to a snapshot's version."""
-        ...
+    def committed(self, snapshot: Snapshot[W], written: Written) -> None: ...
 
     def store_again(self, newest: Written) -> Written | None:
         """Store the newest version again under its own number; None if its weights are not at hand."""
         ...
 
+    def close(self, deadline_s: float) -> None: ...
+
+
+class PublishedBase:
+    """The base of this session's adapters. Used by one thread."""
+
+    def __init__(self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator) -> None:
+        self._blobs = connections.blobs
+        self._writer, self._coordinator = writer, coordinator
+        self._found: Written | None = None
+
+    def find(self, base: AdapterBase, newest: Written | None) -> AnchorRef | None:
+        if self._found is not None and self._found.manifest.state_root == base.root:
+            return self._found.as_anchor
+        reference = _base_of(newest)
+        if reference is not None and reference.state_root == base.root and (manifest := self._read(reference)):
+            self._found = Written(manifest, reference.manifest)
+            return self._found.as_anchor
+        return None
+
+    def store(self, base: AdapterBase, label: Label, files: tuple[ModelFile, ...]) -> AnchorRef:
+        """Store a base as a full snapshot under a version number of its own, which no head names."""
+        self._coordinator.hold(base.buckets)
+        stored = self._coordinator.store_whole(base.buckets.copy_id, label.version)
+        content = Content(base.buckets.layout, files, stored, base.root)
+        self._found = self._writer.write("anchor", label, content, parent=None)
+        return self._found.as_anchor
+
+    def repair(self, base: AdapterBase, files: tuple[ModelFile, ...]) -> AnchorRef:
+        assert self._found is not None
+        manifest = self._found.manifest
+        try:
+            for reference in (self._found.reference, *manifest.references()):
+                self._blobs.get(reference)
+        except (BlobMissing, BlobCorrupt) as err:
+            log.warning("the adapters' base is damaged; storing it again", error=str(err))
+            return self.store(base, Label(PolicyVersion(manifest.version), manifest.step, manifest.epoch), files)
+        return self._found.as_anchor
+
+    def _read(self, reference: AnchorRef) -> VersionManifest | None:
+        try:
+            found = self._writer.reader().manifest(reference.manifest, PolicyVersion(reference.version))
+        except UNUSABLE as err:
+            log.warning("the base of the head's version is unreadable", error=str(err))
+            return None
+        return found if found.kind == "anchor" else None
+
+
+def _base_of(newest: Written | None) -> AnchorRef | None:
+    if newest is None:
+        return None
+    return newest.manifest.anchor or newest.as_anchor
+
+
+class AdapterVersions:
+    """Stores adapters; implements `VersionKind`. Used by one thread, except `hold`."""
+
+    def __init__(
+        self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator, *, epoch: int
+    ) -> None:
+        self._writer, self._epoch = writer, epoch
+        self._alone = PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
+        self._base = PublishedBase(connections, writer, coordinator)
+        self._newest: Snapshot[AdapterWeights] | None = None  # the head's version, if it is an adapter
+
+    def hold(self, snapshot: Snapshot[AdapterWeights]) -> None:
+        """Hold nothing: the snapshot has all of the adapter."""
+
+    def resume(self, weights: AdapterWeights, dtype: str, newest: Written) -> bool:
+        manifest = newest.manifest
+        if manifest.state_root != weights.root() or self._base.find(weights.base, newest) is None:
+            return False
+        self._newest = Snapshot(PolicyVersion(manifest.version), manifest.step, weights, dtype)
+        return True
+
+    def missing_base(self, weights: AdapterWeights, newest: Written | None) -> AdapterBase | None:
+        return weights.base if self._base.find(weights.base, newest) is None else None
+
+    def store_base(self, base: AdapterBase, label: Label, dtype: str) -> None:
+        self._base.store(base, label, self._writer.small_files(dtype))
+
+    def store(self, snapshot: Snapshot[AdapterWeights], newest: Written | None) -> StoredVersion:
+        base = snapshot.weights.base
+        reference = self._base.find(base, newest)
+        if reference is None:
+            raise PublicationFailed(
+                f"version {snapshot.version} is an adapter, and its base {base.root[:16]}… is not published; "
+                "start the trainer again: it stores the base first"
+            )
+        written = self._write(snapshot, reference, newest.as_ancestor if newest else None)
+        return StoredVersion(written, written.manifest.density, base.buckets.layout.num_bytes, diff_s=0.0)
+
+    def committed(self, snapshot: Snapshot[AdapterWeights], written: Written) -> None:
+        self._newest = snapshot
+
+    def store_again(self, newest: Written) -> Written | None:
+        adapter = self._newest
+        if adapter is None or adapter.version != newest.manifest.version:
+            return None
+        files = self._writer.small_files(adapter.dtype, again=True)
+        return self._write(adapter, self._base.repair(adapter.weights.base, files), newest.manifest.parent)
+
     def close(self, deadline_s: float) -> None:
-        """Wait for what is being stored in the background."""
-        ...
+        """Return at once: nothing is stored in the background."""
+
+    def _write(self, snapshot: Snapshot[AdapterWeights], base: AnchorRef, parent: Ancestor | None) -> Written:
+        weights = snapshot.weights
+        self._alone.hold(weights.buckets)
+        try:
+            stored = self._alone.store_whole(weights.buckets.copy_id, snapshot.version, file_name=ADAPTER_WEIGHTS)
+        finally:
+            self._alone.discard(())
+        files = (self._writer.small_file(ADAPTER_CONFIG, weights.base.config.to_json()),)
+        return self._writer.write(
+            "adapter",
+            Label(snapshot.version, snapshot.step, self._epoch),
+            Content(weights.buckets.layout, files, stored, weights.root()),
+            parent=parent,
+            anchor=base,
+        )

@@ -5,21 +5,30 @@ the next patch, so it is never written to once it is sealed.
 
 A `Snapshot` is what the training thread submits: the weights of one version on the CPU, as they were when the step ended. A run that publishes
 adapters submits the low-rank factors alone, complete on rank 0; the model that they are applied to, their base, is published once.
+
+A Hugging Face model folder has shards of safetensors, their index, and small files, which are the same in a published version and in
+the exported model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.protocol.files import atomic_write
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
@@ -30,11 +39,20 @@ from penstock.protocol.weights.layout import (
     WeightLayout,
     bucket_digests,
     build_layout,
+    shard_header,
+    shard_index,
+    shard_name,
     weights_digest,
 )
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
+from penstock.trainer.errors import UnsupportedModel
+
+MAX_SHARD_BYTES = 1024**3
+_MAX_SMALL_FILE_BYTES = 64 * 1024**2
+_WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)|\.index\.json)$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class TensorSink(Protocol):
@@ -50,9 +68,7 @@ class WeightBuckets:
     """Buckets ``numbers`` of a layout. Written by one thread, then sealed, then read by any."""
 
     def __init__(self, layout: WeightLayout, numbers: Iterable[int], *, copy_id: int = 0) -> None:
-        """Allocate memory; ``copy_id`` names this copy of the weights, the same on all ranks."""
-        self.layout = layout
-        self.copy_id = copy_id
+        self.layout, self.copy_id = layout, copy_id
         self.raw: dict[int, Bytes] = {n: np.empty(layout.buckets[n].num_bytes, np.uint8) for n in numbers}
         self._places = {t.name: (n, t) for n in self.raw for t in layout.buckets[n].tensors}
         self._digests: Future[list[TensorDigest]] | None = None
@@ -70,19 +86,18 @@ class WeightBuckets:
         place.copy_(source)
 
     def seal(self) -> None:
-        """Mark all buckets as written, and start to hash them in a thread."""
         pool = ThreadPoolExecutor(1, "digest")
-        self._digests = pool.submit(self._hash)
+        self._digests = pool.submit(
+            lambda: [d for n, raw in self.raw.items() for d in bucket_digests(self.layout.buckets[n], raw.data)]
+        )
         pool.shutdown(wait=False)
 
     @property
     def hashed(self) -> Future[list[TensorDigest]]:
-        """The digest of every tensor, from the hashing thread."""
         assert self._digests is not None, "buckets are sealed before they are read"
         return self._digests
 
     def digests(self) -> list[TensorDigest]:
-        """Return the digest of every tensor, waiting for the hashing thread."""
         return self.hashed.result()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -90,13 +105,11 @@ class WeightBuckets:
         return {name: self._place(name) for name in self._places}
 
     def xxh3(self, number: int) -> str:
-        """Return the xxh3-128 of a raw bucket; computed once."""
         if number not in self._xxh3:
             self._xxh3[number] = bucket_xxh3(self.raw[number])
         return self._xxh3[number]
 
     def set_xxh3(self, number: int, known: str | None) -> None:
-        """Store the xxh3-128 of a raw bucket, computed here if it is not ``known``."""
         if known is None:
             self.xxh3(number)
         else:
@@ -106,9 +119,6 @@ class WeightBuckets:
         number, placed = self._places[name]
         raw = torch.from_numpy(self.raw[number])[placed.byte_offset : placed.byte_offset + placed.num_bytes]
         return raw.view(getattr(torch, self.layout.buckets[number].dtype)).view(placed.shape)
-
-    def _hash(self) -> list[TensorDigest]:
-        return [d for n, raw in self.raw.items() for d in bucket_digests(self.layout.buckets[n], raw.data)]
 
 
 def assign_buckets(layout: WeightLayout, num_shares: int) -> list[list[int]]:
@@ -136,7 +146,6 @@ def layout_of(tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -
 def copy_to_buckets(
     tensors: Mapping[str, Tensor], *, copy_id: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> WeightBuckets:
-    """Copy tensors into all buckets of their own layout, sealed."""
     layout = layout_of(tensors, bucket_bytes)
     buckets = WeightBuckets(layout, range(len(layout.buckets)), copy_id=copy_id)
     for name, tensor in tensors.items():
@@ -146,10 +155,7 @@ def copy_to_buckets(
 
 
 def read_buckets(plan: CatchUp, reader: WeightReader, numbers: Iterable[int] | None = None) -> WeightBuckets:
-    """Read buckets of a version from its full snapshot and the patches after it; all buckets by default.
-
-    Raises one of `version_reader.UNUSABLE`, and BlobStoreUnreachable if the object store does not answer.
-    """
+    """Read buckets of a version, by default all; raises one of `version_reader.UNUSABLE`, and BlobStoreUnreachable."""
     layout = reader.layout(plan.target)
     buckets = WeightBuckets(layout, range(len(layout.buckets)) if numbers is None else numbers)
     for raw in buckets.raw.values():
@@ -171,20 +177,16 @@ class AdapterBase:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model to publish: this rank's buckets of it."""
-
     buckets: WeightBuckets
     all_ranks_root: Callable[[], str] | None = None  # root over all ranks' buckets; None if all are here
 
     def root_later(self) -> Callable[[], str]:
-        """Return a function that returns the root, without a reference to the weights."""
         if self.all_ranks_root is not None:
             return self.all_ranks_root
         hashed = self.buckets.hashed
         return lambda: weights_digest(hashed.result())
 
     def root(self) -> str:
-        """Return the root of the weights, as manifests and the run's record store it."""
         return self.root_later()()
 
 
@@ -200,13 +202,11 @@ class AdapterWeights:
         return cls(copy_to_buckets(factors, copy_id=copy_id, bucket_bytes=sys.maxsize), base)
 
     def root_later(self) -> Callable[[], str]:
-        """Return a function that returns the root, without a reference to the factors."""
         hashed, base = self.buckets.hashed, self.base
         config = hashlib.sha256(base.config.to_json()).hexdigest()
         return lambda: adapter_digest(base.root, config, hashed.result())
 
     def root(self) -> str:
-        """Return the root of the weights that base and adapter make, as manifests and the run's record store it."""
         return self.root_later()()
 
 
@@ -216,10 +216,90 @@ W = TypeVar("W", ModelWeights, AdapterWeights, Weights)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Generic[W]):
-    """One version; the other ranks hold their buckets of a model under the same ``weights.buckets.copy_id``."""
-
     version: PolicyVersion
     step: int
     weights: W
     dtype: str
     must_publish: bool = False  # never skipped: an evaluation needs this version, or it is the last
+
+
+class ModelFiles:
+    """Some of a folder's files of weights, a bucket each, written tensor by tensor; a context manager."""
+
+    def __init__(self, folder: Path, layout: WeightLayout, numbers: Iterable[int]) -> None:
+        self._folder, self._layout = folder, layout
+        self._places = {t.name: (n, t) for n in numbers for t in layout.buckets[n].tensors}
+        self._files: dict[int, tuple[BinaryIO, int]] = {}  # with the length of its header
+        self._opened = ExitStack()
+
+    def __enter__(self) -> ModelFiles:
+        for number in sorted({number for number, _ in self._places.values()}):
+            file = self._opened.enter_context((self._folder / _file_name(self._layout, number)).open("wb"))
+            header = shard_header(self._layout.buckets[number])
+            file.write(header)
+            self._files[number] = file, len(header)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._opened:
+            for file, _header_bytes in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        number, placed = self._places[name]
+        file, header_bytes = self._files[number]
+        dtype = getattr(torch, self._layout.buckets[number].dtype)
+        whole = tensor.detach().to(dtype).to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        file.seek(header_bytes + placed.byte_offset)
+        file.write(whole.numpy().data)
+
+
+def _file_name(layout: WeightLayout, number: int) -> str:
+    count = len(layout.buckets)
+    return "model.safetensors" if count == 1 else shard_name(number, count)
+
+
+def write_small_files(
+    folder: Path, layout: WeightLayout, *, like: Path, dtype: str, changed: Mapping[str, Any] | None = None
+) -> None:
+    index = {"model.safetensors.index.json": shard_index(layout)} if len(layout.buckets) > 1 else {}
+    for name, data in {**small_files(like, dtype, changed), **index}.items():
+        atomic_write(folder / name, data, sync=True)
+
+
+def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+    """Return all files of a model folder except the weights and their index: config, tokenizer, templates.
+
+    ``config.json`` gets the ``dtype`` of the new weights, and what else has ``changed``. Raises UnsupportedModel for a link out of the folder: what it
+    links to would be published.
+    """
+    files = {
+        path.name: path.read_bytes()
+        for path in sorted(model_folder.iterdir())
+        if path.is_file()
+        and _NAME.fullmatch(path.name)
+        and not _WEIGHTS.fullmatch(path.name)
+        and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
+        and _is_own(path)
+    }
+    config = json.loads(files["config.json"])
+    config.pop("torch_dtype", None)
+    config |= {"dtype": dtype, **(changed or {})}
+    files["config.json"] = json.dumps(config, indent=2).encode()
+    return files
+
+
+def _is_own(path: Path) -> bool:
+    target, folder = path.resolve(), path.parent.resolve()
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if target.is_relative_to(folder) or target.is_relative_to(blobs):
+        return True
+    raise UnsupportedModel(
+        f"{path} links to {target}, outside of the model folder, and would be published with the model; copy the file there, "
+        "or remove the link"
+    )

@@ -31,7 +31,7 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import stored_chain
 from penstock.trainer.connections import Connections
-from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.publication import read_head
 from penstock.trainer.publishing.weight_retention import (
     KeepRule,
     assembled_from,
@@ -52,8 +52,6 @@ Stored = Mapping[PolicyVersion, tuple[int, BlobRef]]  # step and manifest of the
 
 
 class KeptVersionsKey:
-    """The record of kept versions of one run; used by the evaluator's thread and by garbage collection."""
-
     def __init__(self, state: KeyValue, rule: KeepRule) -> None:
         self._state, self._rule = state, rule
         self._lock = threading.Lock()
@@ -61,7 +59,6 @@ class KeptVersionsKey:
         self._num_failures = 0
 
     def add_result(self, evaluated: KeptVersion) -> None:
-        """Record an evaluation, before its version is unpinned; kept in memory while NATS does not answer."""
         if not self._rule.best:
             return
         with self._lock:
@@ -72,7 +69,6 @@ class KeptVersionsKey:
                 kept_log.warning("evaluated version not recorded yet", policy_version=evaluated.version, error=str(err))
 
     def unwritten(self) -> set[PolicyVersion]:
-        """Return the evaluated versions that are not recorded yet: they are pinned."""
         with self._lock:
             return {PolicyVersion(one.version) for one in self._unwritten}
 
@@ -139,7 +135,6 @@ class KeptVersionsKey:
 
 
 def _with_milestones(kept: KeptVersions, stored: Stored, rule: KeepRule) -> KeptVersions:
-    """Replace the milestones by those that are due among the kept and the stored versions."""
     known = {PolicyVersion(milestone.version): milestone for milestone in kept.milestones}
     for version, (step, manifest) in stored.items():
         known.setdefault(version, KeptVersion(version=version, step=step, manifest=manifest))
@@ -170,8 +165,6 @@ _MANIFEST = "/manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long what is not needed is kept; times in seconds."""
-
     keep_versions: int
     grace_s: float
     orphan_s: float
@@ -179,8 +172,6 @@ class Retention:
 
 
 class WeightGc:
-    """Collects every half minute in a thread of its own; use as a context manager."""
-
     def __init__(
         self,
         connections: Connections,
@@ -189,10 +180,8 @@ class WeightGc:
         pinned: Callable[[], Iterable[PolicyVersion]],
         holder: str,
     ) -> None:
-        """``pinned`` returns the versions that an evaluation needs; raises MissingStream if the run was not bootstrapped."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
-        self._retention = retention
-        self._pinned = pinned
+        self._retention, self._pinned = retention, pinned
         self._holder = holder.encode()
         self._state, self._live, self._leases = (
             connections.bus.key_value(spec(connections.run_id).bucket).wait()
@@ -254,7 +243,6 @@ class WeightGc:
         return floor
 
     def _mark(self) -> None:
-        """Record the milestones, and where the evaluated versions are stored, without deleting anything."""
         if (head := read_head(self._state)) is not None:
             self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
             self.kept.update(_stored(head.manifest, stored_chain(head.manifest, self._manifests)))
@@ -268,7 +256,6 @@ class WeightGc:
                 log.warning("garbage collection failed; trying again in half a minute", error=str(err))
 
     def _read_manifests(self, stored: Iterable[BlobStat]) -> None:
-        """Read new manifests; one that cannot be read names nothing."""
         keys = {stat.key for stat in stored if stat.key.endswith(_MANIFEST)}
         self._manifests = {key: manifest for key, manifest in self._manifests.items() if key in keys}
         for key in keys - self._manifests.keys():
@@ -282,7 +269,6 @@ class WeightGc:
         return [PolicyVersion(beat.needs_version) for beat in beats if beat.needs_version is not None]
 
     def _raise_floor(self, floor: PolicyVersion) -> PolicyVersion:
-        """Publish the floor, and return it; it never falls below one that was published before."""
         entry = self._state.get(streams.FLOOR_KEY).wait()
         if entry is not None:
             published = PolicyVersion(decode(entry.value, RetirementFloor).version)
@@ -316,7 +302,6 @@ class WeightGc:
 
 
 def _stored(head: BlobRef, chain: Iterable[VersionManifest]) -> Stored:
-    """Return step and manifest of the versions of a chain, newest first, that begins with the head's manifest."""
     found: dict[PolicyVersion, tuple[int, BlobRef]] = {}
     reference = head
     for manifest in chain:
@@ -331,7 +316,6 @@ def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
 
 
 def holds_lease(leases: KeyValue, key: str, holder: bytes) -> bool:
-    """Take or renew a lease of garbage collection; return False if another process holds it."""
     entry = leases.get(key, may_lag=True).wait()
     if entry is not None and entry.value != holder:
         return False

@@ -33,20 +33,13 @@ class FullSnapshotPolicy:
     max_versions: int = 64
 
     def is_due(self, *, patch_bytes: int, full_bytes: int, num_versions: int) -> bool:
-        """Return True if a full snapshot is due, given what was published since the last one of ``full_bytes``."""
         return num_versions >= self.max_versions or patch_bytes > self.max_ratio * full_bytes
 
 
 def retirement_floor(
     starts: Iterable[PolicyVersion], *, head: PolicyVersion, needed: Iterable[PolicyVersion]
 ) -> PolicyVersion | None:
-    """Return the oldest version that must be kept; None if nothing can be deleted.
-
-    Args:
-        starts: Versions that have a full snapshot, or are adapters.
-        head: The newest complete version.
-        needed: Versions that live workers hold or fetch, or that an evaluation has pinned.
-    """
+    """Return the oldest version to keep; None: delete none. ``starts`` are full snapshots and adapters."""
     known = sorted(start for start in starts if not is_newer(start, head))
     if not known:
         return None
@@ -71,8 +64,6 @@ def retired(
 
 @dataclass(frozen=True, slots=True)
 class KeepRule:
-    """Which versions are kept below the floor; each number bounds the versions of its kind."""
-
     best: int = 0
     milestone_every: int = 1
     milestones: int = 0
@@ -102,7 +93,6 @@ def milestone_versions(stored: Iterable[PolicyVersion], rule: KeepRule) -> list[
 
 
 def assembled_from(kept: Iterable[KeptVersion], manifests: Mapping[str, VersionManifest]) -> set[PolicyVersion]:
-    """Return the kept versions and those that they are assembled from; ``manifests`` are the stored ones by key."""
     whole = {(m.version, m.state_root) for m in manifests.values() if m.kind == "anchor"}
     found: set[PolicyVersion] = set()
     for one in kept:
@@ -119,16 +109,9 @@ def assembled_from(kept: Iterable[KeptVersion], manifests: Mapping[str, VersionM
 
 
 def expired(retired_at: Mapping[PolicyVersion, float], *, now: float, grace_s: float) -> set[PolicyVersion]:
-    """Return the retired versions whose objects can be deleted; times in seconds of one clock."""
     return {version for version, since in retired_at.items() if now - since >= grace_s}
 
 
 def orphans(ages_s: Mapping[str, float], named: Collection[str], *, min_age_s: float) -> set[str]:
-    """Return the keys of objects that no manifest names and that no publication can still be writing.
-
-    Args:
-        ages_s: Key -> age in seconds of every stored object of weights, manifests included.
-        named: Keys of all manifests that are kept, and of everything they reference.
-        min_age_s: Longer than any publication takes from its first object to its manifest.
-    """
+    """Return the stored keys that no kept manifest names, older than ``min_age_s``: no publication is writing them."""
     return {key for key, age_s in ages_s.items() if key not in named and age_s >= min_age_s}

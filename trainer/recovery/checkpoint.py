@@ -59,7 +59,6 @@ def sync_tree(folder: Path) -> None:
 
 
 def raise_not_written(partial: Path, err: Exception) -> NoReturn:
-    """Remove a checkpoint that could not be written, and raise CheckpointError with the free space."""
     shutil.rmtree(partial, ignore_errors=True)
     free = shutil.disk_usage(partial.parent).free
     raise CheckpointError(
@@ -76,7 +75,6 @@ _THREADS = 8  # hashed at the same time; hashlib releases the interpreter lock
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file below a checkpoint's folder but its state, by relative path."""
     paths = sorted(path for path in _files(folder) if path != STATE_FILE)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(paths, pool.map(lambda path: _sha256(folder / path), paths), strict=True))
@@ -118,7 +116,6 @@ def path_of(folder: Path, path: str) -> Path:
 
 
 def missing_files(folder: Path, state: CheckpointState) -> list[str]:
-    """Return the files of a checkpoint that are not in its folder, by relative path."""
     return sorted(path for path in state.files if not (folder / path).is_file())
 
 
@@ -144,21 +141,10 @@ def commit(
     keep: int,
     confirm: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """Write a checkpoint and make it the newest; keeps the newest ``keep``.
+    """Write a checkpoint and make it the newest; keeps the newest ``keep``, and returns the bytes of ``state.json``.
 
-    Args:
-        root: Folder of the run's checkpoints.
-        state: The content of ``state.json``.
-        write: Writes the policy's files into the folder it is given; not called where `has_weights_of` is true.
-        keep: Number of checkpoints that stay.
-        confirm: Called immediately before the rename; if it raises, the previous checkpoint is unchanged.
-
-    Returns:
-        The bytes of ``state.json``.
-
-    Raises:
-        LeaseLost: A checkpoint of a newer epoch exists.
-        CheckpointError: It could not be written, or could not be read again; the previous one is unchanged.
+    ``write`` is not called where `has_weights_of` is true. ``confirm`` is called immediately before the rename; if it raises, or
+    CheckpointError is raised, the previous checkpoint is unchanged. Raises LeaseLost for a checkpoint of a newer epoch.
     """
     partial, final = partial_of(root, state), root / folder_name(state.step)
     if has_weights_of(root, state):
@@ -199,15 +185,11 @@ def has_weights_of(root: Path, state: CheckpointState) -> bool:
 
 
 def partial_of(root: Path, state: CheckpointState) -> Path:
-    """Return the folder in which a checkpoint is written before it is committed; each epoch has its own."""
     return root / f"{folder_name(state.step)}.e{state.epoch}{PARTIAL}"
 
 
 def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
-    """Return the newest checkpoint and its state, None when there is none.
-
-    Raises CheckpointError when it cannot be read or belongs to another run.
-    """
+    """Return the newest checkpoint and its state, None without any; raises CheckpointError for one of another run."""
     for leftover in root.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover)
     try:
@@ -228,7 +210,6 @@ def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
 
 
 def _to_json(state: CheckpointState, files: Mapping[str, str]) -> bytes:
-    """Return ``state.json``; raises CheckpointError for a state that no later trainer could read."""
     data = state.model_copy(update={"files": dict(files)}).model_dump_json(indent=1).encode()
     try:
         CheckpointState.model_validate_json(data)

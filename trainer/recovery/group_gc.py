@@ -48,7 +48,6 @@ class GroupGc:
         clock: Callable[[], datetime],
         sweep_s: float | None = None,
     ) -> None:
-        """``clock`` is the time of day in UTC; ``sweep_s`` None: as the settings need. Raises MissingStream when the run was not bootstrapped."""
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._settings = settings
         self._holder = holder.encode()
@@ -73,7 +72,6 @@ class GroupGc:
         self._thread.join(30.0)
 
     def sweep(self) -> list[str]:
-        """Delete what has expired; return its keys. Raises BlobError, BusError or WireError."""
         run = self._run_id
         prefixes = (
             blob_keys.groups_prefix(run),
@@ -102,7 +100,6 @@ class GroupGc:
                 log.warning("sweep failed; repeated at the next interval", error=str(err))
 
     def _named(self) -> Iterator[str]:
-        """Yield the keys that queues and dead letters name; messages that do not decode are skipped."""
         for stage, kind in _STAGES:
             for message in self._bus.read_stream(f"{self._run_id}-{stage}").wait():
                 yield from _keys(message.data, kind)
@@ -116,7 +113,6 @@ class GroupGc:
                 yield from _keys(letter.payload, kinds[letter.stage])
 
     def _read_record(self) -> None:
-        """Add the packs of committed steps, and their log-probabilities, to what was trained; each chapter is read once."""
         entry = self._state.get(streams.CHECKPOINT_KEY).wait()
         newest = None if entry is None else decode(entry.value, CheckpointCommitted).record
         at = newest
@@ -132,7 +128,6 @@ class GroupGc:
 
 
 def sweep_period_s(settings: RetentionSettings) -> float:
-    """Return the seconds between two sweeps: a fraction of the shortest retention."""
     hours = [hours for hours in (settings.trained_packs_h, settings.unused_packs_h) if hours]
     return min(SWEEP_S, max(_SHORTEST_SWEEP_S, 3600.0 * min(hours) / _SWEEPS_PER_RETENTION))
 

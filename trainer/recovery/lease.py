@@ -64,8 +64,7 @@ class LeaseWatch:
 
     def __init__(self, connect: Callable[[], Bus], run_id: str) -> None:
         """``connect`` is called in the thread. If NATS is unreachable, or the run not bootstrapped, nothing is observed."""
-        self._connect = connect
-        self._run_id = run_id
+        self._connect, self._run_id = connect, run_id
         self._unchanged: Unchanged | None = None
         self._num_transitions = 0  # of the connection, when it was last looked at
         self._stop = threading.Event()
@@ -109,8 +108,7 @@ class HeldLease:
     """A lease that this process holds, renewed by a thread; use as a context manager, whose exit releases it."""
 
     def __init__(self, state: KeyValue, lease: Lease, revision: int) -> None:
-        self._state = state
-        self._lease = lease
+        self._state, self._lease = state, lease
         self._value = encode(lease)
         self._revision = revision
         self._renewed = time.monotonic()
@@ -121,7 +119,6 @@ class HeldLease:
 
     @property
     def epoch(self) -> int:
-        """The number of this holder, which fences what it writes."""
         return self._lease.epoch
 
     @property
@@ -130,7 +127,6 @@ class HeldLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether no other trainer is known to have taken the lease."""
         return not self._lost
 
     def __enter__(self) -> HeldLease:
@@ -138,7 +134,6 @@ class HeldLease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop renewing, and release the lease; if NATS is unreachable, it expires."""
         self._stop.set()
         self._thread.join(_NATS_DEADLINE_S)
         released = encode(self._lease.model_copy(update={"released": True}))
@@ -214,19 +209,10 @@ def acquire(
     deadline_s: float = 120.0,
     watched: Unchanged | None = None,
 ) -> HeldLease:
-    """Take the lease of a run; if another trainer's is not released, wait until it expires.
+    """Take the lease of a run; if another trainer's is not released, wait until it expires, at most ``deadline_s``.
 
-    Args:
-        state: The run's state bucket.
-        run_id: For messages.
-        clock: Seconds since 1970.
-        ttl_s: Time without a renewal after which another trainer may take the lease.
-        deadline_s: Longest wait in total.
-        watched: What a `LeaseWatch` saw until now.
-
-    Raises:
-        RunIsHeld: Another trainer is alive.
-        BusUnreachable: NATS was unreachable until the deadline.
+    ``clock`` returns seconds since 1970; ``watched`` is what a `LeaseWatch` saw. Raises RunIsHeld if another trainer is alive,
+    BusUnreachable if NATS was unreachable until the deadline.
     """
     deadline = time.monotonic() + deadline_s
     mine = Lease(
@@ -280,8 +266,7 @@ class FencedKey:
 
     def __init__(self, state: KeyValue, key: str, rewrite: Callable[[bytes | None], bytes | None]) -> None:
         """Rewrite the key with the result of ``rewrite`` (None: leave it absent); raises LeaseLost, BusUnreachable."""
-        self._state = state
-        self._key = key
+        self._state, self._key = state, key
         self.value: bytes | None = None  # as rewritten here
         deadline = time.monotonic() + _NATS_DEADLINE_S
         while True:
@@ -321,10 +306,7 @@ class FencedKey:
 
 
 def fence(state: KeyValue, epoch: int) -> FencedKey:
-    """Rewrite head and checkpoint under a new holder's epoch; return the key of the checkpoint.
-
-    From then on an older holder cannot move either of them. Raises LeaseLost when a newer holder has written one.
-    """
+    """Rewrite head and checkpoint under a new holder's epoch, so that no older one can move them; raises LeaseLost."""
 
     def rewrite_head(value: bytes | None) -> bytes | None:
         if value is None:

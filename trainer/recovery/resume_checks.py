@@ -1,26 +1,144 @@
-"""What is checked before a run is resumed: its model, its ranks, whether it is finished, and which steps have to be made again; imports no torch."""
+"""What is checked before a run is resumed: its model, its ranks, whether it is finished, and which steps have to be made again; imports no torch.
+
+The settings of earlier sessions are read from the run's record.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.record.checkpoint_state import PARTIAL
+from penstock.trainer.algorithm.algorithm_settings import RECORDED
+from penstock.trainer.algorithm.chosen_parts import BY_KEY
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from penstock.trainer.evaluation.evaluation_schedule import EvaluationLog
     from penstock.trainer.training import Training
 
+_CONNECTIONS = ("nats", "s3")  # addresses of servers may change between a run and its replay
+# A step's weights do not depend on these: when the run waits, saves, publishes, signs, stops, or kills itself in tests.
+_WITHOUT_EFFECT = frozenset(
+    f"trainer.{key}"
+    for key in (
+        "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "store_checkpoints", "local_checkpoints", "signing_key_file", "keep_versions", "collect_deadline_s",
+        "keep_best", "verify_export", "milestone_every", "keep_milestones",
+        "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs", "min_entropy", "peak_flops",
+    )
+)  # fmt: skip
+_SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step
+_READ_WITH_PAIRS = ("dpo", "data")  # where a step trains on pairs beside its groups
+_ALSO_READ = ("data.from_run", "run.seed")  # the seed decides which groups are in which mini-batch
+
+Flat = dict[str, Any]
+
 _SHAPE = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
+SUMMARY_FILE = "trainer.json"
+
+
+def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat]:
+    """Return the settings of a `config_document`, and the same by dotted key; raises ConfigError naming ``where``."""
+    try:
+        values = json.loads(document)["settings"]
+        lora = values["model"].get("lora", {})
+        if lora.get("rank") and "seed" not in lora:  # of a release whose adapters began with 0
+            lora = {**lora, "seed": 0}
+        read = {**values, "model": {**values["model"], "lora": lora}}
+        settings = TrainerSettings.model_validate(
+            {k: v for k, v in read.items() if k not in _CONNECTIONS}, context=RECORDED
+        )
+    except ValidationError as err:
+        first = err.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{where}: these settings are not valid in this build: {key or 'settings'}: {first['msg']}; "
+            "replay with the version of penstock that made the run"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ConfigError(
+            f"{where} does not hold the settings of a run ({type(err).__name__}: {err}); restore the file"
+        ) from None
+    return settings, flat(values)
+
+
+def named_code(document: bytes) -> list[str]:
+    """Return the user code that settings name by path, which `read_settings` imports and so runs.
+
+    What cannot be read names none; an extension that an installed package registers under a name is not named by path.
+    """
+    try:
+        settings = json.loads(document)["settings"]
+        values = [settings["algorithm"].get(key) for key in BY_KEY] + [settings.get("dpo", {}).get("loss")]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return [name for name in names if isinstance(name, str) and ":" in name]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:
+    """Return nested settings by dotted key, without the addresses of servers."""
+    found: Flat = {}
+    for key, value in values.items():
+        if not prefix and key in _CONNECTIONS:
+            continue
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) -> list[str]:
+    return [
+        f"{key} = {json.dumps(other.get(key))}, recorded {json.dumps(recorded.get(key))}"
+        for key in _differing(recorded, other, ignoring)
+    ]
+
+
+def _differing(one: Flat, other: Flat, ignoring: Iterable[str] = ()) -> list[str]:
+    keys = sorted((one.keys() | other.keys()) - set(ignoring))
+    return [key for key in keys if _value(one, key) != _value(other, key)]
+
+
+def _value(settings: Flat, key: str) -> Any:
+    """Return a setting; an empty table is none, since one with entries has a key for each."""
+    value = settings.get(key)
+    return None if value == {} else value
+
+
+def changed_settings(recorded: Path, config: bytes) -> list[str]:
+    try:
+        before = flat(json.loads(recorded.read_bytes())["settings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # the run's record has them
+    now = flat(json.loads(config)["settings"])
+    epochs = now.get("trainer.epochs")
+    counted = ["trainer.steps"] if epochs is not None and epochs == before.get("trainer.epochs") else []
+    return [
+        f"{key} = {json.dumps(now.get(key))}, was {json.dumps(before.get(key))}"
+        for key in _differing(before, now, counted)
+    ]
+
+
+def what_steps_read(settings: Flat) -> Flat:
+    """Return the settings that a step's weights depend on: sessions that agree in them are replayed as one."""
+    sections = _SECTIONS + (_READ_WITH_PAIRS if settings.get("algorithm.dpo_coefficient") else ())
+    return {
+        key: value
+        for key, value in settings.items()
+        if (key.split(".")[0] in sections and key not in _WITHOUT_EFFECT) or key in _ALSO_READ
+    }
 
 
 def check_same_model(run_folder: Path, model_path: Path) -> None:
@@ -74,11 +192,7 @@ def check_same_ranks(run_folder: Path, num_ranks: int) -> None:
         )
 
 
-SUMMARY_FILE = "trainer.json"
-
-
 def write_summary(training: Training, results: EvaluationLog, *, is_complete: bool, wall_s: float) -> None:
-    """Write ``trainer.json``; ``complete`` is True once all steps, the export and the last evaluation are done."""
     busy_s, idle_s = training.activity.totals()
     totals = training.issuer.totals()
     document: dict[str, Any] = {
@@ -145,7 +259,6 @@ def _counted_steps(settings: TrainerSettings) -> int | None:
 
 
 def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:
-    """Return the steps of a run that is complete, and why it ended early; empty if it did not."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -159,13 +272,7 @@ def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The steps that an earlier session made after the checkpoint that the run resumes from.
-
-    Attributes:
-        steps: Optimizer steps.
-        groups: Groups that they trained; their messages were not acknowledged and are delivered again.
-        seconds: Time that the steps took, waiting for their groups included.
-    """
+    """The steps that an earlier session made after the checkpoint that the run resumes from."""
 
     steps: int = 0
     groups: int = 0
@@ -173,7 +280,6 @@ class RolledBack:
 
 
 def read_rolled_back(lines: bytes) -> RolledBack:
-    """Return the cost of the steps in the lines of metrics.jsonl that a resume cuts off; a torn line does not count."""
     steps = groups = 0
     seconds = 0.0
     for line in lines.splitlines():
@@ -189,7 +295,6 @@ def read_rolled_back(lines: bytes) -> RolledBack:
 
 
 def describe_rolled_back(found: RolledBack, *, resumed_step: int | None) -> str:
-    """Return the sentence for log and panel; "" when a new run starts. ``resumed_step``: of the checkpoint, None without one."""
     if resumed_step is None and not found.steps:
         return ""
     start = (

@@ -1,6 +1,16 @@
 """Writes the run record (`protocol/record/lineage.py`), one chapter per checkpoint.
 
 A chapter is what one checkpoint adds to the record. It stores the sessions of a run as ``lives``.
+
+The batch at which a run stopped by itself is written to the run's folder, for people to look at and to train on again.
+```
+stopped/step00000012/batch.json      step, version, why, and every group as it was scored
+                     config.json     the settings of the session, as in the run's record
+                     groups.parquet  their trajectories, a pack as workers store them: `protocol/packs/group_pack.py`
+```
+
+The packs in the object store may expire; the folder stays until somebody removes it. A run that stops at the same step again
+replaces it.
 """
 
 from __future__ import annotations
@@ -9,16 +19,19 @@ import functools
 import hashlib
 import platform
 import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, files
 from penstock.protocol.facts import encode, encode_unbounded
 from penstock.protocol.groups import BlobRef
+from penstock.protocol.packs import group_pack
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import (
     CheckpointCommitted,
@@ -27,6 +40,7 @@ from penstock.protocol.record.lineage import (
     RecordedSession,
     RecordedStep,
 )
+from penstock.protocol.record.stopped_batch import BATCH, FOLDER, GROUPS, SETTINGS, StoppedBatch
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.group_totals import Entries
@@ -39,6 +53,8 @@ _PACKAGES = ("trainer", "protocol")  # their code computes the numbers
 THREADS = "threads"
 _ROWS = "rows"
 _BEFORE = {_ROWS: "padded"}  # in records without the key: the sums of a step are in another order, equal up to rounding
+
+_PARTIAL = ".partial"
 
 
 def environment_fingerprint(extensions: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -58,7 +74,6 @@ def environment_fingerprint(extensions: Mapping[str, str] | None = None) -> dict
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return one line per key of ``then`` whose value is another one now."""
     then = {**_BEFORE, **then} if then else then
     return [
         f"{name}: {then[name]} then, {now.get(name, 'unknown')} now" for name in then if then[name] != now.get(name)
@@ -75,7 +90,6 @@ def _version(name: str) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return 16 hex digits that change with any line of the packages that compute a step."""
     root, digest = Path(__file__).absolute().parents[2], hashlib.sha256()
     for path in sorted(path for package in _PACKAGES for path in (root / package).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -84,7 +98,6 @@ def _code_digest() -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return the accelerator's name, or the processor's with the instructions that torch uses on it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     try:
@@ -101,10 +114,8 @@ class RunRecordWriter:
     def __init__(
         self, connections: Connections, pointer: FencedKey, *, epoch: int, resumed: CheckpointState | None
     ) -> None:
-        """Continue from the newest checkpoint; ``pointer`` is the checkpoint key in NATS."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
-        self._pointer = pointer
-        self._epoch = epoch
+        self._pointer, self._epoch = pointer, epoch
         self._last = resumed.record if resumed else None
         self._number = resumed.chapter if resumed else 0
         self._sessions: list[RecordedSession] = []
@@ -115,18 +126,13 @@ class RunRecordWriter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added since the last chapter."""
         return not (self._sessions or self._steps or self._open_step)
 
     def set_weights(self, digest: Callable[[], str]) -> None:
-        """Set the weights that the session starts from, or that the newest step made.
-
-        ``digest`` returns their digest; it is called once, on the training thread, before the next weights are copied.
-        """
+        """Set the weights of the next step; ``digest`` is called once, before the next weights are copied."""
         self._digest = functools.cache(digest)
 
     def digest(self) -> str:
-        """Return the digest of the current weights, waiting until it is computed."""
         if self._digest is None:
             raise ValueError("no weights were set yet")
         return self._digest()
@@ -142,10 +148,7 @@ class RunRecordWriter:
         config: bytes,
         extensions: Mapping[str, str] | None = None,
     ) -> None:
-        """Add this session to the next chapter.
-
-        ``config`` is its settings as JSON, ``extensions`` are the digests of user code that the settings choose.
-        """
+        """Add this session to the next chapter; ``extensions`` are the digests of user code."""
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
         self._sessions.append(
             RecordedSession(
@@ -173,10 +176,7 @@ class RunRecordWriter:
         updates: Sequence[Sequence[int]] = (),
         left_out: Sequence[int] = (),
     ) -> None:
-        """Add a step; `set_weights` with its result must follow.
-
-        ``uses`` are each group's, this one included; ``updates`` and ``left_out`` are those of `RecordedStep`.
-        """
+        """Add a step; `set_weights` with its result must follow. ``uses`` are each group's, this one included."""
         self._close_step()
         packs = {group.pack.key: group.pack for group in batch}
         numbers = {key: number for number, key in enumerate(packs)}
@@ -229,10 +229,7 @@ class RunRecordWriter:
         return self._blobs.put(key, encode_unbounded(chapter)), chapter.number, chapter.weights_digest
 
     def mark_committed(self, state: CheckpointState, state_json: bytes) -> None:
-        """Write the key of a committed checkpoint in NATS; the next chapter has this checkpoint's as its parent.
-
-        Raises LeaseLost when another trainer holds the run, BusUnreachable after two minutes.
-        """
+        """Name a committed checkpoint in NATS; raises LeaseLost, and BusUnreachable after two minutes."""
         committed = CheckpointCommitted(
             epoch=self._epoch,
             step=state.step,
@@ -249,3 +246,44 @@ class RunRecordWriter:
         if self._open_step is not None:
             self._steps.append(RecordedStep(**self._open_step, weights_digest=self.digest()))
             self._open_step = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    run_id: str
+    step: int  # number of the step that was to be made
+    version: int  # of the weights before it
+    error: Exception
+    epoch: int = 0  # of the trainer's lease
+    algorithm: Mapping[str, Any] = field(default_factory=dict)  # the algorithm's state before the step
+
+
+def save_batch(run_folder: Path, batch: Sequence[ReadyGroup], stop: Stop, *, config: bytes) -> Path:
+    """Save the groups of a batch below a run's folder, in the order of their use, and return where; raises OSError.
+
+    ``config`` are the session's settings as JSON, with which `penstock replay RUN --batch` trains on the batch again.
+    """
+    folder = run_folder / FOLDER / f"step{stop.step:08d}"
+    partial = folder.with_name(folder.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    scored = tuple(
+        group.scored.model_copy(update={"generated": group.scored.generated.model_copy(update={"row_group": number})})
+        for number, group in enumerate(batch)
+    )
+    document = StoppedBatch(
+        run_id=stop.run_id,
+        step=stop.step,
+        version=stop.version,
+        reason=str(stop.error),
+        error=type(stop.error).__name__,
+        epoch=stop.epoch,
+        algorithm=dict(stop.algorithm),
+        groups=scored,
+    )
+    files.atomic_write(partial / SETTINGS, config, sync=True)
+    files.atomic_write(partial / GROUPS, group_pack.encode([group.group for group in batch]), sync=True)
+    files.atomic_write(partial / BATCH, document.model_dump_json(indent=1).encode() + b"\n", sync=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    files.replace(partial, folder)
+    return folder

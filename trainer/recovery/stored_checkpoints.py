@@ -56,26 +56,16 @@ _READ_BACK_BYTES = 8 * 1024 * 1024  # of one request
 
 class StoredCheckpoints:
     def __init__(self, blobs: Blobs, run_id: str, *, root: Path, metrics: Path, keeps_local: bool = True) -> None:
-        """Prepare; ``root`` is the folder of the run's checkpoints, ``metrics`` its ``metrics.jsonl``.
-
-        ``keeps_local``: the files stay in the folder after they are stored.
-        """
-        self._blobs = blobs
-        self._run_id = run_id
-        self._root = root
-        self._metrics = metrics
-        self._keeps_local = keeps_local
+        """``root`` has the run's checkpoints, whose files stay there after they are stored if ``keeps_local``."""
+        self._blobs, self._run_id, self._root = blobs, run_id, root
+        self._metrics, self._keeps_local = metrics, keeps_local
         self._read_keys = set[str]()  # objects that this session has read whole
         self._named: list[tuple[Path, bytes]] = []  # folders whose files may be removed, with their state.json
 
     def store(self, folder: Path) -> None:
-        """Copy one committed checkpoint, its ``state.json`` last.
+        """Copy one committed checkpoint, its ``state.json`` last, and read back files that will not stay in the folder.
 
-        Where the files will not stay in the folder, each one is read back from the object store before.
-
-        Raises:
-            CheckpointError: A file is not the one that ``state.json`` names, or the object store has altered it.
-            BlobError: The object store refused it, or gave no answer.
+        Raises CheckpointError for a file other than ``state.json`` names, BlobError if the object store refused it or gave no answer.
         """
         data = (folder / STATE_FILE).read_bytes()
         state, state_sha256 = read_state(folder), hashlib.sha256(data).hexdigest()
@@ -133,7 +123,6 @@ class StoredCheckpoints:
                     Path(parent).rmdir()
 
     def prune(self, epoch: int) -> None:
-        """Remove the objects of the present and older epochs that no checkpoint in the folder names."""
         kept = set[str]()
         for folder, state in committed(self._root):
             sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
@@ -146,17 +135,10 @@ class StoredCheckpoints:
         )
 
     def fetch(self, known: bytes | None, found: CheckpointState | None) -> bool:
-        """Copy the checkpoint that NATS names into the folder, if the folder's newest is older and the object store has it.
+        """Copy the checkpoint that NATS names into the folder, if it is newer; True if it was copied.
 
-        Args:
-            known: The checkpoint key of the run in NATS, None when there is none.
-            found: The newest checkpoint of the folder, None when there is none.
-
-        Returns:
-            True if the folder has a checkpoint more than before.
-
-        Every file is verified against ``state.json``, and that against NATS, before the folder gets its name.
-        Raises BlobError for an object that is missing, altered or unreachable, OSError when the disk is full.
+        Every file is verified against ``state.json``, and that against NATS, before the folder gets its name. Raises BlobError for an
+        object that is missing, altered or unreachable, OSError when the disk is full.
         """
         wanted = decode(known, CheckpointCommitted) if known is not None else None
         if wanted is None or wanted.step is None or wanted.chapter is None or wanted.state_sha256 is None:
@@ -194,7 +176,6 @@ class StoredCheckpoints:
             self._read_keys |= _receive(self._blobs, folder, state, missing, self._listed())
 
     def _read_back(self, files: dict[str, Path], last: str) -> None:
-        """Compare objects with the files they are copies of; one that differs is removed, and ``last`` with it."""
         sizes = self._listed()
 
         def read(key: str) -> None:
@@ -219,7 +200,6 @@ class StoredCheckpoints:
             list(pool.map(read, sorted(files.keys() - self._read_keys)))
 
     def _fetch_metrics(self, state: CheckpointState, prefix: str, sizes: dict[str, int]) -> None:
-        """Write the metrics up to the checkpoint, unless the folder has them."""
         if self._metrics.exists() and self._metrics.stat().st_size >= state.metrics_bytes:
             return
         for key in (key for key in sizes if key.startswith(prefix)):
@@ -252,7 +232,6 @@ def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: P
 
 
 def _state_key(folder: Path, state: CheckpointState) -> str:
-    """Return the key of a checkpoint's ``state.json``, which is stored last: with it the copy is whole."""
     sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
     return blob_keys.checkpoint_state(state.run_id, state.epoch, sha256)
 
@@ -260,8 +239,6 @@ def _state_key(folder: Path, state: CheckpointState) -> str:
 def _receive(
     blobs: Blobs, folder: Path, state: CheckpointState, paths: Iterable[str], sizes: dict[str, int]
 ) -> set[str]:
-    """Fetch files of a checkpoint into its folder, each verified and on the disk before it gets its name; return their keys."""
-
     def receive(path: str) -> str:
         final = path_of(folder, path)
         key = blob_keys.checkpoint_file(state.run_id, state.epoch, state.files[path])

@@ -13,34 +13,109 @@
 |                   | log-probabilities are not stored  | ``text``; once in a session                                  |
 
 `step`, `eval` and `evaluation_lost` are written to metrics.jsonl too.
+
+The heartbeat is a record in the live bucket, written every second by a separate thread. Another thread stores the log-probabilities of
+each step for people to look at; training never waits for it.
+What cannot be stored is counted, and the first time is an event. Nothing reads these objects to train: after a crash, a step
+that is made again stores its object again, under the epoch of its session.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 
-from penstock.protocol import subjects
-from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import RunEvent
+from penstock.protocol import blob_keys, heartbeats, streams, subjects
+from penstock.protocol.errors import BusUnreachable, MissingStream, PenstockError
+from penstock.protocol.facts import Heartbeat, RunEvent, encode
+from penstock.protocol.heartbeats import Activity, cpu_seconds, thread_cpu_seconds
+from penstock.protocol.metrics.gpu import GpuSampler
+from penstock.protocol.packs import step_logprobs
+from penstock.protocol.packs.step_logprobs import KeptGroup, LogprobsHeader, StepLogprobs
+from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.loop_thread import Pending
-from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.learner.planning import Learned
+from penstock.trainer.learner.step_metrics import KeptRows
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 log = structlog.get_logger("trainer.telemetry.event_writer")
+
+SERVICE_ID = "trainer"
 
 METRICS_FILE = "metrics.jsonl"  # in the run's folder
 SOURCE = "trainer"
 _IN_METRICS = frozenset({"step", "eval", "evaluation_lost"})
+_MAX_WAITING = 2  # steps, 15 MB each at most; a later one is lost while the object store is slow
+_CLOSE_S = 20.0
+
+
+class HeartbeatWriter:
+    def __init__(
+        self, *, bus: Bus, run_id: str, activity: Activity, gpus: GpuSampler, clock: Callable[[], float]
+    ) -> None:
+        self._bucket = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+        self._activity, self._gpus, self._clock = activity, gpus, clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self.version: PolicyVersion | None = None
+        self.figures: dict[str, float] = {}
+        self.newest: Heartbeat | None = None
+        self.metrics_url: str | None = None
+
+    def __enter__(self) -> HeartbeatWriter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10.0)
+        if failure is None:
+            with contextlib.suppress(BusUnreachable, MissingStream):
+                self.publish(has_exited=True)
+
+    def publish(self, *, has_exited: bool = False) -> None:
+        busy_s, idle_s = self._activity.totals()
+        record = Heartbeat(
+            role="trainer",
+            service_id=SERVICE_ID,
+            at=self._clock(),
+            state=heartbeats.EXITED if has_exited else self._activity.state,
+            version=self.version,
+            busy_s=busy_s,
+            idle_s=idle_s,
+            cpu_s=cpu_seconds(),
+            figures={**self.figures, **self._gpus.figures(), **thread_cpu_seconds()},
+            period_s=heartbeats.PERIOD_S,
+            metrics_url=self.metrics_url,
+        )
+        self.newest = record
+        expiry_s = heartbeats.EXITED_TTL_S if has_exited else heartbeats.expires_after_s(heartbeats.PERIOD_S)
+        self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record), ttl_s=expiry_s).wait()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                self.publish()
+            except (BusUnreachable, MissingStream) as err:  # the bucket is missing while it is made again
+                log.debug("heartbeat not published", error=str(err))
+            if self._stop.wait(heartbeats.PERIOD_S):
+                return
 
 
 class EventWriter:
@@ -55,11 +130,8 @@ class EventWriter:
         clock: Callable[[], float],
         observe: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ) -> None:
-        """Open metrics.jsonl for appending; ``observe`` is called with the kind and the fields of each event."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._bus = bus
-        self._run_id = run_id
-        self._clock = clock
+        self._bus, self._run_id, self._clock = bus, run_id, clock
         self._observe = observe
         self._session = secrets.token_hex(4)  # events of another session are other events, even for the same step
         self._num_events = 0
@@ -116,16 +188,11 @@ class EventWriter:
 
 
 class StepReporter:
-    """Writes the events of steps; for the training thread only."""
-
     def __init__(self, events: EventWriter, heartbeat: HeartbeatWriter, dropped: Mapping[str, int]) -> None:
-        """``dropped`` are the groups that earlier sessions dropped, by reason."""
-        self._events = events
-        self._heartbeat = heartbeat
+        self._events, self._heartbeat = events, heartbeat
         self._dropped = Counter(dropped)  # as last reported
 
     def report(self, step: int, fields: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
-        """Write the events of a step; ``groups`` are the run's groups by outcome."""
         dropped = Counter(groups["dropped"])
         if dropped != self._dropped:
             self._events.write("drop", {"step": step, "groups": dict(dropped - self._dropped)})
@@ -136,3 +203,89 @@ class StepReporter:
             "groups_trained": float(groups["trained"]),
             "groups_outstanding": float(groups["outstanding"]),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    step: int
+    trained_version: int
+    made_version: int
+
+
+class LogprobWriter:
+    """Writes one object for each step that kept rows; use as a context manager. For the training thread only."""
+
+    def __init__(self, blobs: Blobs, run_id: str, *, epoch: int, on_first_loss: Callable[[str], None]) -> None:
+        self._blobs, self._run_id, self._epoch = blobs, run_id, epoch
+        self._on_first_loss = on_first_loss
+        self._waiting: queue.Queue[StepLogprobs | None] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._work, name="logprobs", daemon=True)
+        self._lock = threading.Lock()
+        self._num_lost = 0
+
+    @property
+    def num_lost(self) -> int:
+        return self._num_lost
+
+    def __enter__(self) -> LogprobWriter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._waiting.put(None, timeout=_CLOSE_S)
+        except queue.Full:
+            log.warning("log-probabilities of the last steps not stored: the object store is slow")
+            return
+        self._thread.join(_CLOSE_S)
+
+    def submit(self, numbers: StepNumbers, batch: Sequence[ReadyGroup], learned: Learned) -> None:
+        kept = learned.metrics.kept
+        if kept is None or not len(kept.rows):
+            return
+        try:
+            self._waiting.put_nowait(of_step(self._run_id, numbers, batch, learned.plan, kept))
+        except queue.Full:
+            self._lose(numbers.step, f"{_MAX_WAITING} steps wait for the object store")
+
+    def _work(self) -> None:
+        while (found := self._waiting.get()) is not None:
+            step = found.header.step
+            try:
+                data = step_logprobs.encode(found)
+                key = blob_keys.step_logprobs(self._run_id, step, self._epoch, hashlib.sha256(data).hexdigest())
+                self._blobs.put(key, data)
+            except PenstockError as err:
+                self._lose(step, str(err))
+
+    def _lose(self, step: int, reason: str) -> None:
+        with self._lock:
+            self._num_lost += 1
+            is_first = self._num_lost == 1
+        log.warning("log-probabilities not stored", step=step, error=reason)
+        if is_first:
+            text = f"log-probabilities of step {step} are not stored for the live page, which does not stop the run: {reason}"
+            self._on_first_loss(text)
+
+
+def of_step(
+    run_id: str, numbers: StepNumbers, batch: Sequence[ReadyGroup], plan: StepPlan, kept: KeptRows
+) -> StepLogprobs:
+    groups = {(group.pack.key, group.scored.generated.row_group): group for group in batch}
+    places: dict[tuple[str, int], int] = {}
+    rows = []
+    for number, count in zip(kept.rows.tolist(), kept.counts.tolist(), strict=True):
+        planned = plan.rows[number]
+        place = plan.packs[planned.pack].key, planned.row_group
+        rows.append((places.setdefault(place, len(places)), planned.trajectory, count))
+    header = LogprobsHeader(
+        run_id=run_id,
+        step=numbers.step,
+        trained_version=numbers.trained_version,
+        made_version=numbers.made_version,
+        groups=tuple(
+            KeptGroup(group_id=groups[place].group_id, pack=groups[place].pack.sha256, row_group=place[1])
+            for place in places
+        ),
+    )
+    return StepLogprobs(header, np.array(rows, np.int32).reshape(-1, 3), kept.logprobs, kept.outcomes)

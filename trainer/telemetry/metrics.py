@@ -11,7 +11,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
 | `grad_norm`, `lr`          |          | norm before clipping; learning rate that this step used            |
 | `lr_set`                   |          | that of the schedule; lr is less where the ESS rule scaled it      |
-| `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `step_watch.py`      |
+| `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `step_metrics.py`    |
 | `update_ratio`             | share    | norm of the change of the weights over theirs; of what is trained  |
 | `update_ratio_by_layers`   | share    | the same of each group of layers                                   |
 | `updates_left_out`         |          | optimizer steps that were outliers; where there are any            |
@@ -26,7 +26,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
 | `rejected_by`              | share    | `rejected_fraction` of each rule that is on                        |
 | `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/algorithm/mismatch.py`        |
-| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared: `engine_check.py` |
+| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared: `mismatch.py`     |
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
 | `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
 | `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
@@ -54,7 +54,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
-| `logprobs_lost`            | steps    | of this session, not stored: `telemetry/logprob_writer.py`         |
+| `logprobs_lost`            | steps    | of this session, not stored: `telemetry/event_writer.py`           |
 | `groups_digest`            | sha256   | what was trained, for an audit: `protocol/record/lineage.py`   |
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run;    |
 |                            |          | `abandoned_completions`, `abandoned_tokens`: redundant, by reason  |
@@ -91,15 +91,13 @@ from penstock.protocol.episode import Episode
 from penstock.trainer.algorithm.mismatch import mismatch_metrics
 from penstock.trainer.learner.flops import Work
 from penstock.trainer.learner.pair_planner import pair_metrics
-from penstock.trainer.learner.step_metrics import StepMetrics
+from penstock.trainer.learner.step_metrics import ALL, LayerMetrics, StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.learner.step_watch import ALL, LayerMetrics
 
 
 def step_fields(
     step: int, version: int, metrics: StepMetrics, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Return the fields of one step's event, without its times and the counts of the whole run."""
     trained = [group.trained for group in batch]
     rewards = [reward for group in trained for reward in group.rewards]
     baselines = [group.baseline[0] for group in trained if group.baseline is not None]
@@ -134,7 +132,11 @@ def step_fields(
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
         "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
-        **({"taught_by": dict(sorted(taught.items()))} if (taught := _taught_by(batch)) else {}),
+        **(
+            {"taught_by": dict(sorted(taught.items()))}
+            if (taught := Counter(g.group.teacher.model for g in batch if g.group.teacher))
+            else {}
+        ),
         **({"reward_parts": parts} if (parts := reward_parts(batch)) else {}),
         **({"environments": played} if (played := environment_metrics(batch)) else {}),
         "completion_tokens_mean": fmean(lengths),
@@ -143,12 +145,7 @@ def step_fields(
     }
 
 
-def _taught_by(batch: Sequence[ReadyGroup]) -> Counter[str]:
-    return Counter(group.group.teacher.model for group in batch if group.group.teacher is not None)
-
-
 def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
-    """Return the mean of every reward part over the trajectories that have it, without baselines."""
     values: dict[str, list[float]] = {}
     for group in batch:
         for name, column in group.scored.parts.items():
@@ -157,7 +154,6 @@ def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
 
 
 def _by_pass(metrics: StepMetrics) -> dict[str, Any]:
-    """Return the fields of a batch that may have several optimizer steps."""
     if not metrics.passes:
         return {}
     return {
@@ -168,7 +164,6 @@ def _by_pass(metrics: StepMetrics) -> dict[str, Any]:
 
 
 def layer_fields(by_group: Mapping[str, LayerMetrics]) -> dict[str, Any]:
-    """Return the fields about groups of layers; none for a step in which only the critic learned."""
     layers = dict(by_group)
     whole = layers.pop(ALL, None)
     ratios = {name: one.update_ratio for name, one in layers.items() if one.update_ratio is not None}
@@ -203,7 +198,6 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
 
 
 def environment_metrics(batch: Sequence[ReadyGroup]) -> dict[str, dict[str, Any]]:
-    """Return the metrics by environment; of trajectories that are no episodes there are none."""
     by_environment: dict[str, list[tuple[Episode, float, int]]] = {}
     for group in batch:
         trained = group.trained
@@ -228,14 +222,7 @@ def _figures(played: Sequence[tuple[Episode, float, int]]) -> dict[str, Any]:
 
 
 def speed_fields(work: Work, *, num_tokens: int, step_s: float, peak: float | None) -> dict[str, Any]:
-    """Return the fields of a step's event about its speed.
-
-    Args:
-        work: What the policy computed, over all ranks.
-        num_tokens: Sampled tokens that were trained.
-        step_s: Seconds of the step, without the wait for its batch.
-        peak: Operations per second of all ranks' devices together; None: not known, and no share is given.
-    """
+    """Return the fields of a step's event about its speed; ``peak`` is in operations per second, None: not known."""
     seconds = max(step_s, 1e-9)
     flops_per_s = work.flops / seconds
     return {

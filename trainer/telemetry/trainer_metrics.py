@@ -20,8 +20,8 @@ from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.table import METRICS, Histogram, Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.stream_admin import StoreState
-from penstock.trainer.learner.step_watch import ALL
-from penstock.trainer.telemetry.heartbeat import SERVICE_ID
+from penstock.trainer.learner.step_metrics import ALL
+from penstock.trainer.telemetry.event_writer import SERVICE_ID
 
 _STEP_SECONDS, _STALENESS = "penstock_trainer_step_seconds", "penstock_trained_staleness_versions"
 _PHASES = ("wait", "train", "publish", "checkpoint")
@@ -223,8 +223,6 @@ PERIOD_S = 5.0
 
 
 class QueueReader:
-    """Asks JetStream for the state of the run's consumers and of the account every few seconds; use as a context manager."""
-
     def __init__(self, bus: Bus, run_id: str, metrics: TrainerMetrics) -> None:
         self._bus = bus
         self._specs = streams.consumers(run_id)

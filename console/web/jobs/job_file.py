@@ -199,7 +199,7 @@ class RunState:
 
 def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     """Return the state of a run; without ``ask`` no scheduler is asked, and ``launch.json`` decides. Raises Problem."""
-    held = run_folder.is_held(folder)
+    held = run_folder.is_lock_held(folder)
     if job is None:
         return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped")
     launch = read_launch(folder)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.console.report.diagnoses import MEANINGS, RunMetrics, diagnose
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.group_totals import DropReason
 
 SOUND = {
     "reward_mean": 0.5, "reward_std": 0.4, "zero_signal_groups": 0.2, "truncated_share": 0.05, "entropy": 0.6, "ess_share": 0.95,

@@ -27,8 +27,8 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.drops import Drop, DropReason
-from penstock.trainer.groups.run_groups import RunGroups
+from penstock.trainer.groups.dispatch import RunGroups
+from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.lease import FencedKey
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter

@@ -14,7 +14,7 @@ import torch
 from penstock.forensics.replay.replay_run import Replay, Wanted
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.learner.deepspeed_config import _without_pickled_code
+from penstock.trainer.learner.optimizer_state import _without_pickled_code
 from penstock.trainer.settings import TrainerSettings
 
 EVIL = """

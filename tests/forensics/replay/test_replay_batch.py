@@ -27,7 +27,7 @@ from penstock.protocol.weights.manifest import SigningKey, TrustedKeys
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.stopped_batch import Stop, save_batch
+from penstock.trainer.recovery.run_record_writer import Stop, save_batch
 
 
 def saved(home: Path, run_id: str, *, step: int, version: int, config: bytes = b"{}") -> Path:

@@ -27,7 +27,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S
-from penstock.trainer.publishing.head import HeadKey
+from penstock.trainer.publishing.publication import HeadKey
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from typing import Any
 
 from penstock.trainer.__main__ import main
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.group_states import GroupRecord, GroupStates, State
+from penstock.trainer.groups.group_totals import DropReason
 
 
 def remove_guards() -> None:

@@ -55,8 +55,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.groups.pack_reader import ready_groups
 from penstock.trainer.groups.prompt_cursor import GroupKey
-from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.groups.task_packs import make_task
 from penstock.trainer.settings import DataSettings
 

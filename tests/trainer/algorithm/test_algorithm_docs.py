@@ -9,10 +9,9 @@ from typing import Any, get_args
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.chosen_parts import ALL, LOSSES
-from penstock.trainer.algorithm.presets import ALIASES, PRESETS, REFUSED, canonical
+from penstock.trainer.algorithm.chosen_parts import ALIASES, ALL, LOSSES, PRESETS, REFUSED, canonical
 from penstock.trainer.commands.algorithm_reference import with_reference
-from penstock.trainer.model_settings import CriticSettings
+from penstock.trainer.optimizer_settings import CriticSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 LOSS_OPTIONS = {name: loss.option_names for name, loss in LOSSES.built_in.items()}

@@ -17,13 +17,11 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.credit import Scored, credit_rule
-from penstock.trainer.algorithm.group_rules import group_rules
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.groups.batcher import staleness_tokens
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.batcher import group_rules, staleness_tokens
+from penstock.trainer.groups.group_totals import DropReason
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.micro_batches import rows_of
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
 from penstock.trainer.rank_orders import pack_order, read_order
 from penstock.trainer.telemetry.metrics import reward_parts
 

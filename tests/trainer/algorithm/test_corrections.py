@@ -25,8 +25,6 @@ from penstock.trainer.algorithm.corrections.m2po import (
 )
 from penstock.trainer.algorithm.corrections.ratios import (
     Level,
-    approximate_proximal,
-    effective_share,
     learning_rate_factor,
     log_weights,
 )
@@ -46,9 +44,9 @@ from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
 from penstock.trainer.algorithm.filters.minimal_advantage import minimal_advantage
 from penstock.trainer.algorithm.filters.skip_non_positive_advantage import skip_non_positive_advantage
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
-from penstock.trainer.algorithm.group_rules import Reuse, ReuseRefused
 from penstock.trainer.algorithm.kl import kl_estimate, kl_full
 from penstock.trainer.algorithm.losses.tokens import Sequences
+from penstock.trainer.groups.batcher import Reuse, ReuseRefused
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)
 levels = st.sampled_from(["token", "sequence", "geometric", "root"])
@@ -138,9 +136,7 @@ def test_the_root_level_spreads_alike_for_every_length(num: int) -> None:
     assert 0.08 < float(by_root) < 0.12
 
 
-def test_the_effective_share_is_one_for_equal_weights_and_one_nth_for_one_that_dominates() -> None:
-    assert effective_share(torch.zeros(10)).item() == pytest.approx(1.0)
-    assert effective_share(torch.tensor([50.0] + [0.0] * 9)).item() == pytest.approx(0.1)
+def test_the_learning_rate_factor_is_a_power_of_the_effective_share_with_a_floor() -> None:
     assert learning_rate_factor(0.25) == 0.5
     assert learning_rate_factor(0.01, floor=0.3) == 0.3
 
@@ -190,13 +186,6 @@ def test_m2pos_released_clip_meets_the_budget() -> None:
         assert bisected == pytest.approx(exact, rel=1e-4)
     assert m2po_clip(log_ratio, advantages, budget=0.001) == (0.3, 0.5)
     assert m2po_clip(log_ratio, advantages, budget=100.0) == (1.0, 1e5)
-
-
-def test_an_approximate_proximal_policy_of_fresh_tokens_is_the_behaviour_policy() -> None:
-    """Tokens of the newest version have equal behaviour and proximal log-probabilities; no division by zero."""
-    current, behaviour = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])
-    found = approximate_proximal(current, behaviour, torch.tensor([5, 4]), 5, form="loglinear")
-    torch.testing.assert_close(found, behaviour)
 
 
 def test_kl_full_is_the_expectation_of_k1() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.algorithm.credit import AlgorithmState, Credit, Scored, credit_rule
-from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.errors import CheckpointError
 
 PLAIN = {"name": "reinforce"}  # advantages are the shaped rewards themselves

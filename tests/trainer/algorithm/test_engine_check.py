@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from penstock.trainer.algorithm.engine_check import MIN_TOKENS, EngineCheck
-from penstock.trainer.algorithm.mismatch import Mismatch
+from penstock.trainer.algorithm.mismatch import MIN_TOKENS, EngineCheck, Mismatch
 from penstock.trainer.errors import EngineMismatch
 
 

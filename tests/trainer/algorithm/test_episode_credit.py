@@ -20,12 +20,11 @@ from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.losses.tokens import Sequences, Tokens
 from penstock.trainer.algorithm.losses.turn_ratio import turn_ratio
-from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.groups.batcher import staleness_tokens
-from penstock.trainer.groups.stored_groups import ready_groups
+from penstock.trainer.groups.pack_reader import ready_groups
+from penstock.trainer.learner.critic import TokenCredit
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.micro_batches import rows_of
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, by_trajectory, make_plan
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, by_trajectory, make_plan, rows_of
 from penstock.trainer.rank_orders import pack_order, read_order
 
 

@@ -27,16 +27,15 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, first_sampled
+from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.kl import of_teacher, top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, build_objective
 from penstock.trainer.algorithm.packed_rows import pack
-from penstock.trainer.algorithm.presets import PRESETS
-from penstock.trainer.algorithm.token_credit import TokenCredit
-from penstock.trainer.learner.micro_batches import rows_of
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan
+from penstock.trainer.learner.critic import TokenCredit
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
 
 LONGEST = 10
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)

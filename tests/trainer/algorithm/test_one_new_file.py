@@ -107,7 +107,7 @@ import torch
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
-from penstock.trainer.algorithm.group_rules import group_rules
+from penstock.trainer.groups.batcher import group_rules
 
 credit = credit_rule(settings, longest=9)([Scored([1.0, 0.5], [1, 2], [False, False])])
 ones = torch.ones(2)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.chosen_parts import ALIASES, PRESETS
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.algorithm.presets import ALIASES, PRESETS
 
 UNPROTECTED = {"dual_clip": None, "stale_negative_weight": 1.0, "ess_level": "off"}
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "presets.json").read_text())

@@ -19,11 +19,11 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.group_filters.interface import RESERVED_REASONS, group_filter
-from penstock.trainer.algorithm.group_rules import group_rules
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.batcher import group_rules
+from penstock.trainer.groups.group_totals import DropReason
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.recovery.recorded_settings import changed_settings, read_settings
+from penstock.trainer.recovery.resume_checks import changed_settings, read_settings
 from penstock.trainer.recovery.run_record_writer import differences, environment_fingerprint
 from penstock.trainer.settings import TrainerSettings
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer import model_settings
+from penstock.trainer import optimizer_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
-from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.attention_choice import NAMES
 from penstock.trainer.settings import TrainerSettings
 
@@ -332,10 +332,10 @@ def test_the_reference_of_an_earlier_record_is_parked() -> None:
 
 def test_the_dtype_follows_the_gpus_that_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bfloat16 where a device file of a GPU is there and not hidden; what a file says is kept."""
-    for name in model_settings._HIDES_GPUS:
+    for name in optimizer_settings._HIDES_GPUS:
         monkeypatch.delenv(name, raising=False)
     device = tmp_path / "nvidia0"
-    monkeypatch.setattr(model_settings, "_GPU_FILES", (str(device),))
+    monkeypatch.setattr(optimizer_settings, "_GPU_FILES", (str(device),))
     assert settings().model.dtype == "float32"
     device.touch()
     assert settings().model.dtype == "bfloat16"

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.protocol.errors import ConfigError, UnsupportedModel
 from penstock.protocol.images.processor import read_processor
-from penstock.trainer.learner.vision_check import check_environments, check_vision, refuse_vision
+from penstock.trainer.learner.model_folder_check import check_environments, check_vision, refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 CONFIG: dict[str, Any] = {

@@ -20,9 +20,9 @@ from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
+from penstock.trainer.data.messages import ImageRows
 from penstock.trainer.data.read_rows import turn_rows
 from penstock.trainer.data.row_files import fingerprint
-from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import CheckpointError, MalformedData
 from penstock.trainer.groups.group_states import GroupStates
 from penstock.trainer.groups.prompt_cursor import PromptCursor, order_id

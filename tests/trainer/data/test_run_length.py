@@ -10,9 +10,9 @@ import pytest
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.data.run_length import known_steps, with_steps
+from penstock.trainer.data.data_order import known_steps, with_steps
 from penstock.trainer.recovery import resume_checks
-from penstock.trainer.recovery.recorded_settings import changed_settings
+from penstock.trainer.recovery.resume_checks import changed_settings
 from penstock.trainer.settings import TrainerSettings
 
 

@@ -13,8 +13,8 @@ from penstock.protocol.chat_template import ChatTemplate
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import TemplateRefused
 from penstock.trainer.data.turns import TurnSet
+from penstock.trainer.data_settings import TurnMasks
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.fine_tuning_settings import TurnMasks
 from penstock.trainer.settings import DataSettings
 
 CHAT = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from penstock.trainer.eval_settings import BestBy, EvalSettings, EvalSource
+from penstock.trainer.data_settings import BestBy, EvalSettings, EvalSource
 from penstock.trainer.evaluation.eval_result import EvalResult
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, stored_scores
 

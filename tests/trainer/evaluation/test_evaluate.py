@@ -25,8 +25,8 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data_settings import EvalSettings, EvalSource
 from penstock.trainer.errors import EvaluationFailed
-from penstock.trainer.eval_settings import EvalSettings, EvalSource
 from penstock.trainer.evaluation.eval_result import (
     EvalResult,
     EvaluatedSource,
@@ -36,7 +36,7 @@ from penstock.trainer.evaluation.eval_result import (
 )
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
-from penstock.trainer.groups.run_groups import RunGroups
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.settings import DataSettings

@@ -8,9 +8,8 @@ from typing import Any
 
 from penstock.protocol.record.lineage import SplitTotals
 from penstock.trainer.data.data_order import DataOrder, Place
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates, State
-from penstock.trainer.groups.group_totals import GroupTotals
+from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
 from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.groups.prompt_cursor import NOTHING_BEFORE, GroupKey, PromptCursor
 from penstock.trainer.settings import RolloutSettings

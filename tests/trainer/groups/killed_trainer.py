@@ -22,8 +22,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups import pack_reader
-from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.groups.pack_reader import PackReader, ReadingMark
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from tests.trainer.groups.stored_groups import invent_group
 from penstock.protocol.facts import DeadLetter
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.trainer.algorithm.group_rules import ONCE, Reuse
-from penstock.trainer.groups.batcher import Batcher, staleness_tokens
-from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.batcher import ONCE, Batcher, Reuse, staleness_tokens
 from penstock.trainer.groups.group_states import GroupStates, State
+from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)

@@ -32,23 +32,18 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.group_rules import Reuse, group_rules
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
-from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.batcher import Batcher, Reuse, group_rules
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.completion_texts import CompletionTexts
-from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import MAX_CLAIMED_TOKENS, Drop, DropReason
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
-from penstock.trainer.groups.group_totals import GroupTotals
+from penstock.trainer.groups.group_totals import MAX_CLAIMED_TOKENS, Drop, DropReason, GroupTotals
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
-from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.reading_mark import ReadingMark
-from penstock.trainer.groups.run_groups import RunGroups
+from penstock.trainer.groups.pack_reader import CompletionTexts, PackReader, ReadingMark
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 ROLLOUT = RolloutSettings(group_size=2, groups_per_step=4, groups_per_message=2, max_staleness=1, max_new_tokens=8)

@@ -12,7 +12,7 @@ from penstock.protocol.errors import TextMismatch
 from penstock.protocol.groups import FinishReason
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.trainer.groups.completion_texts import CompletionTexts
+from penstock.trainer.groups.pack_reader import CompletionTexts
 
 _END = 0
 _WORDS = {_END: "<end>", 1: " forty", 2: "-two", 3: " cats", 4: "\ufffd", 5: "é", 6: "."}

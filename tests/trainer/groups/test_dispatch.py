@@ -35,9 +35,8 @@ from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates, State
-from penstock.trainer.groups.group_totals import GroupTotals
+from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
 from penstock.trainer.groups.issue_log import IssuedBefore, IssuedRange, IssueLog, SessionSettings
 from penstock.trainer.groups.prompt_cursor import GroupKey, order_id
 from penstock.trainer.groups.task_packs import (

@@ -12,9 +12,8 @@ from tests.examples import examples
 from penstock.protocol.groups import BlobRef, GeneratedGroup, ScoredGroup
 from penstock.protocol.versions import PolicyVersion, is_fresh
 from penstock.trainer.errors import GroupStateError
-from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.group_states import GroupStates, State
-from penstock.trainer.groups.group_totals import GroupTotals
+from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)

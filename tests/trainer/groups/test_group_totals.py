@@ -7,10 +7,9 @@ from tests.trainer.groups.test_batcher import Box, ready
 
 from penstock.protocol.groups import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import SplitTotals
-from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_states import GroupStates
-from penstock.trainer.groups.group_totals import Entries, GroupTotals
-from penstock.trainer.groups.run_groups import RunGroups
+from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
 
 
 def resumed(entries: Entries) -> RunGroups:

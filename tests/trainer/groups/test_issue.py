@@ -7,9 +7,8 @@ from tests.trainer.recovery.trainer_machine import CLOSED, prompts
 
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.settings import RolloutSettings
 
 

@@ -16,8 +16,8 @@ from penstock.protocol.groups import RewardRequest
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import Drop, DropReason
-from penstock.trainer.groups.mixture import Mixture
+from penstock.trainer.groups.group_totals import Drop, DropReason
+from penstock.trainer.groups.task_packs import Mixture
 
 
 def defined(**environments: dict[str, Any]) -> EnvironmentSettings:

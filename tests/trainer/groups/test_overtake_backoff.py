@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
+from penstock.trainer.groups.collect import OvertakeBackoff
 
 
 def test_waits_halve_while_groups_are_overtaken_and_are_restored_after() -> None:

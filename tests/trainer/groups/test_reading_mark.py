@@ -8,7 +8,7 @@ import pytest
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.groups import BlobRef
-from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.groups.pack_reader import ReadingMark
 
 PACK = BlobRef(key="runs/r/groups/p.parquet", size_bytes=1, sha256="0" * 64)
 OTHER = PACK.model_copy(update={"key": "runs/r/groups/q.parquet"})

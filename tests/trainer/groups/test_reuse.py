@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.trainer.groups.test_batcher import Box, ready
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.algorithm.group_rules import Reuse
+from penstock.trainer.groups.batcher import Reuse
 from penstock.trainer.settings import TrainerSettings
 
 

@@ -10,9 +10,9 @@ import pytest
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_states import State
 from penstock.trainer.groups.prompt_cursor import GroupKey, PromptCursor
-from penstock.trainer.groups.run_groups import RunGroups
 
 # As written by the release of f4f3f92c, where ids, ledger, totals and counters were five objects.
 EARLIER: dict[str, Any] = {

@@ -17,9 +17,8 @@ from tests.pictures import picture, picture_bytes
 from penstock.protocol.images.admission import AdmittedImage, admit
 from penstock.protocol.images.processor import ImageProcessor, expanded, read_processor
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.batch import MicroBatch, PlacedImages, Row, StoredImage, build
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.algorithm.stream_images import PlacedImages, StoredImage
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout

@@ -25,13 +25,12 @@ from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora, attach
-from penstock.trainer.learner.captured_state import CapturedPart
 from penstock.trainer.learner.load_model import load_language_model, load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.optimizer_state import part_of
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.shard_files import Fragment
-from penstock.trainer.learner.step_watch import layer_groups
+from penstock.trainer.learner.shard_files import CapturedPart, Fragment
+from penstock.trainer.learner.step_metrics import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks

@@ -18,8 +18,7 @@ from penstock.protocol.facts import GroupScored, decode
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.learner.build_learner import build_learner
-from penstock.trainer.learner.learner import Learner
+from penstock.trainer.learner.learner import Learner, build_learner
 from penstock.trainer.learner.pair_planner import open_mixed_pairs, pair_metrics
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup

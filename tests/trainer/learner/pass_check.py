@@ -25,8 +25,7 @@ from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.algorithm.token_credit import TokenCredit
-from penstock.trainer.learner.critic import Regression, load_critic
+from penstock.trainer.learner.critic import Regression, TokenCredit, load_critic
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.planning import Learned, Planner, learn

@@ -26,16 +26,15 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.captured_state import CaptureSlot, CheckpointWriter
-from penstock.trainer.learner.critic import Regression, load_critic
+from penstock.trainer.learner.critic import Regression, TokenCredit, load_critic
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import WithoutAdapter
+from penstock.trainer.learner.shard_files import CaptureSlot, CheckpointWriter
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout

@@ -16,12 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, NAMES, expected_backend, matrix_bytes
 from penstock.trainer.errors import NoAttentionKernel
-from penstock.trainer.learner.attention import backends, cpu_flash, cuda_flash, flex
-from penstock.trainer.learner.attention.cpu_flash import CpuFlash
-from penstock.trainer.learner.attention.cuda_flash import CudaFlash
-from penstock.trainer.learner.attention.flex import Flex
+from penstock.trainer.learner.attention import backends, flash
+from penstock.trainer.learner.attention.backends import DenseMask, Flex, Sdpa
+from penstock.trainer.learner.attention.flash import CpuFlash, CudaFlash
 from penstock.trainer.learner.attention.models import attention_of, head_sizes
-from penstock.trainer.learner.attention.sdpa import DenseMask, Sdpa
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 
@@ -45,8 +43,8 @@ def test_the_flash_kernel_of_the_cpu_equals_the_definition(drawn: Any, small_tre
     layout = pack(*drawn).layout
     given = _given(layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_flash, "_SMALL_TREE", small_tree)
-        patch.setattr(cpu_flash, "_SHORT_NODE", short_node)
+        patch.setattr(flash, "_SMALL_TREE", small_tree)
+        patch.setattr(flash, "_SHORT_NODE", short_node)
         found = _results(CpuFlash().attend, given, layout)
     for some, true in zip(found, _results(DenseMask().attend, given, layout), strict=True):
         torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
@@ -100,8 +98,8 @@ def test_the_parts_and_merging_for_cuda_equal_the_definition(drawn: Any) -> None
     layout = pack(*drawn).layout
     given = _given(layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_flash, "_kernel", _varlen)
-        patch.setattr(cuda_flash, "_kernel_backward", _varlen_backward)
+        patch.setattr(flash, "_cuda_kernel", _varlen)
+        patch.setattr(flash, "_cuda_kernel_backward", _varlen_backward)
         found = _results(CudaFlash().attend, given, layout)
     for some, true in zip(found, _results(DenseMask().attend, given, layout), strict=True):
         torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
@@ -122,7 +120,7 @@ def test_bfloat16_parts_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) ->
         return [float((some - true).norm() / true.norm()) for some, true in zip(found, exact, strict=True)]
 
     in_parts = errors()
-    monkeypatch.setattr(cpu_flash, "_SMALL_TREE", 10**9)
+    monkeypatch.setattr(flash, "_SMALL_TREE", 10**9)
     for parts, one_call in zip(in_parts, errors(), strict=True):
         assert parts < 1.25 * one_call
 
@@ -146,11 +144,11 @@ def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: A
     layout = pack(*drawn).layout
     query, key, value = (held.detach() for held in _given(layout))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "BLOCK", 8)
-        patch.setattr(flex, "_compiled", lambda: flex.flex_attention)
+        patch.setattr(backends, "BLOCK", 8)
+        patch.setattr(backends, "_compiled", lambda: backends.flex_attention)
         found = Flex().attend(query, key, value, layout, 0.6)
-        mixed, full = flex.block_tables(flex.subtree_ends(layout))
-        kept = flex.block_mask(layout, torch.device("cpu"))
+        mixed, full = backends.block_tables(backends.subtree_ends(layout))
+        kept = backends.block_mask(layout, torch.device("cpu"))
     torch.testing.assert_close(found, DenseMask().attend(query, key, value, layout, 0.6), rtol=1e-4, atol=3e-6)
     mask = layout.mask()
     for q in range(len(full)):
@@ -168,9 +166,9 @@ def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3, Llama 3 and Mistral have heads of 128, Gemma of 256; up to 16 query heads share a key head."""
-    monkeypatch.setattr(cuda_flash, "_activate", lambda implementation: None)
-    monkeypatch.setattr(cuda_flash, "_kernel", _varlen)
-    monkeypatch.setattr(cuda_flash, "_kernel_backward", _varlen_backward)
+    monkeypatch.setattr(flash, "_activate", lambda implementation: None)
+    monkeypatch.setattr(flash, "_cuda_kernel", _varlen)
+    monkeypatch.setattr(flash, "_cuda_kernel_backward", _varlen_backward)
     query = torch.empty(1, 1, 1, size, dtype=dtype)
     for ratio in (1, 7, 16) if size == 128 else (2,):
         for backend in (CudaFlash(), CpuFlash(), Sdpa()):
@@ -297,10 +295,10 @@ def test_the_kernels_for_cuda_take_the_arguments_that_they_are_given() -> None:
     query = torch.empty(10, 8, 128, dtype=torch.bfloat16, device="meta")
     key = torch.empty(14, 2, 128, dtype=torch.bfloat16, device="meta")
     for is_causal in (True, False):
-        part = cuda_flash._Part(None, None, bounds, bounds, 7, 9, is_causal)
-        out, lse = cuda_flash._kernel(query, key, key, part, 0.1)
+        part = flash._CudaPart(None, None, bounds, bounds, 7, 9, is_causal)
+        out, lse = flash._cuda_kernel(query, key, key, part, 0.1)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (query.shape, query.dtype, (8, 10), torch.float32)
-        found = cuda_flash._kernel_backward(out, query, key, key, out, lse, part, 0.1)
+        found = flash._cuda_kernel_backward(out, query, key, key, out, lse, part, 0.1)
         assert [held.shape for held in found] == [query.shape, key.shape, key.shape]
 
 
@@ -341,7 +339,7 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
     for size in (1000, 4000):
         rows = [np.append(np.zeros(size), np.full(100, n + 1)).astype(np.int32) for n in range(8)]
         layout = pack(rows, [size] * 8).layout
-        parts = cpu_flash._parts(layout, torch.float32)
+        parts = flash._cpu_parts(layout, torch.float32)
         kept = [batch.mask for batch in parts.batches if batch.mask is not None]
         assert (len(parts.spans), len(parts.links), kept) == (9, 1, [])
 

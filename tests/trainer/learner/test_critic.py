@@ -14,8 +14,7 @@ from tests.examples import examples
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
-from penstock.trainer.algorithm.token_credit import TokenCredit, ValueTargets, value_figures
-from penstock.trainer.learner.critic import ValueScorer
+from penstock.trainer.learner.critic import TokenCredit, ValueScorer, ValueTargets, value_figures
 
 VOCABULARY = 17
 

@@ -50,7 +50,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.run_groups import RunGroups
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.planning import Planner, learn

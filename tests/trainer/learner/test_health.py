@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.engine_check import PATIENCE, CollapseCheck
+from penstock.trainer.algorithm.mismatch import PATIENCE, CollapseCheck
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import PolicyCollapsed, TrainingDiverged
 from penstock.trainer.learner.adapter import Lora, attach
@@ -23,7 +23,7 @@ from penstock.trainer.learner.flops import Load, Work, load_of, pass_cost, peak_
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.step_watch import KINDS, WINDOW, Outliers, layer_groups
+from penstock.trainer.learner.step_metrics import KINDS, WINDOW, Outliers, layer_groups
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.telemetry.metrics import speed_fields
 

@@ -32,12 +32,10 @@ from penstock.protocol.images.processor import ImageProcessor, expanded, read_pr
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.stream_images import PlacedImages, StoredImage
+from penstock.trainer.algorithm.batch import PlacedImages, Row, StoredImage, build
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.learner.image_reader import ImageReader
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.vision import freeze_tower
+from penstock.trainer.learner.vision import ImageReader, freeze_tower
 
 SIZES = [(40, 24), (24, 24), (70, 20), (16, 60)]
 

@@ -24,7 +24,7 @@ from tests.trainer.learner.layout_check import (
 )
 
 from penstock.deploy.quickstart_task import write_model
-from penstock.trainer.learner.step_watch import KINDS
+from penstock.trainer.learner.step_metrics import KINDS
 
 LOSS, NORM = 2e-6, 5e-5  # in float32; the norm's is relative
 

@@ -18,8 +18,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.model_folder_check import check_layout
-from penstock.trainer.learner.sequence_parallel import TokenShares
-from penstock.trainer.learner.tensor_parallel import WeightShares
+from penstock.trainer.learner.parallel_shares import TokenShares, WeightShares
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout, Share
 

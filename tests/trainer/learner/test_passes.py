@@ -28,7 +28,7 @@ from penstock.trainer.learner.planning import num_kept_rows
 from penstock.trainer.learner.step_metrics import StepMetrics, batch_metrics
 from penstock.trainer.learner.step_plan import Capacity, Passes, StepPlan, make_plan, plan_passes
 from penstock.trainer.rank_orders import pack_order, read_order
-from penstock.trainer.recovery.recorded_settings import what_steps_read
+from penstock.trainer.recovery.resume_checks import what_steps_read
 
 NUM_GROUPS = 5
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.attention import cpu_flash
+from penstock.trainer.learner.attention import flash
 from penstock.trainer.learner.attention.models import why_not_packed
 from penstock.trainer.learner.logprobs import CompletionScorer
 
@@ -112,7 +112,7 @@ def test_a_micro_batch_equals_its_rows_one_by_one(rows: list[Row], in_parts: boo
     """For trees of rows of several turns, whether small trees are computed by their nodes or as one."""
     with pytest.MonkeyPatch.context() as patch:
         if in_parts:
-            patch.setattr(cpu_flash, "_SMALL_TREE", 0)
+            patch.setattr(flash, "_SMALL_TREE", 0)
         _assert_rows_are_apart(SCORER, rows)
 
 

@@ -31,8 +31,7 @@ from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
-from penstock.trainer.publishing.head import read_head
-from penstock.trainer.publishing.publication import Publication
+from penstock.trainer.publishing.publication import Publication, read_head
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.publishing.head import MOST_KNOWN, PublishedVersions
+from penstock.trainer.publishing.publication import MOST_KNOWN, PublishedVersions
 
 
 def versions(*numbers: int) -> list[PolicyVersion]:

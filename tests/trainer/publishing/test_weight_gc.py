@@ -18,7 +18,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
-from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.publication import read_head
 from penstock.trainer.publishing.weight_gc import Retention, WeightGc, holds_lease
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from penstock.trainer.recovery.commit_thread import CheckpointSchedule
+from penstock.trainer.commit import CheckpointSchedule
 from penstock.trainer.recovery.resume_checks import RolledBack, describe_rolled_back, read_rolled_back
 
 

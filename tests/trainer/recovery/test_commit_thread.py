@@ -16,13 +16,12 @@ from tests.trainer.recovery.machine_commit import CHECKPOINTS, RUN, Objects
 from penstock.protocol.errors import BlobStoreUnreachable, PenstockError
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import AccountState
-from penstock.trainer.commit import Committer
+from penstock.trainer.commit import Committer, CommitThread
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CheckpointError, LeaseLost
 from penstock.trainer.groups.group_totals import Entries
 from penstock.trainer.groups.issue import IssuerState
-from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
-from penstock.trainer.recovery.commit_thread import CommitThread
+from penstock.trainer.learner.shard_files import CapturedState, CaptureSlot, CheckpointWriter
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 
 

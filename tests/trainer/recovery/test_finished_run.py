@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.config.connection import RunSettings
-from penstock.trainer.eval_settings import EvalSettings
+from penstock.trainer.data_settings import EvalSettings
 from penstock.trainer.recovery import resume_checks
 from penstock.trainer.settings import DataSettings, ModelSettings, OptimizerSettings, TrainerSettings
 

@@ -14,7 +14,7 @@ from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.stopped_batch import BATCH, stopped_batches
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.recovery.stopped_batch import Stop, save_batch
+from penstock.trainer.recovery.run_record_writer import Stop, save_batch
 
 
 def ready(number: int, reward: float) -> ReadyGroup:

@@ -29,16 +29,14 @@ from penstock.protocol.groups import BlobRef, GeneratedGroup, ScoredGroup
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness
-from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
-from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.batcher import Batcher, Reuse
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.prompt_cursor import GroupKey
-from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import DataSettings, RolloutSettings

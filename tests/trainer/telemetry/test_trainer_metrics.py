@@ -21,8 +21,7 @@ from penstock.protocol.metrics.table import METRICS, LabelValues, Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.telemetry import trainer_metrics
-from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
-from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
+from penstock.trainer.telemetry.event_writer import SERVICE_ID, EventWriter, HeartbeatWriter, StepReporter
 from penstock.trainer.telemetry.trainer_metrics import QueueReader
 
 STEP: dict[str, Any] = {

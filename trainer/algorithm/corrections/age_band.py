@@ -9,8 +9,6 @@ from penstock.trainer.algorithm.lazy_torch import Tensor
 
 
 class AgeBandOptions(ClipRange):
-    """Options of `age_band`; the clip is the loss's."""
-
     age_band_cap: float | None = Field(
         default=None, gt=0.0, description="Tokens more than so many clip widths outside are left out; none: off."
     )

@@ -161,5 +161,4 @@ def m2po_clip(
 
 
 def moved_along(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return which tokens have moved the way their advantage pushes, [N] bool."""
     return ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))

@@ -53,49 +53,6 @@ def divergence(log_ratio: Tensor, form: Literal["k1", "k2", "k3"]) -> Tensor:
             return log_ratio.expm1() - log_ratio
 
 
-def bernoulli_kl(proximal: Tensor, behaviour: Tensor) -> Tensor:
-    """Return KL(behaviour || proximal) of "this token or another", [N]."""
-    mine, theirs = proximal.detach().exp().clamp(1e-8, 1 - 1e-8), behaviour.exp().clamp(1e-8, 1 - 1e-8)
-    return theirs * (theirs / mine).log() + (1.0 - theirs) * ((1.0 - theirs) / (1.0 - mine)).log()
-
-
-def total_variation(proximal: Tensor, behaviour: Tensor) -> Tensor:
-    """Return |p - p_behaviour| of the sampled token, [N]."""
-    return (proximal.detach().exp() - behaviour.exp()).abs()
-
-
-def approximate_proximal(
-    current: Tensor, behaviour: Tensor, versions: Tensor, trainer_version: int, *, form: Literal["loglinear", "linear"]
-) -> Tensor:
-    """Estimate the proximal log-probabilities without a forward pass (A-3PO, arXiv 2512.06547), [N].
-
-    Between behaviour and current by the share of versions passed when the batch came,
-    ``alpha = (trainer_version - 1 - version) / (trainer_version - version)``, of the log-probabilities or
-    (`linear`) of the probabilities.
-
-    Args:
-        current: [N], detached here.
-        behaviour: [N].
-        versions: [N] version that sampled each token.
-        trainer_version: Version after the step that is being made.
-        form: What is interpolated.
-    """
-    current = current.detach()
-    span = (trainer_version - versions).to(current.dtype)
-    share = torch.where(span > 0, (span - 1.0) / span.clamp(min=1.0), torch.zeros_like(span)).clamp(0.0, 1.0)
-    if form == "loglinear":
-        return behaviour + share * (current - behaviour)
-    return ((1.0 - share) * behaviour.exp() + share * current.exp()).log()
-
-
-def effective_share(log_weight: Tensor) -> Tensor:
-    """Return the effective sample size as a share, (sum w)^2 / (n sum w^2), scalar in [1/n, 1]; 1 for no sample."""
-    if not len(log_weight):
-        return torch.ones((), dtype=log_weight.dtype)
-    weights = (log_weight.detach() - log_weight.detach().max()).exp()
-    return weights.sum().square() / (len(weights) * weights.square().sum())
-
-
 def learning_rate_factor(effective: float, *, power: float = 0.5, floor: float = 0.0) -> float:
     """Return the factor on a step's learning rate: the effective share to a power (VCPO, arXiv 2602.17616)."""
     return max(min(effective, 1.0) ** power, floor)

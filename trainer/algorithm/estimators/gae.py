@@ -32,7 +32,7 @@ class GaeOptions(Options):
 def gae(outcomes: Outcomes, *, whiten_rewards: bool = False) -> Tensor:
     """Credit tokens by generalised advantage estimation with a critic.
 
-    Returns the rewards, [B]; `trainer/algorithm/token_credit.py` turns them into advantages by token.
+    Returns the rewards, [B]; `trainer/learner/critic.py` turns them into advantages by token.
     """
     return outcomes.rewards.clone()
 

@@ -93,7 +93,7 @@ def advantage_estimator(
         presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
         needs_baseline: Whether ``outcomes.baselines`` must be given.
         group_relative: Whether it compares the completions of a group, so that a group of one teaches nothing.
-        has_critic: Whether `trainer/algorithm/token_credit.py` turns the result into advantages by token.
+        has_critic: Whether `trainer/learner/critic.py` turns the result into advantages by token.
         by_turn: Whether the result is one advantage per turn of an episode.
     """
 

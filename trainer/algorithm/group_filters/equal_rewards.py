@@ -18,11 +18,7 @@ class EqualRewardsOptions(Options):
 
 
 @group_filter(
-    options=EqualRewardsOptions,
-    source="arXiv 2503.14476",
-    reason="no_signal",
-    switch="dynamic_sampling",
-    precedence=0,
+    options=EqualRewardsOptions, source="arXiv 2503.14476", reason="no_signal", switch="dynamic_sampling", precedence=0
 )
 def equal_rewards(group: GroupCandidate, *, dynamic_sampling: bool = True) -> bool:
     """Drop groups whose rewards are all equal (DAPO's dynamic sampling)."""

@@ -59,7 +59,6 @@ class GroupFilter(Part[OptionsT_co]):
     precedence: int = 100  # of several filters that drop a group, the lowest is counted
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a reason that is no plain name, or is one of the trainer's own."""
         super().__post_init__()
         if not _REASON.fullmatch(self.reason) or self.reason in RESERVED_REASONS:
             raise TypeError(
@@ -75,13 +74,7 @@ def group_filter(
 
     def build(fn: GroupFilterFunction) -> GroupFilter[OptionsT_co]:
         return GroupFilter(
-            name=fn.__name__,
-            fn=fn,
-            options=options,
-            source=source,
-            reason=reason,
-            switch=switch,
-            precedence=precedence,
+            name=fn.__name__, fn=fn, options=options, source=source, reason=reason, switch=switch, precedence=precedence
         )
 
     return build
@@ -89,8 +82,6 @@ def group_filter(
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """A chosen filter with its options."""
-
     name: str  # as the run file writes it
     reason: str
     drops: GroupFilterFunction
@@ -114,7 +105,6 @@ def drop_reason(scored: ScoredGroup, group: Group | None, rules: Sequence[GroupR
 
 
 def _candidate(scored: ScoredGroup, group: Group | None) -> GroupCandidate:
-    """Return what filters read of a group; None: its pack was not read."""
     summary = scored.generated
     return GroupCandidate(
         rewards=tuple(scored.rewards),

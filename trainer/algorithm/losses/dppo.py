@@ -13,8 +13,6 @@ class DppoOptions(WeightCap, ClipRange):
 
 
 class DppoTvRatioOptions(ClipRange):
-    """Options of `dppo_tv_ratio`; the clip limits the move of the probability."""
-
     tv_drift: float = Field(default=1e-3, ge=0.0, description="dppo_tv_ratio: weight of the squared log-ratio.")
 
 

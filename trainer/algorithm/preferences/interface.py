@@ -98,8 +98,6 @@ class Beta(Options):
 
 
 class Smoothing(Beta):
-    """Beta, and how often labels are wrong."""
-
     label_smoothing: float = Field(
         default=0.0,
         ge=0.0,
@@ -164,15 +162,12 @@ def preference_loss(
 
 @dataclass(frozen=True, slots=True)
 class WeighedLoss:
-    """One of the losses of a training, with its options."""
-
     loss: PreferenceLoss[Any]
     options: Mapping[str, Any]
     weight: float = 1.0
 
 
 def combined(pairs: Pairs, losses: Sequence[WeighedLoss]) -> Tensor:
-    """Return the weighed sum of losses, [P]."""
     total = torch.zeros_like(pairs.chosen)
     for weighed in losses:
         total = total + weighed.weight * weighed.loss(pairs, **weighed.options)

@@ -20,7 +20,7 @@ from penstock.trainer.learner import experts
 from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.experts import Routing
 from penstock.trainer.learner.flops import share_of_experts
-from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.vision import is_of_tower, text_body, tower_of
 
 NAME = "penstock_packed"
@@ -93,11 +93,7 @@ def pair_cost(model: Any) -> float:
 
 
 def attention_of(model: Any, device: torch.device) -> str:
-    """Return the name of the backend that computes a model's packed rows on a device, which is compared with the definition now.
-
-    Raises:
-        NoAttentionKernel: None works, and the definition would not be small for a stream of 4,096 tokens.
-    """
+    """Return the backend's name for a model's packed rows, compared now; raises NoAttentionKernel."""
     heads, kv_heads, size, value_size = head_sizes(model.config.get_text_config())
     dtype = model.get_input_embeddings().weight.dtype
     query, key, value = (
@@ -108,7 +104,6 @@ def attention_of(model: Any, device: torch.device) -> str:
 
 
 def head_sizes(config: Any) -> tuple[int, int, int, int]:
-    """Return query heads, key heads, and the dimensions of a query's and a value's head, from a text model's config."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if (rotary := getattr(config, "qk_rope_head_dim", None)) and (other := getattr(config, "qk_nope_head_dim", None)):
@@ -207,7 +202,6 @@ def _attention(
 
 
 def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
-    """Return the options of an attention that `backends.attend` does not have."""
     given = {name: value for name, value in options.items() if value is not None and name not in _HARMLESS}
     if given.get("is_causal", False) is True:
         del given["is_causal"]
@@ -219,7 +213,6 @@ def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Return no mask where none was given: the layout says which token attends to which, and positions do not."""
     if attention_mask is None:
         return None
     from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
