@@ -49,7 +49,10 @@ def serve_model(
 
     if not (path / "config.json").is_file():  # checked before torch is imported
         raise ConfigError(f"{path}: not a model folder (config.json is missing)")
-    from penstock.reward_model.served_model import ModelReward
+    try:
+        from penstock.reward_model.served_model import ModelReward
+    except ModuleNotFoundError as err:
+        raise ConfigError(f"{err.name} is not installed; pip install 'penstock[reward-model]'") from None
     from penstock.reward_service.hosting.served_reward import address, serve_reward
 
     name = path.resolve().name

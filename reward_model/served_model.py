@@ -236,12 +236,8 @@ class ModelReward:
         return {"texts": self._num_texts, "tokens": self._num_tokens}
 
     def load(self) -> None:
-        try:
-            from penstock.reward_model import served_model  # noqa: PLC0415 --help needs no torch
-        except ModuleNotFoundError as err:
-            raise ConfigError(f"{err.name} is not installed; pip install 'penstock[reward-model]'") from None
         options = self._options
-        model = served_model.Classifier(
+        model = Classifier(
             self._folder,
             dtype=options.dtype,
             device=options.device,
@@ -254,7 +250,7 @@ class ModelReward:
             raise ConfigError(f"{self._folder}: the tokenizer has no chat template; use --form plain")
         self._model = model
         self._reading = Reading(form, model.render, options.prompt_column)
-        self._version = f"{served_model.fingerprint(self._folder)}-{form}-{options.dtype}"
+        self._version = f"{fingerprint(self._folder)}-{form}-{options.dtype}"
 
     async def open(self) -> None:
         """Do nothing: the model is loaded before the port is bound."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -203,3 +205,16 @@ def test_a_folder_is_served_by_one_command(tmp_path: Path) -> None:
     assert broken.wait(60) == 1
     assert "config.json is missing" in broken.output
     assert "Traceback" not in broken.output
+
+
+def test_a_missing_extra_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    hidden = "import sys; sys.modules['torch'] = None; from penstock.console.cli.main import main; main()"
+    answer = subprocess.run(
+        [sys.executable, "-c", hidden, "reward", "serve-model", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 2, answer.stderr
+    assert "torch is not installed; pip install 'penstock[reward-model]'" in answer.stderr
