@@ -29,7 +29,6 @@ from penstock.reward_service.settings import RewardSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code. Errors of ours are one text on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     process_end.install("reward")
     try:

@@ -30,7 +30,6 @@ class Announcer:
     """Publishes for one run; every publication is acknowledged by the server before it returns."""
 
     def __init__(self, bus: Bus, *, run_id: str, source: str) -> None:
-        """``source`` names this replica in events."""
         self._bus = bus
         self._run_id = run_id
         self._source = source
@@ -109,7 +108,6 @@ class Announcer:
     async def waiting(
         self, delivery: Delivery[GroupGenerated], errors: Mapping[str, Exception], *, delay_s: float
     ) -> None:
-        """Publish that groups got no reward and are delivered again after ``delay_s`` seconds."""
         first = next(iter(errors.values()))
         data = {
             "pack_id": delivery.fact.pack_id,

@@ -76,7 +76,6 @@ def is_code(row: Mapping[str, Any]) -> bool:
 
 
 async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxPool) -> str:
-    """Return what is wrong with a row's tests, "" if nothing is."""
     try:
         tests = tests_of_row.read(row.get("ground_truth"), row.get("extra_info"))
         graded = await pool.grade(program or EMPTY_PROGRAM, tests)
@@ -101,7 +100,6 @@ def solution(row: Mapping[str, Any]) -> str | None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a column's texts: one text, a list, or a JSON list (APPS)."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return list(json.loads(value))

@@ -59,7 +59,6 @@ class HeartbeatWriter:
             await self.live.delete(heartbeat_key(ROLE, self.replica))
 
     async def _delete_forgotten(self) -> None:
-        """Delete the records of replicas that stopped long ago without deleting them."""
         with contextlib.suppress(BusUnreachable):
             for key in rewards_offered.expired_keys(await self.offers.entries(), now=time.time()):
                 await self.offers.delete(key)

@@ -78,7 +78,6 @@ async def _handle(delivery: Delivery[GroupGenerated], context: ScoringContext, s
 
 
 def _still_running(under_way: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Return the tasks that have not ended; raises what an ended one raised."""
     for task in under_way:
         if task.done() and not task.cancelled():
             task.result()

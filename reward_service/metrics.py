@@ -36,8 +36,6 @@ class Timings:
 
 
 class ServiceMetrics:
-    """The counters of one replica, all since its start."""
-
     def __init__(self) -> None:
         self.packs = Timings()
         self.scored: Counter[str] = Counter()  # groups by scorer

@@ -73,11 +73,9 @@ class Pack:
 
     @property
     def unsettled(self) -> list[GeneratedGroup]:
-        """The groups that are neither scored nor dead-lettered yet."""
         return [group for group in self.delivery.fact.groups if group.group_id not in self.progress.settled]
 
     def attempts(self) -> dict[str, int]:
-        """Return which attempt at scoring each group this delivery is, from 1, by group id."""
         num_delivered = self.delivery.num_delivered
         ids = [group.group_id for group in self.delivery.fact.groups]
         return {group_id: self.progress.attempt(group_id, num_delivered) for group_id in ids}
@@ -156,7 +154,6 @@ def _final_failures(pack: Pack, failed: Mapping[str, Exception], retry: RetryPol
 
 
 def _delay_s(pack: Pack, waiting: Mapping[str, Exception], retry: RetryPolicy) -> float:
-    """Return in how many seconds the message is delivered again: the longest delay among its groups."""
     attempts = pack.attempts()
     return max(
         retry.delay_not_called(err, pack.progress.excused.get(name, 0))
@@ -173,7 +170,6 @@ async def _score(
     release_slot: Callable[[], None],
     trace: PackTrace,
 ) -> dict[str, Exception]:
-    """Score groups and announce them as they get ready; returns the errors of the others by group id."""
     failed: dict[str, Exception] = {}
     async for some in _outcomes(pack, groups, context, release_slot):
         scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]

@@ -23,7 +23,6 @@ class PackTrace:
     def start(
         cls, traces: Traces, traceparent: str, group_ids: Iterable[str], attributes: Mapping[str, Value]
     ) -> PackTrace:
-        """Start the spans of groups that are traced; without traces of none."""
         trace = cls(traces, attributes)
         if traces.is_on:
             for group_id in group_ids:
@@ -35,11 +34,9 @@ class PackTrace:
         self._end(group_id, attributes, "")
 
     def failed(self, group_id: str, error: str, outcome: str) -> None:
-        """Record that a group got no reward in this delivery, with the name of the error."""
         self._end(group_id, {"outcome": outcome}, error)
 
     def requested(self, group_id: str, started: float, attributes: Mapping[str, Value], error: str) -> None:
-        """Record one call of an endpoint that held this group."""
         if (spans := self._groups.get(group_id)) is not None:
             first, scoring = spans
             own = {**self.attributes, **attributes, "group_id": group_id}

@@ -14,7 +14,6 @@ _TOGETHER_S = 0.1  # outcomes that are ready within this time are yielded togeth
 
 
 async def score_groups(reward_registry: RewardRegistry, groups: Sequence[GroupTexts]) -> list[Outcome]:
-    """Return an outcome for every group, in order, as at its first delivery."""
     outcomes: dict[int, Outcome] = {}
     async for some in as_scored(reward_registry, groups, attempts=[1] * len(groups)):
         outcomes |= some

@@ -50,7 +50,6 @@ _S3_DEADLINE_S = 20.0  # then the pack is requeued; a thread that waits longer w
 
 
 async def run(settings: RewardSettings, traces: Traces) -> None:
-    """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
     section, run_id = settings.reward_service, settings.run.id
     definitions.check_settings(settings.reward)  # before any connection is opened
     stop = asyncio.Event()

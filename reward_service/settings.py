@@ -157,7 +157,6 @@ class RewardServiceSection(Section):
         return self
 
     def access(self) -> Access:
-        """Return the tokens with their roles; raises ConfigError when a file of them is unreadable or wrong."""
         tokens = []
         if self.token_file is not None:
             tokens.append((ADMIN, Role.ADMIN, _read(self.token_file, "token_file").strip()))

@@ -19,11 +19,9 @@ class WorkSlots:
 
     @property
     def free(self) -> int:
-        """How many more packs may be taken."""
         return max(0, min(self._num_slots - len(self._working), self._max_packs - self._held))
 
     def acquire(self, sequence: int) -> None:
-        """Give a slot to the pack of this sequence number in the stream."""
         self._working.add(sequence)
         self._held += 1
 
@@ -33,12 +31,10 @@ class WorkSlots:
         self._changed.set()
 
     def finish(self, sequence: int) -> None:
-        """Release the slot of a pack that is no longer held."""
         self._held -= 1
         self.release(sequence)
 
     async def wait_for_change(self, wait_s: float) -> None:
-        """Wait until a slot was released, at most ``wait_s`` seconds."""
         # not wait_for: in Python 3.11 it swallows a cancellation that comes with the change
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):

@@ -80,8 +80,6 @@ class Answer:
 
 
 class HttpConnections:
-    """Connections to servers. For one event loop; close it."""
-
     def __init__(
         self,
         *,
@@ -117,7 +115,6 @@ class HttpConnections:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Close the connections; later requests fail."""
         self._is_closed = True
         if self._session is not None:
             await self._session.close()
@@ -151,7 +148,6 @@ class HttpConnections:
             self._policy.check_address(host, address, port)
 
     async def websocket(self, url: str, *, max_message_bytes: int) -> aiohttp.ClientWebSocketResponse:
-        """Return an open WebSocket to an http:// or https:// URL; raises ConnectionFailed, TargetRefused."""
         self._check(url)
         try:
             return await self._connections(url).ws_connect(url, max_msg_size=max_message_bytes, compress=0)

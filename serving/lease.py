@@ -23,7 +23,6 @@ def server_id(version: str, url: str) -> str:
 
 
 def lease_key(name: str, server: str) -> str:
-    """Return the key of the lease of a `server_id` that is registered under a name."""
     return f"{PREFIX}{name}.{server}"
 
 
@@ -89,8 +88,6 @@ async def until_there(
 
 
 class Renewals:
-    """Says on stderr when a lease is not renewed any more, and when it is again."""
-
     def __init__(self) -> None:
         self._is_failing = False
 

@@ -77,8 +77,6 @@ class HeadCheck:
 
 
 class _Body:
-    """The body of one request: how much of it was read, and whether more will come."""
-
     def __init__(self, receive: Receive, limit: BodyLimit) -> None:
         self._receive, self._limit = receive, limit
         self._num_held = self._num_read = 0
@@ -194,8 +192,6 @@ def _announced(scope: Scope) -> int:
 
 
 class StrictRequest(Request):
-    """A request whose JSON body must have one reading."""
-
     max_depth: int | None = None
 
     async def json(self) -> Any:

@@ -50,13 +50,11 @@ class RequestClock:
         self._num_bytes = 0
 
     def arrived(self, now: float, num_bytes: int) -> None:
-        """Count bytes; the first ones after a whole request begin the next one."""
         if self.since is None or (self._idle_s and not self._num_bytes):
             self.since, self._num_bytes = now, 0
         self._num_bytes += num_bytes
 
     def complete(self) -> None:
-        """Stop: the request is there."""
         self.since = None
 
     def left_s(self, now: float) -> float:
@@ -68,7 +66,6 @@ class RequestClock:
 
 
 def listen(host: str, port: int, *, key: str, backlog: int = _BACKLOG) -> socket.socket:
-    """Bind a socket; raises ConfigError naming the setting ``key`` when the address cannot be had."""
     return http_tls.listen(host, port, key=key, backlog=backlog)
 
 
@@ -151,8 +148,6 @@ class _Config(uvicorn.Config):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process it is a part of."""
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -195,12 +190,10 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def has_request(self) -> bool:
-        """True while a request that arrived whole is worked on."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     @property
     def _is_idle(self) -> bool:
-        """True while no byte of the next request has arrived."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
     def _await_request(self, *, anew: bool) -> None:
@@ -236,7 +229,6 @@ class _BoundedProtocol(H11Protocol):
         self._end(_LATE, "the request did not arrive in time")
 
     def _end(self, head: bytes, detail: str) -> None:
-        """Close the connection, with an answer if its client has begun a request and got none."""
         begun = self.conn.their_state is h11.IDLE and not self._is_idle
         if begun or (self.cycle is not None and not self.cycle.response_started):
             body = f'{{"detail":"{detail}"}}'.encode()

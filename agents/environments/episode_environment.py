@@ -52,8 +52,6 @@ class PlayOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What all episodes of a worker share."""
-
     model: AgentModel
     running: asyncio.Semaphore  # one place for each episode that is played
     executor: ThreadPoolExecutor  # for what would stop the event loop
@@ -61,8 +59,6 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Which attempt at which episode is made."""
-
     name: str  # the same in every attempt
     task: Task
     attempt: int
@@ -76,8 +72,6 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at an episode, after its end."""
-
     session: EpisodeSession
     made: TreeRows
     played: Played
@@ -223,7 +217,6 @@ class EpisodeEnvironment(Environment):
         return EpisodeLimits(max_turns=self.settings.max_turns, answer_deadline_s=deadline_s)  # pyright: ignore[reportCallIssue]
 
     def _record(self, begun: Begun, index: int, attempt: Attempt) -> Episode | None:
-        """Return the episode of an attempt; None if it is not one to train on."""
         session, made, played = attempt.session, attempt.made, attempt.played
         if played.status in ("failed", "expired") or played.time_spent_by == "tools" or not made.rows:
             return None

@@ -31,7 +31,6 @@ class Row:
 
     @classmethod
     def of(cls, task: Task) -> Row:
-        """Return the row that a task was made of; raises ValueError for messages that are none."""
         truth, reward = task.reward.ground_truth, task.reward
         return cls(
             _messages(task.messages),
@@ -123,7 +122,6 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
 
 
 def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
-    """Return messages that the policy can answer; raises EnvironmentFailed."""
     messages = tuple(value) if isinstance(value, Sequence) else ()
     wrong = [message for message in messages if not (isinstance(message, Message) and message.role in _ROLES)]
     if wrong or not messages or messages[-1].role not in ("user", "tool"):
@@ -134,14 +132,12 @@ def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
 
 
 def checked_score(value: Any) -> float:
-    """Return what a play's score() returns; raises EnvironmentFailed for what is no finite number."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise EnvironmentFailed(f"score() returns a finite number, got {value!r}")
     return float(value)
 
 
 def checked_reply(value: Any) -> Reply:
-    """Return a play's reply; raises EnvironmentFailed for another value, or numbers that are not finite."""
     if not isinstance(value, Reply):
         raise EnvironmentFailed(f"step() returns a Reply, got {type(value).__name__}")
     numbers = {"reward": value.reward, **value.parts}

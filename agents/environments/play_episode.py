@@ -46,8 +46,6 @@ _ENGINE_CODES = ("engine_error", "engine_timeout")
 
 @dataclass(slots=True)
 class Played:
-    """What became of one attempt at an episode."""
-
     status: EndStatus = "failed"
     time_spent_by: TimeSpender | None = None
     problem: str = ""  # why it was not played to an end

@@ -165,8 +165,6 @@ class ProgramOptions(PlayOptions):
 
 
 class Program(EpisodeEnvironment):
-    """The environment ``program``."""
-
     name = "program"
     options = ProgramOptions
 
@@ -176,7 +174,6 @@ class Program(EpisodeEnvironment):
         self._sweeper: program_process.Sweeper | None = None
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
-        """Return this environment under another name; raises ConfigError for settings that a program cannot have."""
         if definition.system_prompt:
             raise ConfigError(
                 f"environment.define.{name}.system_prompt: a program writes its own messages; leave it out"
@@ -184,7 +181,6 @@ class Program(EpisodeEnvironment):
         return super().defined(name, definition)
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is; the proxy is served from the first task on. Raises ConfigError for a sandbox that cannot be had."""
         super().use_model(folder, context_tokens)
         if self.chosen is not None and self.chosen.sandbox:
             program_process.program()
@@ -194,7 +190,6 @@ class Program(EpisodeEnvironment):
             self._sweeper = program_process.Sweeper(Path(tempfile.gettempdir()))
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
-        """Run the program once; raises EngineError, or RowUnfit."""
         served = self._served
         if self.chosen is None or served is None:
             raise RowUnfit(
@@ -235,7 +230,6 @@ class Program(EpisodeEnvironment):
         return Attempt(session, made, played)
 
     async def close(self) -> None:
-        """End the proxy's server; there is none in a worker that is stopped before its first weights."""
         if self._sweeper is not None:
             self._sweeper.close()
         if self._served is not None:
@@ -270,8 +264,6 @@ class Program(EpisodeEnvironment):
 
 
 class _ServedProxy:
-    """A proxy whose server is started once, with the first episode, on a port of this machine or on a Unix socket."""
-
     def __init__(self, proxy: AgentProxy) -> None:
         self.proxy = proxy
         self._running = contextlib.AsyncExitStack()
@@ -322,7 +314,6 @@ class _TimedSampler:
 
 
 def _write_task(begun: Begun) -> Path:
-    """Make the episode's folder, which only this user may enter, and write its task; return the folder."""
     folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
     task = begun.task
     (folder / "task.json").write_text(
@@ -342,7 +333,6 @@ def _write_task(begun: Begun) -> Path:
 
 
 def _result_bytes(folder: Path) -> bytes | None:
-    """Return the beginning of the result file; None if there is no regular file."""
     try:
         opened = os.open(folder / "result.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -93,7 +93,6 @@ class Output:
         asyncio.get_running_loop().add_reader(self._read_end, self._read)
 
     def close(self) -> None:
-        """Read what is left, and give the pipe up."""
         os.close(self.write_end)
         for _ in range(_LAST_READS):
             if not self._read():
@@ -137,13 +136,11 @@ def sweep(parent: Path) -> tuple[int, int]:
 
 
 def left_processes() -> list[int]:
-    """Return the programs of workers of this PID namespace that have exited, and what these have started."""
     pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
     return [pid for pid in pids if pid != os.getpid()]
 
 
 def left_folders(parent: Path) -> list[Path]:
-    """Return the folders in ``parent`` of such programs, as far as they are this user's."""
     folders = []
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another worker deletes it too
@@ -161,7 +158,6 @@ class Sweeper:
         threading.Thread(target=self._run, name="sweep-programs", daemon=True).start()
 
     def close(self) -> None:
-        """End it, after the sweep under way."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -228,7 +224,6 @@ _SYSTEM = (
 
 
 def program() -> str:
-    """Return the path of bubblewrap; raises ConfigError when it is not installed."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise ConfigError(

@@ -115,7 +115,6 @@ def _answer_problems(app: FastAPI) -> None:
 
 
 def _refusal(status: int, text: str) -> JSONResponse:
-    """Return the problem of a request that was refused before the episodes saw it; of a body that is too long with 400."""
     codes: dict[int, ProblemCode] = {401: "unauthorized", 403: "unauthorized", 503: "full"}
     return _problem(400 if status == 413 else status, codes.get(status, "bad_request"), text)
 

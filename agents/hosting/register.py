@@ -22,7 +22,6 @@ from penstock.serving.host import stopping_by_signal
 
 
 def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> int:
-    """Register a server until SIGTERM or Ctrl-C; raises PenstockError when it cannot be registered."""
     configure("environment")
     asyncio.run(_register(url, settings, name, lease, targets))
     return 0
@@ -51,7 +50,6 @@ async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptio
 
 
 def check_name(name: str) -> str:
-    """Return a name, or an empty one; raises ConfigError for one that no run file can use."""
     if name and not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"name {name!r}: expected 1 to 64 letters, digits, '_' and '-', the first a letter or digit")
     return name
@@ -66,7 +64,6 @@ def say_registered(name: str, version: str, url: str, capacity: int) -> None:
 
 
 def set_drained(name: str, given: Sequence[str], url: str | None, *, drained: bool) -> int:
-    """Take the servers of a name out of service, or put them back; raises ConfigError if there is none."""
     settings, verb = registrar.read_settings(given, dict(os.environ)), "drain" if drained else "resume"
     check_name(name)
     url = None if url is None else url.rstrip("/")

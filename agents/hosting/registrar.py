@@ -38,8 +38,6 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 
 
 class RegistrySettings(Section):
-    """The sections of a run file that a registration reads."""
-
     nats: NatsSettings = NatsSettings()  # pyright: ignore[reportCallIssue]
     s3: S3Settings = S3Settings()  # pyright: ignore[reportCallIssue]
 
@@ -55,7 +53,6 @@ class Offer:
 
 
 def read_settings(given: Sequence[str], environ: dict[str, str]) -> RegistrySettings:
-    """Return where NATS is; raises ConfigError."""
     files, overrides = run_file.split_arguments(list(given))
     return run_file.load(RegistrySettings, files=files, overrides=overrides, environ=environ).settings
 
@@ -80,7 +77,6 @@ async def client_of(
 
 
 async def open_registry(bus: Bus) -> KeyValue:
-    """Return the bucket, once it has been created; stderr says what is waited for. Raises PenstockError."""
     return await lease.until_there(
         lambda: bus.key_value(streams.environments_bucket().bucket),
         MissingStream,
@@ -89,8 +85,6 @@ async def open_registry(bus: Bus) -> KeyValue:
 
 
 class Registrar:
-    """Keeps one server registered. For one event loop."""
-
     def __init__(self, store: KeyValue, client: EnvironmentClient, offer: Offer) -> None:
         """``client`` asks the server before it is registered, and before each renewal. Raises ConfigError."""
         if not LEAST_LEASE_S <= offer.lease_s <= LONGEST_LEASE_S:
@@ -102,7 +96,6 @@ class Registrar:
 
     @contextlib.asynccontextmanager
     async def registered(self) -> AsyncIterator[RegisteredServer]:
-        """Keep the server registered inside the block; raises PenstockError if it cannot be registered."""
         server = await self._register(await self._ask())
         renewing = asyncio.create_task(lease.keep(self._offer.lease_s, self.renew))
         try:

@@ -31,7 +31,6 @@ from penstock.serving.web_server import serving_app
 
 
 def serve_environment(reference: str, settings: Sequence[str], options: ServeOptions, lease: LeaseOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises ConfigError when the environment or an option is wrong."""
     environment = served_environment(reference)
     secrets = signature.read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
     if not secrets and not http_tls.is_loopback(options.host):
@@ -49,7 +48,6 @@ def serve_environment(reference: str, settings: Sequence[str], options: ServeOpt
 
 
 def served_environment(reference: str) -> TurnEnvironment:
-    """Return the environment that a reference names; raises ConfigError for one that cannot be served."""
     found = ENVIRONMENTS.find(reference).value
     if not isinstance(found, TurnEnvironment):
         raise ConfigError(f"{reference} is a {type(found).__name__}, which makes no plays; serve a TurnEnvironment")
@@ -106,7 +104,6 @@ async def _drain(episodes: Episodes, drain_s: float, keeper: Registrar | None) -
 async def _registered(
     options: ServeOptions, registration: tuple[Sequence[str], LeaseOptions], secrets: Sequence[str], url: str
 ) -> AsyncIterator[Registrar | None]:
-    """Register the server inside the block, if that is wanted; raises PenstockError."""
     if not options.register:
         yield None
         return

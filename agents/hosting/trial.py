@@ -39,9 +39,7 @@ _ELEMENTS = 3
 
 
 class Policy(Protocol):
-    def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message | None:
-        """Return the answer; None: it has no further one."""
-        ...
+    def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message | None: ...
 
 
 class RandomPolicy:
@@ -67,7 +65,6 @@ class RandomPolicy:
         )
 
     def _value(self, schema: Mapping[str, Any]) -> Any:
-        """Return a value of a JSON schema, as far as it says ``enum``, ``type``, ``properties``, ``items`` and bounds."""
         draw = self._random
         if schema.get("enum"):
             return draw.choice(schema["enum"])
@@ -91,15 +88,11 @@ class RandomPolicy:
 
 
 class ScriptedPolicy:
-    """Answers with the lines of a script, one after the other; calls of tools are written as the answer format says."""
-
     def __init__(self, lines: Sequence[str], answer_format: str) -> None:
-        """Begin with the first line; raises ConfigError for an unknown answer format."""
         self._lines, self._format = iter(lines), ANSWER_FORMATS.find(answer_format).value
         self._calls = 0
 
     def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message | None:
-        """Return the next line as an answer; None after the last one."""
         line = next(self._lines, None)
         if line is None:
             return None

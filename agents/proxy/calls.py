@@ -85,7 +85,6 @@ class Calls:
         return None
 
     def _forget_old(self) -> None:
-        """Forget calls that failed, so that a retry samples again, and finished ones beyond the limits."""
         now = time.monotonic()
         finished = [number for number, call in self._calls.items() if call.task.done()]
         for place, number in enumerate(finished):

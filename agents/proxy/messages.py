@@ -30,17 +30,14 @@ class RequestRefused(PenstockError):
 
 
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_request") -> RequestRefused:
-    """Return the error for a body that is not as the API has it."""
     return RequestRefused(400, code, message, param=param)
 
 
 def unsupported(what: str, param: str) -> RequestRefused:
-    """Return the error for a field that asks for what the proxy does not do."""
     return RequestRefused(400, "unsupported", f"{what} is not supported: leave out {param}", param=param)
 
 
 def constrained(param: str) -> RequestRefused:
-    """Return the error for a field that would constrain decoding."""
     return RequestRefused(
         400,
         "constrained_decoding",
@@ -123,7 +120,6 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 
 
 def root_key(template: str, tools: Sequence[Any]) -> bytes:
-    """Return the key of a conversation before its first message."""
     return _digest(b"root", template, canonical_json(list(tools)))
 
 
@@ -212,8 +208,6 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class RetryMark:
-    """What tells a repeated request from a new one with the same body."""
-
     digest: bytes  # of path and body
     key: str | None = None  # the Idempotency-Key header
     is_retry: bool = False  # a client library counts it as a retry

@@ -33,8 +33,6 @@ from penstock.protocol.images.processor import ImageProcessor, expanded, joined
 
 @dataclass(slots=True)
 class SeenRoots:
-    """The beginnings of an episode's conversations, to name the cause of a new one."""
-
     without_tools: set[bytes] = field(default_factory=set)  # keys of the first messages alone
     without_system: set[bytes] = field(default_factory=set)  # the same without the system message
 
@@ -64,8 +62,6 @@ def _key_of(messages: Sequence[Message]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlanner:
-    """How one model's prompts are made. Its parts are shared by all episodes."""
-
     renderer: ChatRenderer
     stop_token_ids: frozenset[int]
     thinking: Thinking

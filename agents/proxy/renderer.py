@@ -32,8 +32,6 @@ _KEPT_CHARACTERS = 2 * 1024**2  # of prompts whose ids are kept, about 20 MB wit
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Token ids of a prompt, or of the part of it that follows an answer."""
-
     token_ids: list[int]
     opens_reasoning: bool  # it ends with the tag that begins the reasoning
 
@@ -46,8 +44,6 @@ class AnswerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What follows an answer in the next prompt."""
-
     rendered: Rendered
     keeps_stop_token: bool  # False: the template continues with another token than the one that the policy ended with
 
@@ -56,7 +52,6 @@ class ChatRenderer:
     """One model's template and tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        """Prepare; raises MalformedData for a template that cannot render one user's message and its answer."""
         self.tokenizer = tokenizer
         added = sorted(tokenizer.added_tokens(), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
@@ -93,7 +88,6 @@ class ChatRenderer:
         return Bridge(self._encoded(text), keeps)
 
     def _find_closing(self) -> str:
-        """Return what the template writes behind an answer before anything follows."""
         text = self.text((Message("user", "u"), Message("assistant", _MARKERS[0])), (), generate=False)
         _, marker, closing = text.rpartition(_MARKERS[0])
         if not marker:
@@ -160,7 +154,6 @@ class ChatRenderer:
         )
 
     def _without_control(self, text: str) -> str:
-        """Return a text with code points in place of the texts of control tokens."""
         return self._added.sub(lambda match: chr(_ESCAPE + self._added_numbers[match[0]]), text)
 
     def _encoded(self, text: str) -> Rendered:
@@ -263,8 +256,6 @@ SHAPES: dict[str, tuple[Message, tuple[Message, ...], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ShapeReport:
-    """What a template does with one shape."""
-
     shape: str
     renders: bool
     append_only: bool  # the longer rendering begins with the shorter one

@@ -29,8 +29,6 @@ Orphaned = Literal["not_delivered", "superseded"]
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """The sampled tokens of one turn in a row."""
-
     turn: int
     start: int
     end: int
@@ -54,8 +52,6 @@ class TreeRow:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """All rows of an episode, and the sampled tokens that are in none."""
-
     rows: tuple[TreeRow, ...]
     num_trained: int
     orphaned_tokens: Counter[str] = field(default_factory=Counter)
@@ -175,7 +171,6 @@ def _shared(row: TreeRow, rows: Sequence[TreeRow], last_row_of: Mapping[int, int
 
 
 def counts_of(counts: Counter[str], made: TreeRows) -> tuple[tuple[str, int], ...]:
-    """Return what was counted of an episode: requests, forks by cause, sampled tokens and turns that are in no row."""
     orphans = {f"orphaned_tokens.{cause}": count for cause, count in made.orphaned_tokens.items()}
     orphans |= {f"orphaned_turns.{cause}": count for cause, count in made.orphaned_turns.items()}
     return tuple(sorted((name, count) for name, count in {**counts, **orphans}.items() if count))

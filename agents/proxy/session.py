@@ -37,13 +37,9 @@ _MAX_STOP_STRINGS = 16
 
 
 class Samples(Protocol):
-    """Samples from the policy version that was chosen for the episode's task."""
-
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
-    ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt, with a seed for each where they are given; raises EngineError."""
-        ...
+    ) -> list[list[Completion]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +187,6 @@ class EpisodeSession:
             raise invalid(str(err), "messages", code="image_refused") from None
 
     async def _admitted(self, messages: Sequence[Message]) -> tuple[Sequence[Message], ImageProcessor | None]:
-        """Return messages with their images decoded and stored, and what places these; raises ImageRefused."""
         num_images = sum(len(message.images) for message in messages)
         if not num_images:
             return messages, None
@@ -290,8 +285,6 @@ def episode_ended(episode_id: str) -> RequestRefused:
 
 
 class AgentProxy:
-    """The open episodes. For one event loop."""
-
     def __init__(self, limits: EpisodeLimits, images: RunImages | None = None) -> None:
         """Start without episodes; ``images`` stores those of their messages, None: they are refused."""
         self.limits = limits
@@ -317,7 +310,6 @@ class AgentProxy:
         return episode.end()
 
     def find(self, secret: str) -> EpisodeSession:
-        """Return the episode of a secret; raises RequestRefused with 401, or 404 once it has ended."""
         episode = self._open.get(secret)
         if episode is not None:
             return episode

@@ -9,8 +9,6 @@ from penstock.protocol.config.connection import Section
 
 
 class EpisodeLimits(Section):
-    """What one episode may use; a request beyond it is refused with the limit's name."""
-
     history_match: HistoryMatch = Field(
         "echo",
         description="When a client's copy of an answer is that answer: strict (equal texts), json (arguments equal as JSON), "

@@ -65,8 +65,6 @@ Float32s = npt.NDArray[np.float32]
 
 @dataclass(eq=False, slots=True)
 class SampledTurn:
-    """One sampled answer and the context before it."""
-
     number: int
     follows: SampledTurn | None  # the turn whose answer the messages continue
     # the turn whose tokens the prompt continues; another one where the history was rendered again
@@ -89,7 +87,6 @@ class SampledTurn:
 
     @property
     def key(self) -> bytes:
-        """The key of the conversation that ends with this answer."""
         return b"turn:%d" % self.number
 
     @property
@@ -144,7 +141,6 @@ class SampledTurn:
 
 
 def _own_experts(choices: ExpertChoices, turn: SampledTurn) -> ExpertChoices:
-    """Return a copy of the choices for the tokens that a turn has added; raises ReplyRefused for those of another sequence."""
     if len(choices.ids) != turn.num_tokens - 1:
         raise ReplyRefused(
             f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its conversation, expected "
@@ -155,8 +151,6 @@ def _own_experts(choices: ExpertChoices, turn: SampledTurn) -> ExpertChoices:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a request's messages lead in the tree."""
-
     base: SampledTurn | None  # the turn that is continued
     num_matched: int  # messages up to the end of its answer
     key: bytes  # of all messages
@@ -166,8 +160,6 @@ class Found:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """The prompt of one request: which recorded tokens it continues, and with what."""
-
     found: Found
     parent: SampledTurn | None
     parent_tokens: int
@@ -197,8 +189,6 @@ class _Path:
 
 @dataclass(slots=True)
 class ConversationTree:
-    """The turns of one episode. For one event loop."""
-
     rule: HistoryMatch = "echo"
     turns: list[SampledTurn] = field(default_factory=list)
     num_stored_tokens: int = 0

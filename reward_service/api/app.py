@@ -55,7 +55,6 @@ class AccessGate:
         await (self._app if refusal is None else refuse(*refusal))(scope, receive, send)
 
     def _refusal(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
-        """Return status and reason for a request that is refused; else store its caller and return None."""
         if CALL_HEADER in request.headers:
             text = "a reward service calls its own API, or another one's, as an endpoint; register another URL"
             return 508, text
@@ -72,7 +71,6 @@ class AccessGate:
 
 
 def bearer(values: Sequence[str]) -> str | None:
-    """Return the token of the Authorization header, None for another scheme or none."""
     scheme, _, token = values[0].partition(" ") if values else ("", "", "")
     return token.strip() if scheme.lower() == "bearer" else None
 
@@ -128,8 +126,6 @@ def build(
 
 
 def needs(role: Role) -> Callable[..., Caller]:
-    """Return a dependency that checks a role and gives the route its caller."""
-
     def check(request: Request, _scheme: Annotated[object, Depends(_SCHEME)]) -> Caller:
         caller: Caller = request.scope[CALLER]
         if caller.role < role:

@@ -28,8 +28,6 @@ def collect(
     *,
     num_held: int,
 ) -> None:
-    """Add all samples of this replica; durations in seconds."""
-
     def add(name: str, value: float, **labels: str) -> None:
         samples.add(_PREFIX + name, value, **labels)
 

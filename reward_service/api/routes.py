@@ -43,7 +43,6 @@ Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 def add_endpoints(
     app: FastAPI, registry: EndpointRegistry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
 ) -> None:
-    """Add the routes; ``needs`` returns a dependency that checks a role."""
     router = APIRouter(
         prefix="/v1/endpoints",
         route_class=StrictRoute,
@@ -163,7 +162,6 @@ def _owner(registration: Registration, caller: Caller) -> str:
 
 
 def _check(endpoint: Endpoint, caller: Caller) -> None:
-    """Raise EndpointRefused for a name, data source or secret that an endpoint may not have."""
     if endpoint.name in BUILT_INS or endpoint.name == AUTO:
         raise EndpointRefused(f"{endpoint.name!r} is a built-in reward; choose another name")
     taken = [source for source in endpoint.data_sources if source in BY_SOURCE]
@@ -184,8 +182,6 @@ def add_scoring(
     reward_registry: RewardRegistry,
     needs: Callable[[Role], Callable[..., Caller]],
 ) -> None:
-    """Add the routes; ``needs`` returns a dependency that checks a role."""
-
     @app.get("/v1/rewards", dependencies=[Depends(needs(Role.READ))])
     async def rewards() -> RewardList:
         """List every reward that rows may request."""

@@ -45,7 +45,6 @@ class Caller:
     has_token: bool = True
 
     def check_owns(self, endpoint: Endpoint) -> None:
-        """Raise NotAllowed unless the endpoint is the caller's, or the caller is admin."""
         if self.role is not Role.ADMIN and endpoint.owner != self.name:
             raise NotAllowed(
                 f"endpoint {endpoint.name!r} belongs to {endpoint.owner!r}, your token is {self.name!r}; use its owner's token"
@@ -106,7 +105,6 @@ def read_tokens(text: str) -> list[tuple[str, Role, str]]:
 
 
 def hashed(token: str) -> str:
-    """Return a token as a file may hold it in the token's place."""
     return _HASHED + _digest(token).hex()
 
 

@@ -29,7 +29,6 @@ class BreakerState(StrEnum):
 
 class Breaker:
     def __init__(self) -> None:
-        """Start closed, with no call seen."""
         self._recent: deque[bool] = deque(maxlen=WINDOW)
         self._open_until: float | None = None
         self._pause_s = FIRST_PAUSE_S
@@ -37,7 +36,6 @@ class Breaker:
         self.num_opened = 0
 
     def state(self, now: float) -> BreakerState:
-        """Return the state at ``now``."""
         if self._open_until is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
@@ -53,11 +51,9 @@ class Breaker:
         return True
 
     def withdraw(self) -> None:
-        """Take back an `admit` whose call was not made."""
         self._probing = False
 
     def retry_in_s(self, now: float) -> float:
-        """Return the seconds until a call may be made, 0.0 when closed."""
         if self._open_until is None:
             return 0.0
         return max(self._open_until - now, FIRST_PAUSE_S / 2)
@@ -81,12 +77,10 @@ class Breaker:
         return False
 
     def close(self) -> None:
-        """Close the breaker, as after a passed health check."""
         self._open_until, self._probing, self._pause_s = None, False, FIRST_PAUSE_S
         self._recent.clear()
 
     def trip(self, now: float) -> None:
-        """Open the breaker, as after failed health checks."""
         self._open(now, min(2 * self._pause_s, LONGEST_PAUSE_S) if self._open_until is not None else FIRST_PAUSE_S)
 
     def _open(self, now: float, pause_s: float) -> None:

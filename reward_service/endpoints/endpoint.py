@@ -22,14 +22,12 @@ DIALECTS = Registry(
 
 
 def known_dialect(name: str) -> str:
-    """Return the name; raises ValueError when no dialect has it."""
     if name not in DIALECTS.built_in:
         raise ValueError(f"unknown dialect {name!r}; known are {', '.join(DIALECTS.built_in)}")
     return name
 
 
 def create_dialect(name: str, options: Mapping[str, JsonValue]) -> Dialect:
-    """Return a dialect with its options; raises pydantic's ValidationError for options it does not know."""
     return DIALECTS.built_in[name].options.model_validate(dict(options))
 
 
@@ -96,8 +94,6 @@ class EndpointSpec(BaseModel):
 
 
 class Endpoint(EndpointSpec):
-    """A registered endpoint as it is stored and listed."""
-
     secret_id: str = Field("", max_length=64, description="Changes with its secrets; empty when it has none.")
 
     @cached_property
@@ -106,7 +102,6 @@ class Endpoint(EndpointSpec):
 
     @property
     def scorer(self) -> str:
-        """Name and version, as recorded in scored groups."""
         return f"{self.name}@{self.version}"
 
     @property
@@ -116,7 +111,6 @@ class Endpoint(EndpointSpec):
 
     @property
     def address_id(self) -> str:
-        """A short id of this version at this URL."""
         return server_id(self.version, self.url)
 
     @property

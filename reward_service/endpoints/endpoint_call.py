@@ -38,8 +38,6 @@ _MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9.+-]{1,40}")
 
 @dataclass(slots=True)
 class CallCounts:
-    """Counts of the HTTP requests that the calls of an endpoint needed."""
-
     requests: int = 0
     retries: int = 0
     hedges: int = 0
@@ -163,7 +161,6 @@ def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int)
 
 
 def outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
-    """Return the rewards of a group, or the error that its scores contain."""
     who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
     if len(scores) != len(group.completions):
         return EndpointNonsense(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
@@ -189,7 +186,6 @@ def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) ->
 
 
 def cut_group(endpoint: Endpoint, group: GroupToScore) -> list[GroupToScore]:
-    """Return the pieces of a group, each of which fits into one request."""
     if endpoint.speaker.carries == "completion":
         return [
             group.model_copy(update={"group_id": f"{group.group_id}#{number}", "completions": [text]})

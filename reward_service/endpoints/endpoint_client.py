@@ -24,8 +24,6 @@ _KEEP_S = 5.0  # an idle connection
 
 
 class EndpointClient:
-    """Calls endpoints. Use it as an async context manager; one for the whole process."""
-
     def __init__(self, policy: TargetPolicy, *, max_response_bytes: int, secrets: SecretStore | None = None) -> None:
         """``policy`` decides which addresses may be called; longer answers than the maximum are not read."""
         self._secrets = secrets
@@ -71,7 +69,6 @@ class EndpointClient:
         return queue
 
     def metrics(self, endpoint: Endpoint, state: str = "ok") -> EndpointMetrics:
-        """Return the metrics of an endpoint; ``state`` comes from the registry."""
         finishing = {
             queue.endpoint.scorer: queue.num_in_progress
             for queue in self._finishing
@@ -94,8 +91,6 @@ _FAILURES = 2  # in a row before the breaker opens
 
 
 class HealthChecks:
-    """Requests every health URL and reports the result to the endpoint's queue."""
-
     def __init__(self, registry: EndpointRegistry, client: EndpointClient) -> None:
         self._registry = registry
         self._client = client

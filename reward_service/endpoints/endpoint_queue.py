@@ -80,8 +80,6 @@ class QueuedGroup:
 
 
 class EndpointQueue:
-    """The queue before one version of one endpoint; a `Scorer`."""
-
     slow = True
 
     def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: HttpConnections) -> None:
@@ -162,12 +160,10 @@ class EndpointQueue:
         to._start_calls()
 
     def reject_waiting(self, err: NotCalled) -> None:
-        """Answer everything in the queue with an error; calls in progress continue."""
         while self._waiting:
             self._answer(self._waiting.popleft(), err)
 
     def healthy(self) -> None:
-        """Record a passed health check: close the breaker if failed health checks opened it."""
         if self._unhealthy:
             self._unhealthy = False
             self.breaker.close()
@@ -175,7 +171,6 @@ class EndpointQueue:
             self._start_calls()
 
     def unhealthy(self, problem: str) -> None:
-        """Record failed health checks: open the breaker."""
         self._unhealthy = True
         self._last_error = f"health check: {problem}"
         self.breaker.trip(time.monotonic())
@@ -239,7 +234,6 @@ class EndpointQueue:
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._start_calls)
 
     def _next_batch(self, most: int) -> list[QueuedGroup]:
-        """Take the first group of the queue, and those behind it that may share its call."""
         batch: list[QueuedGroup] = []
         names: set[str] = set()
         while self._waiting and len(batch) < most:

@@ -113,7 +113,6 @@ class Directory:
 
     @classmethod
     def from_json(cls, value: bytes) -> Directory:
-        """Read what was stored; raises ValueError, KeyError or TypeError for anything else."""
         document: dict[str, Any] = json.loads(value)
         found = [Endpoint.model_validate(row) for row in document["endpoints"]]
         return cls(
@@ -123,7 +122,6 @@ class Directory:
         )
 
     def with_endpoint(self, endpoint: Endpoint) -> Directory:
-        """Return the directory with an endpoint registered; a drain of its name ends."""
         return Directory(
             endpoints={**self.endpoints, endpoint.name: endpoint},
             retired=tuple(name for name in self.retired if name != endpoint.name),
@@ -139,8 +137,6 @@ class Directory:
 
 
 class EndpointRegistry:
-    """The registered endpoints as of the last `refresh`."""
-
     def __init__(
         self, store: KeyValue, secrets: SecretStore, on_change: Callable[[Mapping[str, Endpoint]], None] | None = None
     ) -> None:
@@ -165,7 +161,6 @@ class EndpointRegistry:
         return {name: endpoint for name, endpoint in self.endpoints.items() if self.problem(endpoint) is None}
 
     def problem(self, endpoint: Endpoint) -> NotCalled | None:
-        """Return the reason why an endpoint may not be called now, None when it may."""
         if endpoint.name in self._directory.draining:
             return EndpointDrained(
                 f"endpoint {endpoint.name} is drained; put it back into service with: "

@@ -63,7 +63,6 @@ class JsonProcess:
         return process.pid if process is not None and process.returncode is None else None
 
     async def start(self) -> dict[str, Any]:
-        """Start the process and return its first line; raises TimeoutError, or EOFError when it ends instead."""
         async with asyncio.timeout(_START_S):
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -76,7 +75,6 @@ class JsonProcess:
             return await self.read()
 
     async def write(self, message: Mapping[str, Any]) -> None:
-        """Send one line; raises ConnectionError when the process has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -111,14 +109,12 @@ class JsonProcess:
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process ended, for a message."""
     if code is not None and code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with code {code}"
 
 
 def command(kind: str) -> list[str]:
-    """Return the command of a grader process, `graders/KIND_grader.py`."""
     return [sys.executable, "-P", "-m", f"penstock.reward_service.graders.{kind}_grader"]
 
 
@@ -130,8 +126,6 @@ class _GraderEnded(Exception):
 
 
 class GraderPool:
-    """``num_workers`` grader processes, started with the first job. Close it."""
-
     def __init__(self, num_workers: int, *, cpu_s: float, kind: str = "math") -> None:
         """Grant every answer ``cpu_s`` seconds of CPU time; ``graders/KIND_grader.py`` is what runs."""
         self._cpu_s = cpu_s
@@ -147,7 +141,6 @@ class GraderPool:
         return [grader.pid for grader in self._all if grader.pid]
 
     async def equal(self, gold: str, answer: str) -> Graded:
-        """Return whether an answer equals the gold answer; raises GraderFailed."""
         graded, _ = await self.equal_within(gold, answer, self._cpu_s)
         return graded
 
@@ -200,8 +193,6 @@ class GraderPool:
 
 
 class _Grader:
-    """One process, started when it is needed and started again after it ended."""
-
     def __init__(self, command: Sequence[str]) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_PREFIX)}
         self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"}, own_group=True)

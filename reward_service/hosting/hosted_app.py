@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HostedFunction:
-    """A loaded function, its version and the terms of its registration; see `served_reward.Hosted`."""
-
     reward: UserReward
     version: str  # a hash of the source that was loaded, whatever its file holds later
     terms: Mapping[str, Any]
@@ -49,7 +47,6 @@ class HostedFunction:
         return {}
 
     async def open(self) -> None:
-        """Call the reward's ``setup``; raises UserFileError."""
         await self.reward.open()
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:

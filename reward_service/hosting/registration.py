@@ -178,7 +178,6 @@ async def _asking(service: ServiceAddress) -> AsyncIterator[_Ask]:
 
 
 def _problem(answer: Answer, num_chars: int) -> str:
-    """Return what is wrong with an answer; empty for one of success."""
     return "" if 200 <= answer.status < 300 else f"HTTP {answer.status}: {_text(answer)[:num_chars]}"
 
 

@@ -18,7 +18,6 @@ from penstock.reward_service.user_code import user_file
 def serve_file(
     file: Path, function: str | None, options: ServeOptions, *, conversational: bool | None, timeout_s: float
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the file or the registration is wrong."""
     reward = user_file.load(file, function, conversational=conversational)
     version = hashlib.sha256(reward.file.read_bytes()).hexdigest()[:8]
     return serve_reward(HostedFunction(reward, version, {"timeout_s": timeout_s}), file.stem, options)

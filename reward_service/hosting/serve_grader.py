@@ -28,7 +28,6 @@ class GraderReward:
     batched = True
 
     def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
-        """Read the grader; ``model_settings`` name the chat endpoint of score_model graders. Raises ConfigError."""
         self._file = file
         self._reference_key = reference_key
         self._grader: Grader = graders.load(file)
@@ -44,7 +43,6 @@ class GraderReward:
 
     @property
     def version(self) -> str:
-        """Hash of the grader and of its chat endpoint's settings."""
         where = "" if self._settings is None else self._settings.base_url
         return hashlib.sha256(f"{self._grader.model_dump_json()}\n{where}".encode()).hexdigest()[:8]
 
@@ -83,7 +81,6 @@ def _asks_a_model(grader: Grader) -> bool:
 
 
 def model_settings(options: ChatOptions) -> JudgeSettings | None:
-    """Return the settings of the chat endpoint, None without one; raises ConfigError."""
     if not options.base_url:
         return None
     try:

@@ -21,7 +21,6 @@ class JudgeReward:
     batched = True
 
     def __init__(self, file: Path) -> None:
-        """Read its file; raises ConfigError."""
         self._file = file
         self._settings: JudgeSettings = judge_settings.load(file)
         self._key = self._settings.api_key()

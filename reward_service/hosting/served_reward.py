@@ -57,21 +57,15 @@ class Hosted(Protocol):
         ...
 
     @property
-    def figures(self) -> Mapping[str, float]:
-        """Figures that `/healthz` shows, such as tokens used."""
-        ...
+    def figures(self) -> Mapping[str, float]: ...
 
     async def open(self) -> None:
         """Prepare, before it is registered; raises PenstockError."""
         ...
 
-    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Return the scores of every group; a failure is the error of its score."""
-        ...
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]: ...
 
-    async def close(self) -> None:
-        """Release what `open` took."""
-        ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,6 @@ class Address:
 
 
 def address(options: ServeOptions, default_name: str) -> Address:
-    """Check the options and return where to serve; raises ConfigError."""
     name = options.name or re.sub(r"[^A-Za-z0-9_.-]", "_", default_name)
     if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"--name {name!r} must be letters, digits, '_', '.' and '-', starting with a letter or digit")
@@ -99,7 +92,6 @@ def address(options: ServeOptions, default_name: str) -> Address:
 
 
 def read_secret(file: Path, option: str) -> str:
-    """Return the content of a file without surrounding white space; raises ConfigError naming the option."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as err:
@@ -108,7 +100,6 @@ def read_secret(file: Path, option: str) -> str:
 
 
 def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward, an option or the registration is wrong."""
     where = address(options, default_name)
     with web_server.listen(where.host, where.port, key="--port") as bound:
         url = where.url or f"{http_tls.scheme(where.host)}://{where.host}:{bound.getsockname()[1]}/score"

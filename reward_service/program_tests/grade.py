@@ -48,7 +48,6 @@ class Slot:
         self.tests.interrupt()
 
     def resume(self) -> None:
-        """Make it usable after `stop`."""
         self.stopped.clear()
 
     def kill(self) -> None:

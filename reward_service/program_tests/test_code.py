@@ -33,8 +33,6 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """The number of passed tests, and the reason and detail of the first failure."""
-
     passed: int
     total: int
     reason: Reason | None = None
@@ -63,7 +61,6 @@ class Proofs:
         self._known: OrderedDict[bytes, Proof] = OrderedDict()
 
     def of(self, zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
-        """Return the proof of a row's tests; raises SandboxError."""
         key = hashlib.sha256(json.dumps([tests.pieces, tests.setup, tests.entry_points]).encode()).digest()
         known = self._known.get(key)
         if known is None:
@@ -74,7 +71,6 @@ class Proofs:
 
 
 def prove(zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
-    """Run the tests with every stand-in; raises SandboxError."""
     messages: list[Message] = []
     left = list(STUBS)
     while left:
@@ -96,7 +92,6 @@ def prove(zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
 
 
 def _problem(messages: Sequence[Message]) -> str:
-    """Return why tests that accepted stand-ins cannot be used, "" if they rejected them."""
     accepted: dict[tuple[int, int], set[str]] = {}
     seen: Counter[tuple[str, int]] = Counter()
     for message in messages:
@@ -155,7 +150,6 @@ def _verdict(served: Run, tested: Run, proof: Proof, limits: Limits) -> Graded:
 
 
 def _exhaustion(tested: Run, said: Sequence[Message], limits: Limits) -> Reason:
-    """Return how a program's answers kept its tests from finishing; raises SandboxError if it never answered."""
     reason = failure(tested, limits)
     if reason is None or not any("answered" in message for message in said):
         raise SandboxError(f"the test process did not finish ({describe(tested)}, {tested.cpu_s:.1f} s of CPU)")

@@ -67,7 +67,6 @@ def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
 
 
 def scorers(graders: Graders) -> dict[str, Scorer]:
-    """Return the scorer of every built-in reward that works without parameters on this machine, by its name."""
     defaults: dict[str, Section | None] = {name: reward.default for name, reward in BUILT_INS.items()}
     made = {name: scorer(BUILT_INS[name], given, graders) for name, given in defaults.items() if given is not None}
     return {name: one for name, one in made.items() if one is not None}

@@ -36,7 +36,6 @@ class ComposedReward:
 
     @property
     def slow(self) -> bool:
-        """True when another process may score a part."""
         return any(name not in self.own or self.own[name].slow for name in self.definition.parts)
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
@@ -135,12 +134,10 @@ class RewardRegistry:
         return tuple(sorted({*single, *composed}))
 
     def by_source(self) -> dict[str, str]:
-        """Return which reward scores the rows of which data set, when they leave it to us (``auto``)."""
         claimed = {source: e.name for e in self._registry.in_service().values() for source in e.data_sources}
         return {**{source: name for source, name in BY_SOURCE.items() if name in self._built_ins}, **claimed}
 
     def success(self) -> dict[str, float]:
-        """Return the value from which on a completion counts as correct, of the built-in rewards that have one."""
         found = {name: BUILT_INS[name].success for name in self._built_ins if name in BUILT_INS}
         return {name: least for name, least in found.items() if least is not None}
 

@@ -41,15 +41,12 @@ class PureScorer:
 
 @dataclass(frozen=True, slots=True)
 class LengthScorer:
-    """A reward of how long completions are."""
-
     name: str
     unit: length.Unit
     judge: Callable[[list[int]], list[Verdict]]
     slow: bool = False
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score the groups; tokens are known only of completions that a worker generated."""
         return [_outcome(self.name, group, self._verdicts) for group in groups]
 
     def _verdicts(self, group: GroupTexts) -> list[Verdict]:
@@ -63,14 +60,11 @@ class LengthScorer:
 
 @dataclass(frozen=True, slots=True)
 class GivenScorer:
-    """A reward that the environment of an episode gave."""
-
     name: str
     judge: Callable[[tuple[EpisodeTexts, ...]], list[Verdict]]
     slow: bool = False
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score the groups; one without episodes, or whose environment gave no reward, is an error."""
         return [_outcome(self.name, group, self._verdicts) for group in groups]
 
     def _verdicts(self, group: GroupTexts) -> list[Verdict]:
@@ -94,7 +88,6 @@ class GradedScorer:
     slow: bool = True
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score the groups; the pool of graders bounds how many answers are graded at once."""
         return list(await asyncio.gather(*(_waited(self.name, group, self._verdicts) for group in groups)))
 
     async def _verdicts(self, group: GroupTexts) -> list[Verdict]:
@@ -103,14 +96,11 @@ class GradedScorer:
 
 @dataclass(frozen=True, slots=True)
 class SandboxScorer:
-    """A reward that runs programs."""
-
     name: str
     judge: SandboxedJudge
     slow: bool = True
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score the groups; the pool of sandboxes bounds how many programs run at once."""
         return list(await asyncio.gather(*(_waited(self.name, group, self._verdicts) for group in groups)))
 
     async def _verdicts(self, group: GroupTexts) -> list[Verdict]:

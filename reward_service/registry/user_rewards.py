@@ -35,21 +35,17 @@ def import_path(name: str) -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """Return the rewards of installed packages: ``module:attribute`` by name."""
     points = metadata.entry_points(group=ENTRY_POINTS)
     return {point.name: point.value for point in sorted(points) if point.name not in BUILT_INS}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UserScorer:
-    """Scores groups by user code, in processes of its own."""
-
     name: str
     pool: WorkerPool
     slow: bool = True
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score the groups; the pool bounds how many are scored at once."""
         return list(await asyncio.gather(*(self._score(GroupToScore.of(group)) for group in groups)))
 
     async def _score(self, group: GroupToScore) -> Outcome:
@@ -62,10 +58,7 @@ class UserScorer:
 
 
 class UserRewards:
-    """The user rewards of one run file: by name, and those that a definition gives parameters."""
-
     def __init__(self, settings: RewardSettings, *, num_workers: int, timeout_s: float) -> None:
-        """Describe them; nothing is started yet."""
         self._scorers: dict[tuple[str, str], UserScorer] = {}
         for name, parameters in _named(settings):
             path = import_path(name)
@@ -82,7 +75,6 @@ class UserRewards:
         return self._scorers.get((name, _key(parameters)))
 
     async def check(self) -> dict[str, str]:
-        """Start a worker of each and return the digests by name; raises ConfigError for code that cannot be loaded."""
         return {name: await scorer.pool.check() for (name, _), scorer in self._scorers.items()}
 
     async def close(self) -> None:

@@ -62,13 +62,11 @@ def judge_flexible(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number of a text, else None."""
     found = last_number_text(text)
     return None if found is None else read_number(found)
 
 
 def last_number_text(text: str) -> str | None:
-    """Return the last number of a text as it is written, else None."""
     found = None
     for match in _ANY.finditer(text):
         found = match

@@ -85,7 +85,6 @@ async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any
 
 
 def find(text: str, where: str) -> str | None:
-    """Return the text that should be JSON; None if its place is missing."""
     fenced = _last_fenced(text) if where in {"auto", "fenced"} else None
     if where == "fenced" or fenced is not None:
         return fenced

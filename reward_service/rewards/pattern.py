@@ -51,7 +51,6 @@ class Parameters(Section):
 
 
 def rule(parameters: Parameters, truth: Any) -> str:
-    """Return expression and flags for a grader process, as JSON; raises BadGroundTruth when the row has no expression."""
     text = parameters.pattern or truth_text(truth, NAME)
     if not text or len(text) > MAX_PATTERN_CHARS:
         raise BadGroundTruth(

@@ -41,7 +41,6 @@ def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any
 
 
 def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Look for an accepted answer inside every completion's; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, INSIDE)
     return [
         _verdict(answer, float(answer is not None and any(one in answer for one in accepted)))
@@ -50,7 +49,6 @@ def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: An
 
 
 def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Return the F1 of every completion's answer and the truth; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, F1)
     return [
         _verdict(answer, 0.0 if answer is None else max(f1(one, answer) for one in accepted))

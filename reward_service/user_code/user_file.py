@@ -209,7 +209,6 @@ def _fits(value: Any) -> bool:
 def _refuse_arguments(
     file: Path, name: str, parameters: Mapping[str, inspect.Parameter], style: Style, arguments: Mapping[str, Any]
 ) -> None:
-    """Raise UserFileError for arguments that the function does not take, or that the reward service gives itself."""
     own = {*_GIVEN.get(style, ("prompts", "completions"))}
     taken = [n for n, p in parameters.items() if p.kind in _BY_NAME and n not in own]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -220,7 +219,6 @@ def _refuse_arguments(
 
 
 def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:
-    """Raise UserFileError for parameters that are never given; a TRL function's columns are known only row by row."""
     empty = inspect.Parameter.empty
     needed = [p.name for p in parameters.values() if p.default is empty and p.kind in _BY_NAME]
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]

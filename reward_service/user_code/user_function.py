@@ -43,8 +43,6 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UserReward:
-    """A loaded reward and how it is called."""
-
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any
@@ -83,7 +81,6 @@ class UserReward:
             await result
 
     async def score_all(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Return the scores of every group; failures are in the scores."""
         if not self.batched:
             return [await self.score(group) for group in groups]
         rows = [(group, text) for group in groups for text in group.completions]
@@ -92,7 +89,6 @@ class UserReward:
         return [[next(scores) for _ in group.completions] for group in groups]
 
     async def score(self, group: GroupToScore) -> list[Score]:
-        """Return one score for every completion; failures are in the scores."""
         if self.batched:
             return (await self.score_all([group]))[0]
         if self.style is Style.COMPLETION:
@@ -190,7 +186,6 @@ def _queries(rows: Sequence[tuple[GroupToScore, str]]) -> dict[str, Any]:
 
 
 def _listed(value: Any, *, openrlhf: bool) -> tuple[Any, dict[str, Any]]:
-    """Return a list of scores and columns of parts; tensors and arrays become lists."""
     if not openrlhf or not isinstance(value, dict):
         return _plain(value), {}
     if "rewards" not in value:
@@ -206,7 +201,6 @@ def _plain(value: Any) -> Any:
 
 
 def _score_of(value: Any) -> Score:
-    """Turn what a reward returned into a score; raises TypeError or ValueError when it is none."""
     parts: dict[str, float] = {}
     if isinstance(value, dict):
         if "score" not in value:

@@ -28,15 +28,11 @@ _SCORES: TypeAdapter[list[Score]] = TypeAdapter(list[Score])
 
 @dataclass(frozen=True, slots=True)
 class UserScores:
-    """The scores of one group's completions, and the digest of the source that gave them."""
-
     scores: Sequence[Score]
     digest: str
 
 
 class WorkerPool:
-    """Scores groups by one user reward in ``num_workers`` processes. Close it."""
-
     def __init__(self, name: str, parameters: Mapping[str, Any], *, num_workers: int, timeout_s: float) -> None:
         """``name`` is ``module:attribute``; ``timeout_s`` are seconds by the clock for one group."""
         self._name = name
@@ -51,7 +47,6 @@ class WorkerPool:
         return [worker.pid for worker in self._all if worker.pid]
 
     async def check(self) -> str:
-        """Start one worker and return the digest of its source; raises ConfigError when the code cannot be loaded."""
         worker = await self._idle.get()
         try:
             return await worker.ready()
@@ -61,7 +56,6 @@ class WorkerPool:
             self._idle.put_nowait(worker)
 
     async def score(self, group: GroupToScore) -> UserScores:
-        """Return the scores of a group; raises UserCodeFailed or BadGroundTruth."""
         worker = await self._idle.get()
         try:
             return await worker.score(group, self._timeout_s)
@@ -73,8 +67,6 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process, started when it is needed and started again after it ended."""
-
     def __init__(self, name: str, parameters: Mapping[str, Any]) -> None:
         module = "penstock.reward_service.user_code.worker"
         command = [sys.executable, "-P", "-m", module, name, json.dumps(dict(parameters)), str(os.getpid())]
@@ -88,7 +80,6 @@ class _Worker:
         return self._process.pid
 
     async def ready(self) -> str:
-        """Start the process unless it runs; returns the digest of the source it loaded."""
         if self._process.pid is not None:
             return self._digest
         first = await self._guarded(self._process.start(), "loading its code")

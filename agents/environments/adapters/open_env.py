@@ -75,7 +75,6 @@ class OpenEnvOptions(ActionOptions):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs, without a slash at the end."""
         return urls_of(self.url)
 
 
@@ -98,7 +97,6 @@ class OpenEnvSession:
         self._socket, self._server = socket, server
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data of the answer to one message; raises OpenEnvFailed, and ActionRefused."""
         url = self._server.url
         try:
             await self._socket.send_str(json.dumps({"type": kind, "data": data}))
@@ -140,8 +138,6 @@ class _Full(PenstockError):
 
 
 class Sessions:
-    """The servers of one environment, and the connections to them."""
-
     def __init__(self, options: OpenEnvOptions, own: Sequence[OwnServer]) -> None:
         policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
         self._connections = HttpConnections(keep_s=_KEEP_S, policy=policy)
@@ -191,7 +187,6 @@ class Sessions:
 
 class OpenEnvPlay(Play):
     def __init__(self, seed: int, row: Row, options: OpenEnvOptions, sessions: Sessions) -> None:
-        """Note the row; raises ValueError for one that lacks what `row_reset` names."""
         missing = [name for name in options.row_reset if name not in row.extra_info]
         if missing:
             raise ValueError(f"options.row_reset: its extra_info has no {', '.join(missing)}")
@@ -200,7 +195,6 @@ class OpenEnvPlay(Play):
         self._shown = ""
 
     async def start(self) -> tuple[Message, ...]:
-        """Begin a session, and return its first observation behind the rules; raises OpenEnvFailed."""
         own = {name: self._row.extra_info[name] for name in self._options.row_reset}
         episode = secrets.token_hex(8)
         reset = {**self._options.reset, **own, "seed": self._seed % 2**32, "episode_id": episode}
@@ -213,7 +207,6 @@ class OpenEnvPlay(Play):
         return opening(self._row, self._options, self._options.rules, self._shown)
 
     async def step(self, answer: Message) -> Reply:
-        """Send the policy's action, or its calls of tools; raises OpenEnvFailed."""
         return await (self._called(answer) if self._options.tools else self._acted(answer))
 
     async def close(self) -> None:
@@ -292,7 +285,6 @@ class OpenEnvPlay(Play):
         return await self._session.ask(kind, data)
 
     def _text(self, result: Mapping[str, Any]) -> str:
-        """Return the part of an observation that the policy reads; raises OpenEnvFailed if it is not there."""
         observation = result.get("observation")
         try:
             return text_of(_at(observation, self._options.observation))
@@ -311,7 +303,6 @@ def _at(observation: Any, path: str) -> Any:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object; None for other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -330,7 +321,6 @@ def _reward(result: Mapping[str, Any]) -> float:
 
 
 def _tool_text(result: Any) -> str:
-    """Return the result of a tool as text: the text of its blocks, or the value as JSON."""
     blocks = result.get("content") if isinstance(result, dict) else None
     if isinstance(blocks, list) and all(
         isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks
@@ -340,8 +330,6 @@ def _tool_text(result: Any) -> str:
 
 
 class OpenEnv(ServerEnvironment):
-    """The environment ``openenv``."""
-
     name = "openenv"
     options = OpenEnvOptions
 

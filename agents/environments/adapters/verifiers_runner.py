@@ -55,7 +55,6 @@ def result_of(episode: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play, and write the result; exit with 1 and the errors if there are some."""
     task = json.loads(pathlib.Path(os.environ["PENSTOCK_TASK"]).read_text())
     episode = asyncio.run(play(json.loads(sys.argv[1]), task))
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

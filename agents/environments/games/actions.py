@@ -58,7 +58,6 @@ def find_action(answer: str, options: PatternOptions) -> str:
 
 
 def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[Message, ...]:
-    """Return the first messages: the row's system messages, then one of the user with the instructions and the state."""
     system = tuple(message for message in row.messages if message.role == "system")
     prompt = row.messages[-1].content if row.messages else ""
     text = rules if options.instructions == "rules" else prompt
@@ -66,5 +65,4 @@ def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[M
 
 
 def malformed(options: ActionOptions, text: str, state: str, parts: Mapping[str, float]) -> Reply:
-    """Return the reply to an answer that holds no action of the game: a text, the penalty, and the state as it was."""
     return Reply((Message("user", text),), options.format_penalty, False, {**parts, "malformed": 1.0}, state)

@@ -58,7 +58,6 @@ def draw_level(seed: int, size: int, boxes: int, wall_chance: float) -> Level:
 
 
 def _draw_floor(draw: random.Random, size: int, wall_chance: float) -> frozenset[Place]:
-    """Return the fields inside the outer wall that are no walls and can be reached from the first of them."""
     inside = [Place(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
     free = {place for place in inside if draw.random() >= wall_chance}
     waiting = [place for place in inside if place in free][:1]
@@ -120,7 +119,6 @@ class SokobanPlay(Play):
         return opening(self._row, self._options, _RULES, self.room())
 
     def step(self, answer: Message) -> Reply:
-        """Move, and push the box that is there; the episode ends when every box is on a target."""
         move = _MOVES.get(find_action(answer.content, self._options).lower())
         if move is None:
             text = f"Answer with left, right, up or down.\n{self.room()}"
@@ -160,14 +158,11 @@ class SokobanPlay(Play):
 
 
 class Sokoban(TurnEnvironment):
-    """The environment ``sokoban``."""
-
     name = "sokoban"
     version = "1"
     options = SokobanOptions
 
     def play(self, seed: int, row: Row, options: SokobanOptions) -> SokobanPlay:
-        """Return the seed's room; raises ValueError for options that allow none."""
         level = draw_level(seed, options.size, options.boxes, options.wall_chance)
         return SokobanPlay(level, row, options)
 

@@ -42,8 +42,6 @@ class AnswerUnfit(PenstockError):
 
 
 class EnvironmentClient:
-    """Calls to the servers of one environment, over the connections of one worker."""
-
     def __init__(self, connections: HttpConnections, secrets: Sequence[str] = ()) -> None:
         """With ``secrets`` (``whsec_...``) every call is signed by Standard Webhooks."""
         self._connections = connections

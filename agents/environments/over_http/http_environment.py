@@ -97,7 +97,6 @@ class HttpOptions(PlayOptions):
         return self
 
     def secrets(self) -> tuple[str, ...]:
-        """Return the signing keys; raises ConfigError for a file that holds none."""
         return () if self.secret_file is None else signature.read_secrets(self.secret_file, "options.secret_file")
 
 
@@ -113,7 +112,6 @@ class Http(EpisodeEnvironment):
         self._client: EnvironmentClient | None = None
 
     def never_call(self, servers: Sequence[OwnServer]) -> None:
-        """Note the run's own servers, which no URL of an environment may lead to."""
         self._own = tuple(servers)
 
     @property
@@ -128,13 +126,11 @@ class Http(EpisodeEnvironment):
         self._registry = registry
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is; raises ConfigError for a secret file that holds no key."""
         super().use_model(folder, context_tokens)
         if self.chosen is not None:
             self.connect()
 
     def connect(self) -> None:
-        """Prepare the client; nothing is sent before the first episode. Raises ConfigError."""
         chosen: HttpOptions = self.chosen
         connections = HttpConnections(
             keep_s=_KEEP_S,
@@ -151,7 +147,6 @@ class Http(EpisodeEnvironment):
             self._registry.follow(chosen.registered, self._servers.read)
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
-        """Play one episode at a server; raises EngineError, or RowUnfit."""
         try:
             row = Row.of(begun.task)
         except ValueError as err:

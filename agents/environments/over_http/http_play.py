@@ -68,8 +68,6 @@ class Limits:
 
 
 class HttpPlay(Play):
-    """One episode; `start_episode` makes it."""
-
     def __init__(
         self, client: EnvironmentClient, server: Server, episode_id: str, first: Sequence[Message], limits: Limits
     ) -> None:
@@ -110,13 +108,11 @@ class HttpPlay(Play):
             raise
 
     async def close(self) -> None:
-        """End the episode at its server, which otherwise ends it by itself later. Raises PenstockError."""
         self._server.running -= 1
         await end_episode(self._client, self._server, self._id)
 
 
 async def end_episode(client: EnvironmentClient, server: Server, episode_id: str) -> None:
-    """Tell a server that an episode is over; raises PenstockError if it does not answer in time."""
     url = f"{server.url}/episodes/{episode_id}"
     try:
         async with asyncio.timeout(_END_S):

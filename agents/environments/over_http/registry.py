@@ -82,14 +82,11 @@ State = Literal["in service", "drained", "stopping", "replaced", "lease expired"
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One name: its servers and their leases, or why its value cannot be used."""
-
     registered: Registered | None
     leases: Mapping[str, Lease]  # by the id of a server
     problem: str = ""
 
     def state(self, server: RegisteredServer) -> State:
-        """Return whether a server gets new episodes, and why not."""
         lease = self.leases.get(server.id)
         if lease is None:
             return "lease expired"
@@ -105,12 +102,10 @@ def key(name: str) -> str:
 
 
 def read_registered(value: bytes) -> Registered:
-    """Return what is stored under `key`; raises ValueError for anything else."""
     return _parsed(value, Registered)
 
 
 def read_lease(value: bytes) -> Lease:
-    """Return what is stored under `lease_key`; raises ValueError for anything else."""
     return _parsed(value, Lease)
 
 
@@ -254,7 +249,6 @@ async def _put_lease(store: KeyValue, name: str, server: RegisteredServer, lease
 
 
 async def _read(store: KeyValue, name: str) -> tuple[Registered, int | None]:
-    """Return what is registered, `_EMPTY` if nothing is, and the revision; raises RegistrationRefused for what is unreadable."""
     entry = await store.get(key(name))
     if entry is None:
         return _EMPTY, None
@@ -279,8 +273,6 @@ async def _delete_if_empty(store: KeyValue, name: str) -> None:
 
 
 class RegistryFollower:
-    """Reads the registry every second, and tells it to those who asked for a name."""
-
     def __init__(self, store: KeyValue) -> None:
         self._store = store
         self._wanted: list[tuple[str, Callable[[Listed], None]]] = []
@@ -288,13 +280,11 @@ class RegistryFollower:
         self._problems: dict[str, str] = {}
 
     def follow(self, name: str, on_read: Callable[[Listed], None]) -> None:
-        """Call ``on_read`` with what is registered under a name, now and after each reading."""
         self._wanted.append((name, on_read))
         if self._listed is not None:
             on_read(self._of(name))
 
     async def refresh(self) -> None:
-        """Read what is registered; raises PenstockError."""
         self._listed = await list_environments(self._store)
         for name, on_read in self._wanted:
             listed = self._of(name)

@@ -47,8 +47,6 @@ class Server:
 
 
 class Servers:
-    """The servers of one environment. For one event loop."""
-
     def __init__(self, urls: Sequence[str] = (), *, registered: str = "", version: str = "") -> None:
         """Start with the URLs of a run file, or with none of a name, to which `read` gives those that are registered.
 
@@ -77,18 +75,15 @@ class Servers:
         )
 
     def choose(self, now: float) -> Server | None:
-        """Return the one that this worker fills least; None while none has a place."""
         ready = [one for one in self._servers.values() if one.has_place and one.rests_until <= now]
         return min(ready, key=lambda one: one.running / (one.capacity or 1)) if ready else None
 
     def ready_in_s(self, now: float) -> float:
-        """Return the seconds until it is worth to `choose` again."""
         rests = [one.rests_until - now for one in self._servers.values() if one.has_place]
         soonest = max(0.0, min(rests)) if rests else _WAIT_S
         return min(soonest, _WAIT_S) if self._name else soonest  # another one may register meanwhile
 
     def why_none(self, last: str) -> str:
-        """Return why there is no place; ``last`` is the last failure of a call."""
         if not self._name:
             return last
         wanted = f", of which the run expects version {self._version!r} (options.version)" if self._version else ""

@@ -54,8 +54,6 @@ _EQUAL: Mapping[str, Callable[[str, str], bool]] = {"text": _same_text, "number"
 
 
 class ToolServer(McpServer):
-    """An MCP server, and which of its tools are among the others."""
-
     tools: list[str] = Field(
         default_factory=list, description="Those of its tools that the policy may call; empty: all."
     )

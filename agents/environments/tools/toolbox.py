@@ -41,16 +41,12 @@ class CallLimits:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The texts for the calls of one answer, and what was counted of them."""
-
     messages: tuple[Message, ...]
     counts: Counter[str]
 
 
 @dataclass(slots=True)
 class Toolbox:
-    """The tools by name. For one event loop."""
-
     tools: dict[str, Tool]
     limits: CallLimits
     _places: dict[str, asyncio.Semaphore] = field(init=False, default_factory=dict)
@@ -59,7 +55,6 @@ class Toolbox:
     _is_prepared: bool = field(init=False, default=False)
 
     def prepare(self) -> None:
-        """Prepare every tool, once; blocks. Raises ConfigError."""
         with self._preparing:
             if not self._is_prepared:
                 for tool in self.tools.values():
@@ -123,7 +118,6 @@ class Toolbox:
         return text.encode("utf-8", "replace").decode(), ""
 
     async def _call(self, tool: Tool, arguments: Any, episode: ToolEpisode) -> str:
-        """Wait for one of the tool's places, then for its answer; raises TimeoutError when the answer takes too long."""
         place = self._places.setdefault(tool.name, asyncio.Semaphore(tool.max_running))
         await place.acquire()
         if inspect.iscoroutinefunction(tool.call):

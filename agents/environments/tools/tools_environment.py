@@ -52,7 +52,6 @@ class ToolsPlay(Play):
         self._made: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> Sequence[Message]:
-        """Return the row's prompt; raises ServerFailed, or ConfigError for a tool that its server does not have."""
         await asyncio.to_thread(self._toolbox.prepare)
         if self._servers is not None:
             self._own = self._chosen_of(await self._servers.open())
@@ -71,7 +70,6 @@ class ToolsPlay(Play):
             await self._servers.close()
 
     def _chosen_of(self, listed: Sequence[ServerTool]) -> dict[str, Tool]:
-        """Return those tools of the servers that the run file chooses, by name; raises ConfigError."""
         own: dict[str, Tool] = {}
         for server, chosen in self._options.servers.items():
             tools = {tool.name: McpTool(tool) for tool in listed if tool.server == server}
@@ -87,7 +85,6 @@ class ToolsPlay(Play):
         return own
 
     async def step(self, answer: Message) -> Reply:
-        """Answer calls with texts; an answer without a call ends the episode."""
         self._turn += 1
         if answer.tool_calls:
             return await self._called(answer)
@@ -145,8 +142,6 @@ class ToolsPlay(Play):
 
 
 class Tools(TurnEnvironment):
-    """The environment ``tools``."""
-
     name = "tools"
     version = "1"
     options = ToolsOptions
@@ -157,7 +152,6 @@ class Tools(TurnEnvironment):
         self._reached: Reached | None = None
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
-        """Return this environment with the tools of a definition; raises ConfigError for wrong options, and unknown tools."""
         made = super().defined(name, definition)
         chosen: ToolsOptions = made.chosen
         place = f"environment.define.{name}"
@@ -181,14 +175,12 @@ class Tools(TurnEnvironment):
         return made
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and prepare the tools; raises ConfigError for one that cannot work here."""
         super().use_model(folder, context_tokens)
         if self._toolbox is not None:
             self._toolbox.prepare()
             self._reach()
 
     def play(self, seed: int, row: Row, options: PlayOptions) -> ToolsPlay:
-        """Return the conversation of a row; raises ValueError for one without a prompt, or without a ground truth to compare with."""
         if self._toolbox is None:
             raise ValueError(
                 'tools are chosen in the run file: write [environment.define.NAME] with type = "tools" and options.tools, and name that'
@@ -203,7 +195,6 @@ class Tools(TurnEnvironment):
         return ToolsPlay(self._toolbox, chosen, self.settings.max_turns, ToolEpisode(seed, row), servers)
 
     def _reach(self) -> Reached | None:
-        """Return what reaches the MCP servers, if there are any; raises ConfigError."""
         if self._reached is None and self.chosen.servers:
             self._reached = Reached.of(self.chosen, self.own_servers)
         return self._reached

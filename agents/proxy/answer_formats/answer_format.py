@@ -21,8 +21,6 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call found in an answer."""
-
     name: str
     arguments: str  # a JSON object
     id: str = ""  # where it is part of the answer's tokens; empty: the client gets one of ours
@@ -67,7 +65,6 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str, bool]:
 
 
 def read_call(value: Any, *, arguments_keys: tuple[str, ...] = ("arguments",)) -> Call | None:
-    """Return the call that a JSON object describes; None if it describes none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = next((value[key] for key in arguments_keys if key in value), {})

@@ -16,12 +16,9 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 class Hermes(AnswerFormat):
-    """The answer format ``hermes``."""
-
     name = "hermes"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Return the calls between tags, and the text around them."""
         calls: list[Call] = []
         kept: list[str] = []
         position = num_unparsed = 0

@@ -15,8 +15,6 @@ _BEGIN, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 
 class Mistral(AnswerFormat):
-    """The answer format ``mistral``."""
-
     name = "mistral"
 
     def parse(self, text: str) -> ParsedAnswer:

@@ -14,7 +14,6 @@ _SIGNATURE = "penstock"
 
 
 def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    """Return what a body asks; raises RequestRefused."""
     fields.refuse_constraints(body)
     fields.refuse_present(body, "mcp_servers", "container")
     messages: list[Message] = []

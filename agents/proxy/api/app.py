@@ -60,8 +60,6 @@ APIS: dict[str, Api] = {
 
 
 class ProxyApp:
-    """The ASGI application of a worker's proxy."""
-
     def __init__(self, proxy: AgentProxy) -> None:
         self._proxy = proxy
 

@@ -15,7 +15,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    """Return what a body asks; raises RequestRefused."""
     fields.refuse_constraints(body)
     fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "web_search_options")
     if body.get("n") not in (None, 1):

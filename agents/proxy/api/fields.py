@@ -44,7 +44,6 @@ _CONSTRAINTS = (
 
 
 def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
-    """Return a text; raises RequestRefused for another type."""
     value = body.get(name)
     if not isinstance(value, str):
         raise invalid(f"{where}{name} must be a text, got {type(value).__name__}", f"{where}{name}")
@@ -67,7 +66,6 @@ def objects(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[st
 
 
 def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return the text of a message's content: a text, null, or a list of parts of text."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -144,20 +142,17 @@ def stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def overruled(body: Mapping[str, Any], temperature: float) -> tuple[str, ...]:
-    """Return the fields with which the client asks for another sampling than the task's."""
     changed = [name for name, nothing in _SAMPLING_FIELDS.items() if name in body and body[name] not in nothing]
     return tuple(name for name in changed if name != "temperature" or body[name] != temperature)
 
 
 def refuse_constraints(body: Mapping[str, Any]) -> None:
-    """Raise RequestRefused for fields that would constrain decoding."""
     for name in _CONSTRAINTS:
         if body.get(name):
             raise constrained(name)
 
 
 def refuse_present(body: Mapping[str, Any], *names: str) -> None:
-    """Raise RequestRefused for fields that ask for what the proxy does not do."""
     for name in names:
         if body.get(name):
             raise unsupported(name, name)
@@ -174,7 +169,6 @@ def tool_choice(value: Any, free: Sequence[str] = ("auto",)) -> bool:
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """Return one tool as the chat completions API writes it, and as chat templates read it."""
     if not isinstance(name, str) or not 0 < len(name) <= 256:
         raise invalid(f"{where}.name must be a text of 1 to 256 characters", where)
     if description is not None and not isinstance(description, str):
@@ -189,7 +183,6 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> d
 
 
 def check_tools(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
-    """Return tools as a tuple; raises RequestRefused above the limit."""
     if len(tools) > _MAX_TOOLS:
         raise invalid(f"{len(tools)} tools, at most {_MAX_TOOLS}", "tools")
     return tuple(tools)

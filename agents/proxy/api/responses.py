@@ -17,7 +17,6 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    """Return what a body asks; raises RequestRefused."""
     fields.refuse_constraints(body)
     fields.refuse_present(body, "previous_response_id", "conversation", "background", "prompt")
     form = body.get("text")

@@ -20,7 +20,6 @@ _MAX_PART_NAME = 64
 
 
 def parse(answer: bytes) -> JsonValue:
-    """Return a response as JSON; raises BadAnswer."""
     try:
         return strict_json.loads(answer, strict_json.MAX_DEPTH)
     except strict_json.AmbiguousJson as err:
@@ -66,7 +65,6 @@ def parts_of(value: Mapping[str, Any], where: str, *, without: str = "") -> dict
 
 
 def list_of(value: object, size: int, where: str) -> Sequence[Any]:
-    """Return a list of the right length; raises BadAnswer."""
     if not isinstance(value, list):
         raise BadAnswer(f"answers {_kind(value)} at {where}, expected a list")
     if len(value) != size:

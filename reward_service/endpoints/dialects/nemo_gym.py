@@ -28,7 +28,6 @@ class NemoGymDialect(Dialect):
     model: str = Field("policy", max_length=200, description="The model name in the response object.")
 
     def request(self, call: Call) -> Payload:
-        """Return a verify request with one assistant message."""
         (group,) = call.groups
         (text,) = group.completions
         row: dict[str, Any] = dict(group.extra_info) if isinstance(group.extra_info, dict) else {}

@@ -34,7 +34,6 @@ class OpenAiGraderDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read ``reward``, unless an error is flagged; the numbers of ``sub_rewards`` are parts."""
         value = foreign_scores.parse(answer)
         if not isinstance(value, dict) or "reward" not in value:
             raise BadAnswer("answers no object with 'reward'")

@@ -27,7 +27,6 @@ class OpenRlhfDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read ``rewards``; ``scores`` and the lists of ``extra_logs`` are parts."""
         value = foreign_scores.parse(answer)
         if not isinstance(value, dict) or "rewards" not in value:
             raise BadAnswer("answers no object with 'rewards'")

@@ -71,8 +71,6 @@ class Cost:
 
 
 class Chat:
-    """Send questions to one model, at most ``concurrency`` at once. Call `close` at the end."""
-
     def __init__(self, settings: JudgeSettings, api_key: str) -> None:
         self._settings = settings
         self._places = asyncio.Semaphore(settings.concurrency)
@@ -84,11 +82,9 @@ class Chat:
         await self._http.close()
 
     async def ask(self, question: str) -> Said:
-        """Return the model's answer to a question; raises NoVerdict."""
         return await self.converse(self._body(question))
 
     async def converse(self, body: dict[str, Any]) -> Said:
-        """Return the model's answer to a complete request body; raises NoVerdict."""
         async with self._places:
             self.cost.calls += 1
             try:

@@ -50,7 +50,6 @@ def read_score(text: str, *, lowest: float, highest: float) -> float:
 
 
 def read_winner(text: str) -> Winner:
-    """Return the winner named in the last line ``WINNER: A``; raises Unreadable."""
     found = _WINNER.fullmatch(_last_line(text))
     if found is None:
         raise Unreadable(f"the judge's last line must be WINNER: A, B or TIE, got {_end(text)!r}")

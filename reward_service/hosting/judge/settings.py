@@ -72,7 +72,6 @@ class Template:
 
     @classmethod
     def read(cls, text: str, *, needed: Set[str]) -> Template:
-        """Return a checked template; raises ValueError for unknown placeholders and for missing ``needed`` ones."""
         places = frozenset(_PLACE.findall(text))
         answers = {place for place in _KNOWN if place.startswith("answer")}
         known = (_KNOWN - answers) | needed
@@ -203,7 +202,6 @@ class JudgeSettings(Section):
         return Template.read(self.template or default, needed=needed)
 
     def api_key(self) -> str:
-        """Return the API key, or "" if none is configured; raises ConfigError if it cannot be read."""
         if self.api_key_env:
             key = os.environ.get(self.api_key_env, "").strip()
             if not key:
@@ -219,7 +217,6 @@ class JudgeSettings(Section):
 
 
 def load(file: Path) -> JudgeSettings:
-    """Read a judge's TOML file; raises ConfigError naming the file and the key."""
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
         return JudgeSettings.model_validate(given)

@@ -92,7 +92,6 @@ _SCHEMA = {
 
 
 async def evaluate(grader: Grader, item: Mapping[str, Any], answer: str, chat: Chat | None) -> Score:
-    """Return the score of one answer; ``chat`` is needed for score_model graders."""
     try:
         if not isinstance(grader, Multi):
             value, unfit = await _single(grader, item, answer, chat)

@@ -37,7 +37,6 @@ class SampleUnfit(Exception):
 
 
 def check_variables(text: str) -> None:
-    """Raise ValueError for a variable that cannot exist in any row."""
     for name in _VARIABLE.findall(text):
         path = _PATH.fullmatch(name)
         if path is None:
@@ -112,7 +111,6 @@ _ONE_ARGUMENT = frozenset(_FUNCTIONS) - {"min", "max"}
 
 
 def check_formula(text: str, names: Collection[str]) -> None:
-    """Raise ValueError unless the text is arithmetic over the names."""
     try:
         tree = _parsed(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -279,7 +277,6 @@ _GRADER: TypeAdapter[Grader] = TypeAdapter(Annotated[Grader, Field(discriminator
 
 
 def load(file: Path) -> Grader:
-    """Read a grader's JSON file; raises ConfigError naming the file and the field."""
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
     except OSError as err:
@@ -293,7 +290,6 @@ def load(file: Path) -> Grader:
 
 
 def read(given: Any) -> Grader:
-    """Return a grader; raises ValueError naming the invalid field."""
     for where, kind in _kinds(given):
         if kind in _REFUSED:
             raise ValueError(f"{where}: {_REFUSED[kind]}")

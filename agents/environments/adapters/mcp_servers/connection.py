@@ -65,7 +65,6 @@ class McpConnection:
         self._held: asyncio.Task[None] | None = None
 
     async def open(self) -> list[Any]:
-        """Connect, and return the server's tools as the library describes them; raises ServerFailed."""
         self._held = asyncio.create_task(self._hold(), name=f"mcp {self._name}")
         await self._until_done(asyncio.ensure_future(self._ready.wait()), "does not start a session")
         return await self._until_done(asyncio.ensure_future(self._list()), "does not list its tools")
@@ -90,7 +89,6 @@ class McpConnection:
         raise ServerFailed(f"MCP server {self._name} lists its tools in more than {_MOST_PAGES} pages")
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """Return what a call answers, or why it was refused; raises ServerFailed."""
         work = self._client.call_tool(tool, dict(arguments), read_timeout_seconds=self._call_deadline_s)
         try:
             answer = await self._until_done(asyncio.ensure_future(work), f"does not answer a call of {tool}")
@@ -107,7 +105,6 @@ class McpConnection:
         return Result(text, is_error=False, structured=answer.structured_content)
 
     async def _check_lists(self, tool: str) -> None:
-        """Raise ServerFailed unless the server still answers."""
         what = f"did not answer a call of {tool}, and does not list its tools either"
         try:
             async with asyncio.timeout(LISTS_WITHIN_S):
@@ -132,7 +129,6 @@ class McpConnection:
             work.cancel()
 
     async def _failed(self, problem: str, err: BaseException | None) -> ServerFailed:
-        """Return the failure with its cause, after the session is closed."""
         cause = await self._close()
         reason = _reason(cause or err)
         return ServerFailed(f"MCP server {self._name} {problem}{reason}{self._known()}")
@@ -155,14 +151,12 @@ class McpConnection:
 
 
 def _reason(err: BaseException | None) -> str:
-    """Return the first error of a tree of them, as text."""
     while isinstance(err, BaseExceptionGroup):
         err = err.exceptions[0]
     return "" if err is None else f": {type(err).__name__}: {str(err)[:500]}"
 
 
 def _text(block: Any) -> str:
-    """Return a block of a result as text; of what is no text its kind and its size."""
     if block.type == "text":
         return str(block.text)
     resource = getattr(block, "resource", None)

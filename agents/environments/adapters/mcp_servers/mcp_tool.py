@@ -19,8 +19,6 @@ from penstock.agents.environments.tools.tool import (
 
 
 class AnyArguments(ToolArguments):
-    """The arguments of a call, which the server checks."""
-
     model_config = ConfigDict(extra="allow")
 
 
@@ -30,14 +28,12 @@ class McpTool(Tool):
     max_running = sys.maxsize  # each episode has a session of its own
 
     def __init__(self, of: ServerTool) -> None:
-        """``of``: what it calls."""
         super().__init__()
         self.name = f"{of.server}__{of.name}"
         self.description = of.described.description or ""
         self._of = of
 
     def schema(self) -> dict[str, Any]:
-        """Return the tool as its server describes it, under its name here."""
         return self._of.as_function(self.name)
 
     async def call(self, arguments: AnyArguments, episode: ToolEpisode) -> str:

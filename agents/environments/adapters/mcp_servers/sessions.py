@@ -25,8 +25,6 @@ from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPol
 
 
 class McpServer(Section):
-    """One MCP server: a command or a URL."""
-
     command: list[str] = Field(
         default_factory=list,
         description="Program and arguments of a server that talks over standard input and output; run for each episode.",
@@ -55,7 +53,6 @@ class McpServer(Section):
 
 
 def _named(name: str) -> str:
-    """Return a server's name; raises ValueError for one of which SERVER__TOOL would not be a name."""
     if not name.isidentifier() or "__" in name:
         raise ValueError(f"{name!r}: a server's name is made of letters, digits and single underscores")
     return name
@@ -79,8 +76,6 @@ class ServerLimits(PlayOptions):
 
 
 class McpOptions(ServerLimits):
-    """Servers, and what the policy may do with them."""
-
     servers: dict[ServerName, McpServer] = Field(
         min_length=1,
         max_length=16,
@@ -137,15 +132,12 @@ class SessionOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What all episodes of a worker share to reach the servers."""
-
     policy: TargetPolicy
     trusted: ssl.SSLContext
     tokens: Mapping[str, str]  # by the server's name
 
     @classmethod
     def of(cls, options: SessionOptions, own: Sequence[OwnServer]) -> Self:
-        """Read the tokens; ``own`` are the run's servers. Raises ConfigError without the library, or for a file that cannot be read."""
         transports.library()
         tokens = {
             name: read_token(one.token_file, f"options.servers.{name}.token_file")
@@ -164,7 +156,6 @@ class ServerTool:
     described: Any
 
     def as_function(self, name: str) -> dict[str, Any]:
-        """Return it as the chat completions API describes a function of this name."""
         function = {
             "name": name,
             "description": self.described.description or "",
@@ -180,7 +171,6 @@ class McpSessions:
         }
 
     async def open(self) -> list[ServerTool]:
-        """Connect to all servers, and return their tools in the servers' order; raises ServerFailed."""
         listed = await side_by_side(connection.open() for connection in self._connections.values())
         named = zip(self._connections.items(), listed, strict=True)
         return [

@@ -29,7 +29,6 @@ _CONNECT_S = 5.0
 
 
 def library() -> Any:
-    """Return the package `mcp`; raises ConfigError without it."""
     try:
         import mcp  # noqa: PLC0415 - only a worker that plays with MCP servers needs it
     except ImportError as err:
@@ -45,7 +44,6 @@ class ServerProcess:
         self.problem = ""
 
     def text(self) -> str:
-        """Return both, for an error; empty if there is nothing to say."""
         said = f"; the end of its standard error:\n{self.output}" if self.output else ""
         return f"{self.problem}{said}"
 
@@ -59,7 +57,6 @@ async def over_process(
     max_message_bytes: int,
     known: ServerProcess,
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """Run a server, and yield the streams of messages from it and to it. Raises OSError if it cannot be started."""
     import anyio  # noqa: PLC0415 - comes with mcp
 
     own = tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-")
@@ -201,7 +198,6 @@ async def over_http(
 
 
 async def _checked_address(policy: TargetPolicy, host: str, port: int) -> str:
-    """Return an address of a host, all of which may be called; raises TargetRefused, or OSError for an unknown name."""
     with contextlib.suppress(ValueError):
         address = str(ipaddress.ip_address(host))
         policy.check_address(host, address, port)

@@ -72,7 +72,6 @@ class GymRow:
 
 
 def _shown(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
-    """Return the messages of the parameters; raises ValueError for what the policy cannot be shown."""
     if not messages or messages[-1].role not in ("user", "tool"):
         last = f"the last is of the {messages[-1].role}" if messages else "there is none"
         raise ValueError(f"{_PARAMS}.input: expected messages, the last one of the user; {last}")
@@ -87,7 +86,6 @@ def _shown(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
 
 
 def _check(tool: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a tool that is no path of a server, or has no schema of an object."""
     name = tool["name"]
     if not _NAME.fullmatch(name):
         raise ValueError(f"{where}.name: expected 1 to 64 letters, digits, _ and -, got {name[:100]!a}")

@@ -29,7 +29,6 @@ from penstock.serving import strict_json
 
 class NemoGymPlay(Play):
     def __init__(self, seed: int, row: Row, options: NemoGymOptions, sessions: Sessions) -> None:
-        """Read the row; raises ValueError for one that cannot be played."""
         self._row = GymRow.of(row)
         self.tools = self._row.tools
         self._names = frozenset(tool["function"]["name"] for tool in self.tools)
@@ -39,7 +38,6 @@ class NemoGymPlay(Play):
         self._output: list[dict[str, Any]] = []  # the episode as items of the Responses API
 
     async def start(self) -> Sequence[Message]:
-        """Begin a session, and return the row's messages; raises GymFailed."""
         self._session = await self._sessions.open(self._row.fields, self._seed)
         return self._row.messages
 
@@ -62,7 +60,6 @@ class NemoGymPlay(Play):
         return Reply(reward=verified.reward, is_done=True, parts={**verified.parts, **parts})
 
     async def score(self) -> float:
-        """Return the reward of an episode that ended without a last answer; raises GymFailed."""
         return (await self._verify()).reward
 
     async def close(self) -> None:
@@ -74,7 +71,6 @@ class NemoGymPlay(Play):
         return await self._session.verify(self._row.verify(self._output, f"resp_{self._id}", time.time()))
 
     async def _result(self, call: ToolCall, number: int) -> tuple[str, bool]:
-        """Return what a call answers, and whether it is an error; raises GymFailed."""
         most = 1 if self._row.makes_one_call else self._options.max_calls
         if number >= most:
             return f"error: only the first {most} calls of an answer are made", True
@@ -129,19 +125,15 @@ def _says_done(text: str) -> bool:
 
 
 class NemoGym(ServerEnvironment):
-    """The environment ``nemo_gym``."""
-
     name = "nemo_gym"
     options = NemoGymOptions
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
-        """Return this environment under another name; raises ConfigError for a deadline of replies that is over before one of calls."""
         other = super().defined(name, definition)
         check_reply_deadline(name, definition, other.chosen.call_deadline_s, ALIVE_WITHIN_S)
         return other
 
     def new_sessions(self, options: NemoGymOptions) -> Sessions:
-        """Return the connections to the servers; raises ConfigError for a token that cannot be read."""
         return Sessions(options, self.own_servers)
 
     def play(self, seed: int, row: Row, options: NemoGymOptions) -> NemoGymPlay:

@@ -90,7 +90,6 @@ class NemoGymOptions(PlayOptions):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs, without a slash at the end."""
         return urls_of(self.url)
 
 
@@ -115,14 +114,12 @@ class GymSession:
         self._cookies: dict[str, str] = {}
 
     async def begin(self, row: Mapping[str, Any]) -> None:
-        """Have the server prepare the row; raises _Busy, ConnectionFailed, GymFailed."""
         answer = await self._post("seed_session", row)
         if answer.status in PASSING:
             raise _Busy(self._said("seed_session", answer))
         self._value("seed_session", answer)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return what the policy reads of a call, and whether it is an error; raises GymFailed, ConnectionFailed."""
         try:
             async with asyncio.timeout(self._call_deadline_s):
                 answer = await self._post(tool, arguments)
@@ -141,7 +138,6 @@ class GymSession:
         return (f"error: HTTP {answer.status}: {text}", True) if is_text else (text, False)
 
     async def verify(self, body: Mapping[str, Any]) -> Verified:
-        """Return the reward; raises GymFailed, ConnectionFailed."""
         value = self._value("verify", await self._post("verify", body))
         if not isinstance(value, dict) or "reward" not in value:
             raise GymFailed(f"{self._server.url}/verify answers no object with a reward")
@@ -172,7 +168,6 @@ class GymSession:
         return answer
 
     async def _check_answers(self, tool: str) -> None:
-        """Raise GymFailed unless the server still answers."""
         problem = f"no answer within {ALIVE_WITHIN_S:g} s"
         try:
             async with asyncio.timeout(ALIVE_WITHIN_S):
@@ -211,10 +206,7 @@ class GymSession:
 
 
 class Sessions:
-    """The servers of one environment, and the connections to them."""
-
     def __init__(self, options: NemoGymOptions, own: Sequence[OwnServer]) -> None:
-        """Prepare; nothing is sent before the first episode. Raises ConfigError for a token that cannot be read."""
         token = read_token(options.token_file, "options.token_file") if options.token_file else ""
         self._connections = HttpConnections(
             keep_s=_KEEP_S,

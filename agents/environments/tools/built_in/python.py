@@ -87,8 +87,6 @@ class _Slot:
 
 
 class PythonTool(Tool):
-    """The tool ``python``."""
-
     name = "python"
     description = (
         "Run a Python program and return what it prints. It has the standard library, no files and no network; nothing is kept "
@@ -103,7 +101,6 @@ class PythonTool(Tool):
         self._limits = Limits()
 
     def prepare(self) -> None:
-        """Find the sandbox that works here; raises ConfigError where none does."""
         chosen: PythonOptions = self.chosen
         probed = canary.probe(chosen.sandbox)
         if probed.kind is None:
@@ -138,7 +135,6 @@ def _run(slot: _Slot, program: str, limits: Limits) -> tuple[Run, Reason | None]
 
 
 def _failed(run: Run, reason: Reason) -> str:
-    """Return what the policy reads of a program that failed: what it printed, and the end of its traceback."""
     printed = run.output.decode(errors="replace").rstrip("\n")
     if reason in _SAYS:
         return f"{_SAYS[reason]}\n{printed}".rstrip("\n")

@@ -29,7 +29,6 @@ _K1, _B = 1.2, 0.75  # of Lucene
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text: letters, digits and underscores, without regard to case."""
     return _WORD.findall(text.casefold())
 
 
@@ -174,8 +173,6 @@ class SearchArguments(ToolArguments):
 
 
 class SearchTool(Tool):
-    """The tool ``search``."""
-
     name = "search"
     description = "Search a collection of texts; return the passages that fit best."
     arguments = SearchArguments
@@ -187,7 +184,6 @@ class SearchTool(Tool):
         self._index: Bm25 | None = None
 
     def prepare(self) -> None:
-        """Read the corpus; raises ConfigError for one that cannot be read."""
         chosen: SearchOptions = self.chosen
         self._passages = read_corpus(chosen.corpus, chosen.passage_chars)
         self._index = Bm25(f"{passage.title}\n{passage.text}" for passage in self._passages)
