@@ -28,14 +28,7 @@ from penstock.protocol.errors import TargetRefused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-PRIVATE_TARGETS = (
-    "127.0.0.0/8",
-    "::1/128",
-    "10.0.0.0/8",
-    "172.16.0.0/12",
-    "192.168.0.0/16",
-    "fc00::/7",
-)
+PRIVATE_TARGETS = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 # Metadata services give a machine's credentials to any process on it.
 _NEVER = tuple(
     ipaddress.ip_network(text)

@@ -233,12 +233,7 @@ def program() -> str:
 
 
 def confined(
-    command: Sequence[str],
-    *,
-    start_in: Path,
-    readable: Sequence[str],
-    writable: Path,
-    socket: Path,
+    command: Sequence[str], *, start_in: Path, readable: Sequence[str], writable: Path, socket: Path
 ) -> list[str]:
     """Return the command that runs ``command`` confined.
 

@@ -9,13 +9,7 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-from penstock.agents.environments.episode_environment import (
-    Attempt,
-    Begun,
-    EpisodeEnvironment,
-    RowUnfit,
-    Site,
-)
+from penstock.agents.environments.episode_environment import Attempt, Begun, EpisodeEnvironment, RowUnfit, Site
 from penstock.agents.environments.play import Play, Row
 from penstock.agents.environments.play_episode import play_episode
 from penstock.agents.proxy.session import EpisodeSession

@@ -16,15 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from penstock.agents.environments.over_http import wire
-from penstock.agents.environments.over_http.wire import (
-    ProblemCode,
-    Score,
-    Scored,
-    Start,
-    Started,
-    Step,
-    Stepped,
-)
+from penstock.agents.environments.over_http.wire import ProblemCode, Score, Scored, Start, Started, Step, Stepped
 from penstock.agents.environments.play import (
     EnvironmentFailed,
     Play,

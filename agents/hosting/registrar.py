@@ -13,12 +13,7 @@ from pydantic import ValidationError
 
 from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.client import EnvironmentClient, ServerUnreachable
-from penstock.agents.environments.over_http.registry import (
-    Lease,
-    Listed,
-    RegisteredServer,
-    RegistrationRefused,
-)
+from penstock.agents.environments.over_http.registry import Lease, Listed, RegisteredServer, RegistrationRefused
 from penstock.agents.environments.over_http.wire import About
 from penstock.agents.hosting.commands import LEASE_S
 from penstock.protocol import streams

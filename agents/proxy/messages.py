@@ -58,11 +58,7 @@ class ToolCall:
     arguments: str  # JSON, or whatever the client wrote
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits

@@ -244,11 +244,7 @@ SHAPES: dict[str, tuple[Message, tuple[Message, ...], bool]] = {
     "call, then result": (Message("assistant", "", "", (_CALL,)), (_RESULT,), True),
     "text and call, then result": (Message("assistant", "I look.", "", (_CALL,)), (_RESULT,), True),
     "reasoning and call, then result": (Message("assistant", "", "Let me see.", (_CALL,)), (_RESULT,), True),
-    "two calls, then two results": (
-        Message("assistant", "", "", (_CALL, _OTHER)),
-        (_RESULT, _OTHER_RESULT),
-        True,
-    ),
+    "two calls, then two results": (Message("assistant", "", "", (_CALL, _OTHER)), (_RESULT, _OTHER_RESULT), True),
     "call, then result and user": (Message("assistant", "", "", (_CALL,)), (_RESULT, _NEXT), True),
     "call, then user": (Message("assistant", "", "", (_CALL,)), (_NEXT,), True),
 }

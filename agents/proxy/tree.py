@@ -236,12 +236,7 @@ class ConversationTree:
         return best, best.num_tokens if best is not None else 0
 
     def commit(
-        self,
-        plan: PromptPlan,
-        completion: Completion,
-        answer: Message,
-        *,
-        in_reasoning: bool = False,
+        self, plan: PromptPlan, completion: Completion, answer: Message, *, in_reasoning: bool = False
     ) -> SampledTurn:
         """Add an answer; raises ReplyRefused if its prompt is not the recorded path, or what is said of its tokens is of others."""
         base, parent_tokens, prompt_ids = plan.parent, plan.parent_tokens, plan.prompt_ids

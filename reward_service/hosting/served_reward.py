@@ -113,12 +113,7 @@ async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
     hosts = allowed_hosts(where.host, where.url, where.secrets)
     app = hosted_app.build(reward, calls, secrets=where.secrets, hosts=hosts)
     offer = Offer(
-        name=where.name,
-        url=url,
-        version=reward.version,
-        lease_s=_LEASE_S,
-        secrets=where.secrets,
-        more=reward.terms,
+        name=where.name, url=url, version=reward.version, lease_s=_LEASE_S, secrets=where.secrets, more=reward.terms
     )
     service = where.service
     with stopping_by_signal(stop):

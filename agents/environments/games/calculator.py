@@ -26,11 +26,7 @@ _TOOL: dict[str, Any] = {
     "function": {
         "name": "calculator",
         "description": "Return the value of an expression of whole numbers, + - * / and parentheses.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
 

@@ -223,11 +223,7 @@ async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> No
         return found
 
     state, _ = await change_value(
-        store,
-        key(name),
-        read,
-        lambda state: without(state, server.id, leased),
-        Registered.to_json,
+        store, key(name), read, lambda state: without(state, server.id, leased), Registered.to_json
     )
     if not state.servers and state is not _EMPTY:
         await _delete_if_empty(store, name)

@@ -16,12 +16,7 @@ from typing import Self
 
 from penstock.agents.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S
 from penstock.agents.environments.adapters.mcp_servers.mcp_tool import McpTool
-from penstock.agents.environments.adapters.mcp_servers.sessions import (
-    McpSessions,
-    Reached,
-    ServerTool,
-    sweep,
-)
+from penstock.agents.environments.adapters.mcp_servers.sessions import McpSessions, Reached, ServerTool, sweep
 from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
 from penstock.agents.environments.play import Play, Reply, Row

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.agents.proxy.answer_formats.answer_format import (
-    AnswerFormat,
-    Call,
-    ParsedAnswer,
-    read_call,
-    read_json,
-)
+from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Call, ParsedAnswer, read_call, read_json
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 

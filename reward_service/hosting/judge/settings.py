@@ -166,9 +166,7 @@ class JudgeSettings(Section):
     )
     retries: int = Field(default=3, ge=0, le=20, description="Retries after a failed connection, 429 or 5xx.")
     max_answer_chars: int = Field(
-        default=60_000,
-        ge=1,
-        description="Longer answers are errors; no answer is judged in part.",
+        default=60_000, ge=1, description="Longer answers are errors; no answer is judged in part."
     )
     api_key_env: str = Field(default="", description="Environment variable that holds the API key.")
     api_key_file: Path | None = Field(

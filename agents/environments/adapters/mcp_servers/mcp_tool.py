@@ -9,13 +9,7 @@ from pydantic import ConfigDict
 
 from penstock.agents.environments.adapters.mcp_servers.connection import ServerFailed
 from penstock.agents.environments.adapters.mcp_servers.sessions import ServerTool
-from penstock.agents.environments.tools.tool import (
-    Tool,
-    ToolArguments,
-    ToolEpisode,
-    ToolError,
-    ToolUnavailable,
-)
+from penstock.agents.environments.tools.tool import Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
 
 
 class AnyArguments(ToolArguments):

@@ -50,12 +50,7 @@ class ServerProcess:
 
 @contextlib.asynccontextmanager
 async def over_process(
-    command: Sequence[str],
-    folder: Path,
-    variables: Mapping[str, str],
-    *,
-    max_message_bytes: int,
-    known: ServerProcess,
+    command: Sequence[str], folder: Path, variables: Mapping[str, str], *, max_message_bytes: int, known: ServerProcess
 ) -> AsyncIterator[tuple[Any, Any]]:
     import anyio  # noqa: PLC0415 - comes with mcp
 

@@ -11,13 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.tools.tool import (
-    Tool,
-    ToolArguments,
-    ToolEpisode,
-    ToolError,
-    ToolUnavailable,
-)
+from penstock.agents.environments.tools.tool import Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
 from penstock.protocol.errors import ConfigError
 from penstock.sandbox import canary
 from penstock.sandbox.outcome import Reason, failure, run_program
