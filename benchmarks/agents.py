@@ -34,8 +34,7 @@ from penstock.agents.proxy.messages import Message
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.server import serving
-from penstock.agents.proxy.session import AgentModel, AgentProxy, path
-from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits, path
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.facts import Sampling

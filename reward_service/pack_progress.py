@@ -22,6 +22,7 @@ from penstock.protocol.transport.key_value import KeyValue
 log = structlog.get_logger("reward_service.progress")
 
 MAX_MESSAGES = 10_000  # a message is remembered only while groups of it wait; the bound only limits memory
+_CLOCK_SET = time.time() - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,6 @@ class PackProgress:
 
 
 _FRESH = PackProgress()
-_CLOCK_SET = time.time() - time.monotonic()
 
 
 class ProgressStore:

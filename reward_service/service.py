@@ -27,17 +27,16 @@ from penstock.reward_service.endpoints.endpoint_client import EndpointClient, He
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter
+from penstock.reward_service.loop import WorkSlots
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import ProgressStore
-from penstock.reward_service.pack_scoring import ScoringContext
+from penstock.reward_service.pack_scoring import RetryPolicy, ScoringContext
 from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.registry.user_rewards import UserRewards
-from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.rewards import code
 from penstock.reward_service.settings import RewardServiceSection, RewardSettings
-from penstock.reward_service.work_slots import WorkSlots
 from penstock.sandbox import canary
 from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits

@@ -14,7 +14,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import http_tls
-from penstock.reward_service.endpoints.access import Access, Role, read_tokens
+from penstock.reward_service.endpoints.endpoint import Access, Role, read_tokens
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 ADMIN = "admin"  # the name of the holder of token and token_file

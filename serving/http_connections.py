@@ -34,6 +34,7 @@ from penstock.serving.target_policy import TargetPolicy, resolve
 
 _LONGEST_S = 3600.0
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_CONNECT_S = 5.0
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
@@ -52,9 +53,6 @@ def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> fl
         return 0.0
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     return min(max((at - (now or datetime.now(UTC))).total_seconds(), 0.0), _LONGEST_S)
-
-
-_CONNECT_S = 5.0
 
 
 class ConnectionFailed(PenstockError):

@@ -16,6 +16,10 @@ from typing import TypeVar
 from penstock.protocol.errors import PenstockError
 
 PREFIX = "lease."
+T = TypeVar("T")
+WAIT_S = 60.0  # the registry may be starting at the same time
+RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
+_PAUSE_S = 0.5
 
 
 def server_id(version: str, url: str) -> str:
@@ -53,13 +57,6 @@ class Leases:
             return 0.0
         seen = self._seen.get(key)
         return max(0.0, now - seen[1] - lease_s) if seen is not None else now
-
-
-T = TypeVar("T")
-
-WAIT_S = 60.0  # the registry may be starting at the same time
-RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
-_PAUSE_S = 0.5
 
 
 def say(text: str) -> None:

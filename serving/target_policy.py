@@ -61,6 +61,12 @@ _URL = re.compile(r"[!-\[\]-~]+")  # printable ASCII without the backslash
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _FOUR_NUMBERS = re.compile(r"([0-9]+\.){3}[0-9]+\.?")
 _MAX_HOST = 253  # RFC 1035
+_DEADLINE_S = 5.0
+# A pool of their own: a name server that hangs must not block the threads of other work.
+_RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
+_NATS_PORT = 4222
+_MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses
+_WEB_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +171,6 @@ def _unmapped(ip: Address) -> Address:
     return ip.ipv4_mapped or ip.sixtofour or ip
 
 
-_DEADLINE_S = 5.0
-# A pool of their own: a name server that hangs must not block the threads of other work.
-_RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
-
-
 async def resolve(host: str, port: int) -> list[str]:
     """Return all addresses of a name; raises OSError when it has none, or when no name server answers in time."""
     with contextlib.suppress(ValueError):
@@ -181,11 +182,6 @@ async def resolve(host: str, port: int) -> list[str]:
     except UnicodeError:  # a part of the name is empty or too long
         raise OSError(f"{host!a} is no host name") from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-_NATS_PORT = 4222
-_MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses
-_WEB_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
 async def find_own_servers(nats: NatsSettings, s3: S3Settings) -> list[OwnServer]:

@@ -1,4 +1,4 @@
-"""The adapter of uvicorn: serve an ASGI app on a socket that is already bound, so that the number for port 0 is known.
+"""The adapter of uvicorn: serve an ASGI app on a socket that is already bound, so that the number for port 0 is known; and stop at a signal.
 
 A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred of them keep
 everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at `MIN_BYTES_PER_S` or faster; one that
@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import h11
 import structlog
@@ -27,14 +32,43 @@ MAX_CONNECTIONS = 512  # below the 1,024 files that a process may open by defaul
 LONG_IDLE_S = 600  # a tool may run for minutes between two requests; a reset in that moment is an error to the agent
 MANY_CONNECTIONS = 16_384  # of workers and agents, each of which keeps those that it made
 LONG_BACKLOG = 1024  # hundreds of agents connect in one moment
-
 log = structlog.get_logger("reward_service.web_server")
-
 _SHUTDOWN_S = 2  # requests in progress at shutdown get this long
 _BACKLOG = 256
 _IDLE_S = 5  # between two requests of a connection
 _LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+
+
+@contextmanager
+def stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
+    """Set ``stop`` at the first SIGTERM or SIGINT, exit at the second: an author's code may be in an endless loop."""
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # an exception would surface inside the author's code, which may catch it
+        stop.set()
+        loop.call_soon_threadsafe(lambda: None)  # wakes the event loop
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def allowed_hosts(host: str, url: str | None, secrets: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the names besides those of the loopback that a Host header may have; None: any.
+
+    Without ``secrets``, a server on the loopback ``host`` trusts the programs of its machine, and no web page whose name resolves
+    to it. ``url`` is where it is reached, if that is not the loopback: behind a proxy or a tunnel.
+    """
+    if secrets or not http_tls.is_loopback(host):
+        return None
+    name = urlsplit(url or "").hostname
+    return (name,) if name else ()
 
 
 class RequestClock:

@@ -21,13 +21,12 @@ from typing import Any, ClassVar, Self
 import structlog
 from pydantic import ValidationError
 
-from penstock.agents.environments.play_episode import Played
+from penstock.agents.environments.turn_environment import Played
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, counts_of, messages_json, stored_rows
-from penstock.agents.proxy.session import AgentModel, EpisodeSession
-from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings

@@ -21,6 +21,8 @@ from penstock.agents.proxy.api.chat_completions import read_message
 from penstock.agents.proxy.messages import Message, RequestRefused
 from penstock.protocol.facts import Task
 
+_ROLES = ("system", "user", "assistant", "tool")
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -95,9 +97,6 @@ class Play(ABC):
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most plays hold nothing
         """Give up what the play holds; called once, also after a failure."""
-
-
-_ROLES = ("system", "user", "assistant", "tool")
 
 
 class EnvironmentFailed(Exception):

@@ -38,6 +38,21 @@ _KEPT_BYTES = 4096  # the end of what a program prints
 _READ_BYTES = 65_536
 _LAST_READS = 16  # at the end: 1 MiB, the most that a pipe holds; a process that left the group may write without end
 _REAP_S = 10.0
+PROXY_PORT = 8080  # inside; nothing else listens there
+_SOCKET = "/run/penstock-proxy"  # inside
+_NOBODY = "65534"
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/ssl",
+    "/etc/localtime",
+    "/etc/alternatives",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,23 +219,6 @@ def _start_time(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
-
-
-PROXY_PORT = 8080  # inside; nothing else listens there
-_SOCKET = "/run/penstock-proxy"  # inside
-_NOBODY = "65534"
-_SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/ssl",
-    "/etc/localtime",
-    "/etc/alternatives",
-)
 
 
 def program() -> str:

@@ -17,6 +17,10 @@ from typing import Any, TypeAlias
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.images.admission import AdmittedImage
 
+_KEY_BYTES = 16
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
+
 
 class RequestRefused(PenstockError):
     """A request cannot be answered; ``code`` is one word for programs, the text a sentence for people."""
@@ -47,10 +51,6 @@ def constrained(param: str) -> RequestRefused:
     )
 
 
-_KEY_BYTES = 16
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
-
-
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     id: str
@@ -59,9 +59,6 @@ class ToolCall:
 
     def as_dict(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,31 @@ _MARKERS = ("SEAM7f3a9c", "SEAMb41d60")  # as the answer's content; the second w
 _PLAIN_ROLES = frozenset({"user", "tool"})  # whose texts are written by neither the policy nor the agent's author
 _ESCAPE = 0xF0000  # first code point that stands for the text of a control token; a private use plane
 _KEPT_CHARACTERS = 2 * 1024**2  # of prompts whose ids are kept, about 20 MB with them
+_TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+        },
+    },
+)
+_CALL = ToolCall("call_000000001", "look", '{"word": "sun"}')
+_OTHER = ToolCall("call_000000002", "look", '{"word": "moon"}')
+_RESULT, _OTHER_RESULT = (Message("tool", one, tool_call_id=n.id) for one, n in (("star", _CALL), ("rock", _OTHER)))
+_USER = Message("user", "Hello.")
+_NEXT = Message("user", "Go on.")
+SHAPES: dict[str, tuple[Message, tuple[Message, ...], bool]] = {
+    "answer, then user": (Message("assistant", "Yes."), (_NEXT,), False),
+    "reasoning and answer, then user": (Message("assistant", "Yes.", "Let me see."), (_NEXT,), False),
+    "call, then result": (Message("assistant", "", "", (_CALL,)), (_RESULT,), True),
+    "text and call, then result": (Message("assistant", "I look.", "", (_CALL,)), (_RESULT,), True),
+    "reasoning and call, then result": (Message("assistant", "", "Let me see.", (_CALL,)), (_RESULT,), True),
+    "two calls, then two results": (Message("assistant", "", "", (_CALL, _OTHER)), (_RESULT, _OTHER_RESULT), True),
+    "call, then result and user": (Message("assistant", "", "", (_CALL,)), (_RESULT, _NEXT), True),
+    "call, then user": (Message("assistant", "", "", (_CALL,)), (_NEXT,), True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,34 +245,6 @@ def without_reasoning(messages: Sequence[Message], *, before: int) -> list[Messa
         replace(message, reasoning="") if number < before and message.reasoning else message
         for number, message in enumerate(messages)
     ]
-
-
-_TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look a word up.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-        },
-    },
-)
-_CALL = ToolCall("call_000000001", "look", '{"word": "sun"}')
-_OTHER = ToolCall("call_000000002", "look", '{"word": "moon"}')
-_RESULT, _OTHER_RESULT = (Message("tool", one, tool_call_id=n.id) for one, n in (("star", _CALL), ("rock", _OTHER)))
-_USER = Message("user", "Hello.")
-_NEXT = Message("user", "Go on.")
-
-SHAPES: dict[str, tuple[Message, tuple[Message, ...], bool]] = {
-    "answer, then user": (Message("assistant", "Yes."), (_NEXT,), False),
-    "reasoning and answer, then user": (Message("assistant", "Yes.", "Let me see."), (_NEXT,), False),
-    "call, then result": (Message("assistant", "", "", (_CALL,)), (_RESULT,), True),
-    "text and call, then result": (Message("assistant", "I look.", "", (_CALL,)), (_RESULT,), True),
-    "reasoning and call, then result": (Message("assistant", "", "Let me see.", (_CALL,)), (_RESULT,), True),
-    "two calls, then two results": (Message("assistant", "", "", (_CALL, _OTHER)), (_RESULT, _OTHER_RESULT), True),
-    "call, then result and user": (Message("assistant", "", "", (_CALL,)), (_RESULT, _NEXT), True),
-    "call, then user": (Message("assistant", "", "", (_CALL,)), (_NEXT,), True),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
+from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.rows import TreeRows, build_rows
-from penstock.agents.proxy.settings import EpisodeLimits
-from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
+from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
+from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
 from penstock.protocol.facts import MAX_IMAGES, Sampling
 from penstock.protocol.images.processor import ImageProcessor
@@ -29,11 +30,45 @@ from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRef
 from penstock.rollout_service.run_images import RunImages
 
 log = structlog.get_logger("rollout.episode")
-
 _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told so
-
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
+
+
+class EpisodeLimits(Section):
+    history_match: HistoryMatch = Field(
+        "echo",
+        description="When a client's copy of an answer is that answer: strict (equal texts), json (arguments equal as JSON), "
+        "echo (outer white space may differ, and the reasoning may be left out).",
+    )
+    max_turns: int = Field(1000, ge=1, description="Answers of one episode.")
+    max_running: int = Field(64, ge=1, description="Requests of one episode that are sampled at once.")
+    max_messages: int = Field(4096, ge=1, description="Messages of one request.")
+    max_body_bytes: int = Field(16 * 1024**2, ge=1, description="Bytes of one request.")
+    max_stored_tokens: int = Field(
+        4_000_000, ge=1, description="Tokens that are recorded of one episode, at 8 to 12 bytes each."
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Versions between the oldest sampled token of an episode and the newest; beyond it requests are refused as expired, "
+        "before a reward is paid for. None: no limit.",
+    )
+    answer_deadline_s: float = Field(900.0, gt=0, description="Seconds for one answer.")
+    body_deadline_s: float = Field(60.0, gt=0, description="Seconds for a client to send a request.")
+    stream_wait_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds before the status 200 of a stream is sent; an error until then has its own status.",
+    )
+    stream_comment_s: float = Field(3.0, gt=0, description="Seconds between the comments that keep a stream open.")
+    retry_grace_s: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds that a call goes on after its client has disconnected, in which a retry may join it.",
+    )
+    kept_answers: int = Field(64, ge=1, description="Finished answers that a retry may ask for again.")
+    kept_answers_s: float = Field(600.0, ge=0, description="Seconds for which it may.")
 
 
 class Samples(Protocol):

@@ -28,6 +28,8 @@ from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
 
 HistoryMatch = Literal["strict", "json", "echo"]
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
 
 
 def is_copy(sent: Message, received: Message, rule: HistoryMatch) -> bool:
@@ -57,10 +59,6 @@ def _is_same_call(sent: ToolCall, received: ToolCall, rule: HistoryMatch) -> boo
     if same_arguments(sent.arguments, received.arguments):
         return True
     return sent.id == received.id and similar_arguments(sent.arguments, received.arguments)
-
-
-Int32s = npt.NDArray[np.int32]
-Float32s = npt.NDArray[np.float32]
 
 
 @dataclass(eq=False, slots=True)

@@ -15,8 +15,7 @@ from penstock.console.web.jobs.job_request import RunRequest
 from penstock.reward_service.api import app as api
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints import wire
-from penstock.reward_service.endpoints.access import Access
-from penstock.reward_service.endpoints.endpoint import DIALECTS
+from penstock.reward_service.endpoints.endpoint import DIALECTS, Access
 
 _METHODS = ("get", "post", "put", "patch", "delete")
 

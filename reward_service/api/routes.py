@@ -24,8 +24,7 @@ from penstock.reward_service.api.api_models import (
     ScoreByHand,
     TestRequest,
 )
-from penstock.reward_service.endpoints.access import Caller, Role
-from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Endpoint
+from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Caller, Endpoint, Role
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import example_groups

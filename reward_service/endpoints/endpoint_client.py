@@ -21,6 +21,10 @@ from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import TargetPolicy
 
 _KEEP_S = 5.0  # an idle connection
+log = structlog.get_logger("reward_service.health")
+PERIOD_S = 3.0
+_DEADLINE_S = 2.0
+_FAILURES = 2  # in a row before the breaker opens
 
 
 class EndpointClient:
@@ -81,13 +85,6 @@ class EndpointClient:
 
     async def call(self, endpoint: Endpoint, groups: Sequence[GroupToScore]) -> list[Outcome]:
         return await self.queue(endpoint).call_now(groups)
-
-
-log = structlog.get_logger("reward_service.health")
-
-PERIOD_S = 3.0
-_DEADLINE_S = 2.0
-_FAILURES = 2  # in a row before the breaker opens
 
 
 class HealthChecks:

@@ -21,11 +21,15 @@ from pydantic import BaseModel
 
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import Value
-from penstock.reward_service import pack_trace
 from penstock.reward_service.endpoints import endpoint_call
-from penstock.reward_service.endpoints.breaker import Breaker, BreakerState, TokenBucket
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_call import CallCounts, EndpointCaller
+from penstock.reward_service.endpoints.endpoint_call import (
+    Breaker,
+    BreakerState,
+    CallCounts,
+    EndpointCaller,
+    TokenBucket,
+)
 from penstock.reward_service.endpoints.endpoint_registry import NOTHING, EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
@@ -37,8 +41,7 @@ from penstock.reward_service.errors import (
     RewardCrashed,
     RewardError,
 )
-from penstock.reward_service.metrics import Timings
-from penstock.reward_service.pack_trace import PackTrace
+from penstock.reward_service.metrics import CURRENT_TRACE, PackTrace, Timings
 from penstock.reward_service.scores import Outcome
 from penstock.serving.http_connections import HttpConnections
 
@@ -190,7 +193,7 @@ class EndpointQueue:
             refused = QueuedGroup(group, attempt, new_future())
             refused.outcome.set_result(refusal)
             return [refused]
-        trace = pack_trace.CURRENT.get()
+        trace = CURRENT_TRACE.get()
         pieces = endpoint_call.cut_group(self.endpoint, group)
         entered = [QueuedGroup(piece, attempt, new_future(), trace, group.group_id) for piece in pieces]
         self._waiting.extend(entered)

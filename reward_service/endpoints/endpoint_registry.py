@@ -21,12 +21,17 @@ import structlog
 from pydantic import ValidationError
 
 from penstock.protocol.transport.key_value import KeyValue, change_value
-from penstock.reward_service.endpoints.access import Caller
-from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint import Caller, Endpoint
 from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotCalled
 from penstock.serving import lease
 
 secrets_log = structlog.get_logger("reward_service.secret_store")
+log = structlog.get_logger("reward_service.registry")
+KEY = "endpoints"
+MAX_ENDPOINTS = 256
+MAX_RETIRED = 256
+_MAX_BYTES = 900_000  # a value of the bucket is a message, and the broker takes one of 1 MiB
+_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +91,6 @@ def _secrets_key(endpoint: Endpoint) -> str:
 
 def _identity(endpoint: Endpoint) -> tuple[str, str, str]:
     return (endpoint.name, endpoint.url, endpoint.secret_id)
-
-
-log = structlog.get_logger("reward_service.registry")
-
-KEY = "endpoints"
-MAX_ENDPOINTS = 256
-MAX_RETIRED = 256
-_MAX_BYTES = 900_000  # a value of the bucket is a message, and the broker takes one of 1 MiB
-_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,34 +3,157 @@
 What ``serve``, ``serve-judge``, ``serve-grader`` and ``serve-model`` have in common. The reward runs on the main
 thread, one request at a time (what it awaits overlaps), and HTTP in a second thread: libraries like math-verify
 use alarms, which only the main thread may set, and a reward that computes for minutes must not let its lease expire.
+
+`HostedFunction` is user code, as ``serve FILE.py`` and the Python client serve it. It runs here, in a process that its user started, or in the worker processes of a reward service
+(`user_code/worker.py`), and in no other process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.loop_thread import LoopThread
 from penstock.protocol.transport import http_tls
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
-from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting import hosted_app, registration
+from penstock.reward_service.endpoints.wire import (
+    ERROR_HEADER,
+    GroupScore,
+    GroupToScore,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+)
+from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.commands import ServeOptions
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
+from penstock.reward_service.user_code import user_file
+from penstock.reward_service.user_code.user_function import UserReward
 from penstock.serving import signature, web_server
-from penstock.serving.host import allowed_hosts, stopping_by_signal
+from penstock.serving.request_checks import StrictRequest, check_signature, guard
+from penstock.serving.web_server import allowed_hosts, stopping_by_signal
 
+if TYPE_CHECKING:
+    from penstock.reward_service.hosting.served_reward import Hosted
+
+_MAX_REQUEST_BYTES = 256 * 1024 * 1024
 _LEASE_S = 15.0  # a killed process is out of service after this time
+
+
+@dataclass(frozen=True, slots=True)
+class HostedFunction:
+    reward: UserReward
+    version: str  # a hash of the source that was loaded, whatever its file holds later
+    terms: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"{self.reward.file.name}: {self.reward.name}"
+
+    @property
+    def batched(self) -> bool:
+        return self.reward.batched
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    async def open(self) -> None:
+        await self.reward.open()
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Call the function; what it raises is the error of the score."""
+        return await self.reward.score_all(groups)
+
+    async def close(self) -> None:
+        await self.reward.close()
+
+
+class Calls:
+    """Count the calls in progress, on the event loop where the reward runs."""
+
+    def __init__(self, home: asyncio.AbstractEventLoop) -> None:
+        self.home = home
+        self.num_in_progress = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    async def wait_for_none(self) -> None:
+        await self._none.wait()
+
+    async def score(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Score groups on the main thread; called in the server's thread."""
+        work = asyncio.run_coroutine_threadsafe(self._counted(reward, groups), self.home)
+        return await asyncio.wrap_future(work)
+
+    async def _counted(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        self.num_in_progress += 1
+        self._none.clear()
+        try:
+            return await reward.score(groups)
+        finally:
+            self.num_in_progress -= 1
+            if not self.num_in_progress:
+                self.home.call_later(0.1, self._maybe_none)  # the response is not written yet
+
+    def _maybe_none(self) -> None:
+        if not self.num_in_progress:
+            self._none.set()
+
+
+def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Sequence[str] | None = None) -> FastAPI:
+    """Return the endpoint's app.
+
+    With ``secrets``, a request without a valid signature is refused with 401. A Host header must be one of ``hosts`` or of the
+    loopback, unless it is None.
+    """
+    app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
+
+    async def signed(request: StrictRequest) -> None:
+        if secrets and request.method == "POST":
+            await check_signature(secrets, request)
+
+    guard(app, signed, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts)
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, err: HTTPException) -> JSONResponse:
+        """Give the reason in a header too: the reward service quotes nothing of a body."""
+        reason = "".join(letter if " " <= letter <= "~" else "?" for letter in str(err.detail))
+        return JSONResponse({"detail": err.detail}, err.status_code, headers={ERROR_HEADER: reason})
+
+    @app.post("/score")
+    async def score(wanted: ScoreRequest, request: Request) -> ScoreResponse:
+        """Score groups; a completion that cannot be scored has an error instead of a score."""
+        if reward.batched:
+            found = await calls.score(reward, wanted.groups)
+        else:
+            found = []
+            for group in wanted.groups:
+                if await request.is_disconnected():  # do not compute scores that no client waits for
+                    raise HTTPException(499, "the client closed the connection")
+                found += await calls.score(reward, [group])
+        named = zip(wanted.groups, found, strict=True)
+        return ScoreResponse(results=[GroupScore(group_id=group.group_id, scores=scores) for group, scores in named])
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        """Return 200 and a description of the served reward."""
+        about = {"reward": reward.title, "version": reward.version, "calls": calls.num_in_progress}
+        return {"ok": True, **about, "figures": dict(reward.figures)}
+
+    return app
 
 
 class Hosted(Protocol):
@@ -109,9 +232,9 @@ def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> in
 
 async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
     stop = asyncio.Event()
-    calls = hosted_app.Calls(asyncio.get_running_loop())
+    calls = Calls(asyncio.get_running_loop())
     hosts = allowed_hosts(where.host, where.url, where.secrets)
-    app = hosted_app.build(reward, calls, secrets=where.secrets, hosts=hosts)
+    app = build_app(reward, calls, secrets=where.secrets, hosts=hosts)
     offer = Offer(
         name=where.name, url=url, version=reward.version, lease_s=_LEASE_S, secrets=where.secrets, more=reward.terms
     )
@@ -132,7 +255,7 @@ async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
             await reward.close()
 
 
-async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
+async def _drain(calls: Calls, drain_s: float) -> None:
     """Wait for calls in progress, so that their groups are not scored a second time elsewhere."""
     if calls.num_in_progress:
         sys.stderr.write(
@@ -169,3 +292,11 @@ def _print_next_step(title: str, name: str, url: str, service: ServiceAddress | 
         text = f"{what}, registered at {service.url}. Next: penstock train run.toml reward.name={name}"
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def serve_file(
+    file: Path, function: str | None, options: ServeOptions, *, conversational: bool | None, timeout_s: float
+) -> int:
+    reward = user_file.load(file, function, conversational=conversational)
+    version = hashlib.sha256(reward.file.read_bytes()).hexdigest()[:8]
+    return serve_reward(HostedFunction(reward, version, {"timeout_s": timeout_s}), file.stem, options)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.reward_service.program_tests import tests_of_row
-from penstock.reward_service.program_tests.test_code import Graded
+from penstock.reward_service.program_tests.grade import Graded
 from penstock.reward_service.program_tests.tests_of_row import Tests
 from penstock.reward_service.rewards.reward import SandboxedReward, Verdict
 from penstock.sandbox.outcome import Reason

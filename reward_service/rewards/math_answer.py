@@ -27,6 +27,7 @@ from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_
 
 NAME, FLEXIBLE = "math", "math_flexible"
 MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
+Find = Callable[[str], str | None]  # a completion's answer, None if it has none
 
 
 class Graded(enum.Enum):
@@ -37,7 +38,6 @@ class Graded(enum.Enum):
 
 
 Grade = Callable[[str, str], Awaitable[Graded]]  # (gold, answer)
-Find = Callable[[str], str | None]  # a completion's answer, None if it has none
 
 
 async def judge(

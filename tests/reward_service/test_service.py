@@ -23,7 +23,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_progress
 from penstock.reward_service.errors import RewardCrashed
-from penstock.reward_service.registry.scorers import PureScorer
+from penstock.reward_service.registry.built_in import PureScorer
 from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes

@@ -14,20 +14,20 @@ from fastapi import FastAPI
 from tests.agents.environments.test_over_http import SECRET
 from tests.agents.environments.test_turn_environment import Script
 
-from penstock.agents.hosting import app as environment_app
+from penstock.agents.hosting.commands import app as environment_app
 from penstock.agents.hosting.episodes import Episodes
 from penstock.protocol.errors import ConfigError
-from penstock.reward_service.hosting import hosted_app
-from penstock.reward_service.hosting.hosted_app import Calls
-from penstock.serving.host import allowed_hosts
+from penstock.reward_service.hosting import served_reward
+from penstock.reward_service.hosting.served_reward import Calls
 from penstock.serving.signature import read_secrets
+from penstock.serving.web_server import allowed_hosts
 
 Build = Callable[..., FastAPI]
 
 
 def reward(secrets: Sequence[str], hosts: Sequence[str] | None) -> FastAPI:
     served = SimpleNamespace(title="none", version="1", batched=True, figures={})
-    return hosted_app.build(cast(Any, served), Calls(asyncio.get_running_loop()), secrets=secrets, hosts=hosts)
+    return served_reward.build_app(cast(Any, served), Calls(asyncio.get_running_loop()), secrets=secrets, hosts=hosts)
 
 
 def environment(secrets: Sequence[str], hosts: Sequence[str] | None) -> FastAPI:

@@ -30,6 +30,11 @@ from penstock.serving import strict_json
 from penstock.serving.http_connections import ConnectionFailed, HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
+_KEEP_S = 60.0
+_OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
+_CLOSE_S = 5.0
+_FULL_S = 1.0  # between two questions of a server without a free session
+
 
 class OpenEnvOptions(ActionOptions):
     """Options of ``openenv``."""
@@ -76,12 +81,6 @@ class OpenEnvOptions(ActionOptions):
     @property
     def urls(self) -> tuple[str, ...]:
         return urls_of(self.url)
-
-
-_KEEP_S = 60.0
-_OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
-_CLOSE_S = 5.0
-_FULL_S = 1.0  # between two questions of a server without a free session
 
 
 class OpenEnvFailed(PenstockError):

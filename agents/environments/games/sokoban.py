@@ -20,6 +20,11 @@ _DRAWS = 1_000  # rooms that are drawn before the options are refused
 _WALK = 60  # moves backwards from the solved room, for each box
 
 DIRECTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+_MOVES = {name[:end]: name for name in DIRECTIONS for end in (1, len(name))}
+_RULES = (
+    "Push every box onto a target. # is a wall, _ floor, O a target, X a box, * a box on a target, P you, S you on a target. "
+    "You push a box by walking against it; it moves if the field behind it is free. Answer with one move: left, right, up or down."
+)
 
 
 class Place(NamedTuple):
@@ -88,13 +93,6 @@ def _walk_back(draw: random.Random, size: int, floor: frozenset[Place], boxes: i
         if not now & targets:
             return Level(size, floor, targets, frozenset(now), player, tuple(reversed(moves)))
     return None
-
-
-_MOVES = {name[:end]: name for name in DIRECTIONS for end in (1, len(name))}
-_RULES = (
-    "Push every box onto a target. # is a wall, _ floor, O a target, X a box, * a box on a target, P you, S you on a target. "
-    "You push a box by walking against it; it moves if the field behind it is free. Answer with one move: left, right, up or down."
-)
 
 
 class SokobanOptions(ActionOptions):

@@ -31,6 +31,9 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separa
 MAX_SERVERS = 256
 MAX_NAMES = 256
 ENVIRONMENT = "environment."
+State = Literal["in service", "drained", "stopping", "replaced", "lease expired"]
+log = structlog.get_logger("rollout.environment")
+_PERIOD_S = 1.0
 
 
 class RegistrationRefused(PenstockError):
@@ -77,7 +80,6 @@ class Lease(_Stored):
 
 
 _Kind = TypeVar("_Kind", bound=_Stored)
-State = Literal["in service", "drained", "stopping", "replaced", "lease expired"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,6 @@ def drained(state: Registered, url: str | None, *, on: bool) -> Registered:
     return state.model_copy(update={"servers": tuple(servers)})
 
 
-log = structlog.get_logger("rollout.environment")
-
-_PERIOD_S = 1.0
 _EMPTY = Registered(version="none", servers=())
 
 

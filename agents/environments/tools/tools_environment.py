@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from penstock.agents.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S
-from penstock.agents.environments.adapters.mcp_servers.mcp_tool import McpTool
-from penstock.agents.environments.adapters.mcp_servers.sessions import McpSessions, Reached, ServerTool, sweep
+from penstock.agents.environments.adapters.mcp_connection import LISTS_WITHIN_S
+from penstock.agents.environments.adapters.mcp_sessions import McpSessions, McpTool, Reached, ServerTool, sweep
 from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.tools.options import ToolsOptions, is_right
 from penstock.agents.environments.tools.tool import TOOLS, Tool, ToolEpisode
-from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox
+from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox, ToolsOptions, is_right
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall, canonical_arguments
 from penstock.protocol.config.environment_settings import EnvironmentDefinition

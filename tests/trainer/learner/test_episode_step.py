@@ -34,10 +34,9 @@ from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
-from penstock.reward_service.pack_scoring import Pack, ScoringContext, score_pack
+from penstock.reward_service.pack_scoring import Pack, RetryPolicy, ScoringContext, score_pack
+from penstock.reward_service.registry.built_in import GivenScorer
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.registry.scorers import GivenScorer
-from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.rewards import environment as given
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.environment import Environment, Sampler

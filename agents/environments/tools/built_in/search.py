@@ -26,6 +26,9 @@ from penstock.protocol.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # of Lucene
+_SUFFIXES = (".txt", ".md", ".rst")
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_LONGEST_QUERY = 1000  # characters
 
 
 def words_of(text: str) -> list[str]:
@@ -69,10 +72,6 @@ class Bm25:
         hits = np.flatnonzero(scores)
         order = hits[np.argsort(-scores[hits], kind="stable")[:count]]
         return [(int(one), float(scores[one])) for one in order]
-
-
-_SUFFIXES = (".txt", ".md", ".rst")
-_PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +150,6 @@ def _of_line(line: str, place: str) -> tuple[str, str]:
     if not isinstance(text, str) or not isinstance(title, str):
         raise ConfigError(f'{place}: expected {{"title": ..., "text": ...}} or {{"contents": ...}} with texts')
     return title, text
-
-
-_LONGEST_QUERY = 1000  # characters
 
 
 class SearchOptions(PlayOptions):

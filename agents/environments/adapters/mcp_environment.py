@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from penstock.agents.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S, Result, ServerFailed
-from penstock.agents.environments.adapters.mcp_servers.sessions import (
+from penstock.agents.environments.adapters.mcp_connection import LISTS_WITHIN_S, Result, ServerFailed
+from penstock.agents.environments.adapters.mcp_sessions import (
     McpOptions,
     McpSessions,
     Reached,

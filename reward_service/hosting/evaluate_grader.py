@@ -20,8 +20,8 @@ from rapidfuzz import fuzz
 from rapidfuzz.distance import LCSseq
 
 from penstock.reward_service.endpoints.wire import Score
-from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict
-from penstock.reward_service.hosting.openai_graders.grader import (
+from penstock.reward_service.hosting.chat_client import Chat, NoVerdict
+from penstock.reward_service.hosting.openai_grader import (
     Grader,
     Multi,
     NoSuchVariable,
@@ -35,6 +35,24 @@ from penstock.reward_service.hosting.openai_graders.grader import (
 
 _WORD = re.compile(r"[^\W_]+")
 _LONGEST = 4
+_UNFIT = "sample_unfit"
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "steps": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"description": {"type": "string"}, "conclusion": {"type": "string"}},
+                "required": ["description", "conclusion"],
+                "additionalProperties": False,
+            },
+        },
+        "result": {"type": "number"},
+    },
+    "required": ["steps", "result"],
+    "additionalProperties": False,
+}
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
@@ -69,26 +87,6 @@ def _grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
 
 def _f1(shared: int, given: int, expected: int) -> float:
     return 2.0 * shared / (given + expected) if shared else 0.0
-
-
-_UNFIT = "sample_unfit"
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "steps": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"description": {"type": "string"}, "conclusion": {"type": "string"}},
-                "required": ["description", "conclusion"],
-                "additionalProperties": False,
-            },
-        },
-        "result": {"type": "number"},
-    },
-    "required": ["steps", "result"],
-    "additionalProperties": False,
-}
 
 
 async def evaluate(grader: Grader, item: Mapping[str, Any], answer: str, chat: Chat | None) -> Score:

@@ -26,6 +26,30 @@ _PATH = re.compile(r"(item|sample)((?:\.[A-Za-z_][A-Za-z0-9_-]*|\[\d+\])+)")
 _STEP = re.compile(r"\.([A-Za-z_][A-Za-z0-9_-]*)|\[(\d+)\]")
 _SAMPLE = ("output_text", "output_json")
 _NO_VALUE = object()
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: math.pow,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "exp": math.exp,
+    "sqrt": math.sqrt,
+    "log": math.log,
+}
+_ONE_ARGUMENT = frozenset(_FUNCTIONS) - {"min", "max"}
+_REFUSED = {
+    "python": "python graders run code, which Penstock does only in its sandbox, for the reward 'code'; "
+    "serve the function yourself: penstock reward serve FILE.py",
+    "label_model": "label_model graders are not evaluated here; ask score_model for 1 or 0",
+    "endpoint": "register that URL as an endpoint of its own",
+}
 
 
 class NoSuchVariable(Exception):
@@ -88,26 +112,6 @@ def _follow(value: Any, steps: list[str | int]) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: math.pow,
-}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "exp": math.exp,
-    "sqrt": math.sqrt,
-    "log": math.log,
-}
-_ONE_ARGUMENT = frozenset(_FUNCTIONS) - {"min", "max"}
 
 
 def check_formula(text: str, names: Collection[str]) -> None:
@@ -173,14 +177,6 @@ def _value_of(node: ast.expr, scores: Mapping[str, float]) -> float:
             values = [_value_of(one, scores) for one in node.args]
             return _FUNCTIONS[name](values) if name not in _ONE_ARGUMENT else _FUNCTIONS[name](*values)
     raise TypeError(f"{type(node).__name__} is not arithmetic")
-
-
-_REFUSED = {
-    "python": "python graders run code, which Penstock does only in its sandbox, for the reward 'code'; "
-    "serve the function yourself: penstock reward serve FILE.py",
-    "label_model": "label_model graders are not evaluated here; ask score_model for 1 or 0",
-    "endpoint": "register that URL as an endpoint of its own",
-}
 
 
 class _Grader(BaseModel):

@@ -1,8 +1,8 @@
-"""Score groups with a judge: each answer alone, or each answer against others of its group.
+"""Endpoints that ask a language model: a judge (``serve-judge``), and graders in OpenAI's form (``serve-grader``).
 
-Pairwise, the score of an answer is the share of its comparisons that it won, a tie counting half, so the scores of
-a group whose answers are all compared with one another sum to half its size. Each pair is asked in both orders,
-because judges favour a position.
+A judge scores each answer alone, or against others of its group. Pairwise, the score of an answer is the share of its
+comparisons that it won, a tie counting half, so the scores of a group whose answers are all compared with one another
+sum to half its size. Each pair is asked in both orders, because judges favour a position.
 
 Text of a judge that cannot be read as a number or a winner is an error, never a score.
 """
@@ -10,15 +10,25 @@ Text of a judge that cannot be read as a number or a winner is an error, never a
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
+from penstock.protocol.errors import ConfigError
+from penstock.reward_service.endpoints.dialects.openai_grader import item_of
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict, Said
-from penstock.reward_service.hosting.judge.settings import JudgeSettings
+from penstock.reward_service.hosting import judge_settings, openai_grader
+from penstock.reward_service.hosting.chat_client import Chat, NoVerdict, Said
+from penstock.reward_service.hosting.commands import ChatOptions
+from penstock.reward_service.hosting.evaluate_grader import evaluate
+from penstock.reward_service.hosting.judge_settings import JudgeSettings
+from penstock.reward_service.hosting.openai_grader import Grader, Multi, ScoreModel
 
 Winner = Literal["a", "b", "tie"]
 
@@ -30,6 +40,8 @@ _SCORE = re.compile(
 _WINNER = re.compile(rf"{_BULLET}{_ORNAMENT}winner{_ORNAMENT}[:=]{_ORNAMENT}(?:answer\s+)?(a|b|tie){_ORNAMENT}", re.I)
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.S)
 _SHOWN = 160
+_ROUNDS = 4.0  # a call has one or more groups, and its questions wait in a queue with those of other calls
+_GRADER_ROUNDS = 4.0
 
 
 class Unreadable(ValueError):
@@ -176,3 +188,124 @@ class Panel:
         except KeyError as err:
             raise NoVerdict(f"the row has no column {err.args[0]!r}that the template uses") from None
         return await self._chat.ask(question)
+
+
+class JudgeReward:
+    batched = True
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._settings: JudgeSettings = judge_settings.load(file)
+        self._key = self._settings.api_key()
+        self._chat: Chat | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self._file.name}: {self._settings.mode} judge {self._settings.model}"
+
+    @property
+    def version(self) -> str:
+        return hashlib.sha256(self._settings.model_dump_json().encode()).hexdigest()[:8]
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        """Small calls with a long deadline, because a judge model may take minutes."""
+        settings = self._settings
+        timeout_s = min(3600.0, settings.timeout_s * _ROUNDS)
+        lowest, highest = (settings.min_score, settings.max_score)
+        if settings.scale or settings.mode == "pairwise":
+            lowest, highest = (0.0, 1.0)
+        return {"timeout_s": timeout_s, "batch_size": 4, "min_score": lowest, "max_score": highest}
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        if self._chat is None:
+            return {}
+        cost, settings = self._chat.cost, self._settings
+        price = (cost.tokens_in * settings.price_in + cost.tokens_out * settings.price_out) / 1e6
+        return {**asdict(cost), "price": price}
+
+    async def open(self) -> None:
+        self._chat = Chat(self._settings, self._key)
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        assert self._chat is not None
+        return await Panel(self._settings, self._chat).score(groups)
+
+    async def close(self) -> None:
+        if self._chat is not None:
+            await self._chat.close()
+
+
+class GraderReward:
+    batched = True
+
+    def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
+        self._file = file
+        self._reference_key = reference_key
+        self._grader: Grader = openai_grader.load(file)
+        self._settings = model_settings
+        self._chat: Chat | None = None
+        self._key = model_settings.api_key() if model_settings is not None else ""
+        if _asks_a_model(self._grader) and model_settings is None:
+            raise ConfigError(f"{file}: a score_model grader needs a chat endpoint: name it with --base-url")
+
+    @property
+    def title(self) -> str:
+        return f"{self._file.name}: {self._grader.type} grader"
+
+    @property
+    def version(self) -> str:
+        where = "" if self._settings is None else self._settings.base_url
+        return hashlib.sha256(f"{self._grader.model_dump_json()}\n{where}".encode()).hexdigest()[:8]
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        """Allow long calls, because a grading model may take minutes."""
+        if self._settings is None:
+            return {}
+        return {"timeout_s": min(3600.0, self._settings.timeout_s * _GRADER_ROUNDS), "batch_size": 4}
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {} if self._chat is None else asdict(self._chat.cost)
+
+    async def open(self) -> None:
+        if self._settings is not None:
+            self._chat = Chat(self._settings, self._key)
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        return list(await asyncio.gather(*(self._group(group) for group in groups)))
+
+    async def _group(self, group: GroupToScore) -> list[Score]:
+        item = item_of(group, self._reference_key)
+        return list(
+            await asyncio.gather(*(evaluate(self._grader, item, text, self._chat) for text in group.completions))
+        )
+
+    async def close(self) -> None:
+        if self._chat is not None:
+            await self._chat.close()
+
+
+def _asks_a_model(grader: Grader) -> bool:
+    inner = grader.graders.values() if isinstance(grader, Multi) else [grader]
+    return any(isinstance(one, ScoreModel) for one in inner)
+
+
+def model_settings(options: ChatOptions) -> JudgeSettings | None:
+    if not options.base_url:
+        return None
+    try:
+        return JudgeSettings(
+            base_url=options.base_url,
+            model="of the grader",
+            timeout_s=options.timeout_s,
+            concurrency=options.concurrency,
+            api_key_env=options.api_key_env,
+            api_key_file=options.api_key_file,
+        )
+    except ValidationError as err:
+        raise ConfigError(
+            "; ".join(f"--{one['loc'][0] if one['loc'] else ''}: {one['msg']}" for one in err.errors())
+        ) from None

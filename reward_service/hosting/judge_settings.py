@@ -63,6 +63,7 @@ _PLACE = re.compile(r"\{\{\s*([A-Za-z0-9_.-]*)\s*\}\}")
 _FIXED = frozenset({"min_score", "max_score"})  # settings, not data: they need no marks
 _KNOWN = frozenset({"prompt", "ground_truth", "data_source", "answer", "answer_a", "answer_b", *_FIXED})
 _EXTRA = "extra_info."
+Mode = Literal["pointwise", "pairwise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +121,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-Mode = Literal["pointwise", "pairwise"]
 
 
 class JudgeSettings(Section):

@@ -26,8 +26,7 @@ from typing import Any
 from pydantic import Field
 
 from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.over_http.client import PASSING
-from penstock.agents.environments.over_http.servers import Server, Servers, take_place
+from penstock.agents.environments.over_http.servers import PASSING, Server, Servers, take_place
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, read_token, urls_of
 from penstock.agents.environments.tools.tool import Cut
 from penstock.protocol.errors import PenstockError

@@ -1,9 +1,10 @@
-"""Options of MCP servers, and the sessions of one episode with them; the environments `mcp` and `tools` have both."""
+"""Options of MCP servers, and the sessions of one episode with them; for the environments `mcp` and `tools`."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+import sys
 import tempfile
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import structlog
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from penstock.agents.environments import program_process
-from penstock.agents.environments.adapters.mcp_servers import transports
-from penstock.agents.environments.adapters.mcp_servers.connection import McpConnection, Mode
+from penstock.agents.environments.adapters import mcp_connection
+from penstock.agents.environments.adapters.mcp_connection import McpConnection, Mode, ServerFailed
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.server_urls import AllowedTargets, called_url, read_token
-from penstock.agents.environments.tools.tool import Cut
+from penstock.agents.environments.tools.tool import Cut, Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
 from penstock.protocol.config.connection import Section
 from penstock.protocol.transport import http_tls
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+
+log = structlog.get_logger("rollout.mcp")
+_Value = TypeVar("_Value")
 
 
 class McpServer(Section):
@@ -111,11 +115,6 @@ class McpOptions(ServerLimits):
         return self
 
 
-log = structlog.get_logger("rollout.mcp")
-
-_Value = TypeVar("_Value")
-
-
 class SessionOptions(Protocol):
     @property
     def servers(self) -> Mapping[str, McpServer]: ...
@@ -138,7 +137,7 @@ class Reached:
 
     @classmethod
     def of(cls, options: SessionOptions, own: Sequence[OwnServer]) -> Self:
-        transports.library()
+        mcp_connection.library()
         tokens = {
             name: read_token(one.token_file, f"options.servers.{name}.token_file")
             for name, one in options.servers.items()
@@ -199,20 +198,52 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Val
 
 
 def _connection(name: str, server: McpServer, seed: int, options: SessionOptions, reached: Reached) -> McpConnection:
-    known = transports.ServerProcess()
+    known = mcp_connection.ServerProcess()
     if server.url:
         headers = {"Penstock-Seed": str(seed)}
         if name in reached.tokens:
             headers["Authorization"] = f"Bearer {reached.tokens[name]}"
-        transport = transports.over_http(
+        transport = mcp_connection.over_http(
             server.url, headers, reached.policy, reached.trusted, max_answer_bytes=options.max_message_bytes
         )
     else:
         passed = program_process.passed(server.pass_variables)
         variables = {**passed, **server.variables, "PENSTOCK_SEED": str(seed)}
-        transport = transports.over_process(
+        transport = mcp_connection.over_process(
             server.command, Path(server.folder), variables, max_message_bytes=options.max_message_bytes, known=known
         )
     return McpConnection(
         name, transport, mode=server.protocol, call_deadline_s=options.call_deadline_s, known=known.text
     )
+
+
+class AnyArguments(ToolArguments):
+    model_config = ConfigDict(extra="allow")
+
+
+class McpTool(Tool):
+    arguments = AnyArguments
+    ends_calls = True  # whether the server still answers is found out then
+    max_running = sys.maxsize  # each episode has a session of its own
+
+    def __init__(self, of: ServerTool) -> None:
+        super().__init__()
+        self.name = f"{of.server}__{of.name}"
+        self.description = of.described.description or ""
+        self._of = of
+
+    def schema(self) -> dict[str, Any]:
+        return self._of.as_function(self.name)
+
+    async def call(self, arguments: AnyArguments, episode: ToolEpisode) -> str:
+        """Return what the server answers; raises ToolError, TimeoutError, and ToolUnavailable when the server has failed."""
+        del episode  # the session is the episode's
+        try:
+            result = await self._of.connection.call(self._of.name, arguments.model_extra or {})
+        except ServerFailed as err:
+            raise ToolUnavailable(str(err)) from err
+        if result.is_late:
+            raise TimeoutError(result.text)
+        if result.is_error:
+            raise ToolError(result.text.removeprefix("error: "))
+        return result.text

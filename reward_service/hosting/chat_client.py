@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.reward_service.hosting.judge.settings import JudgeSettings
+from penstock.reward_service.hosting.judge_settings import JudgeSettings
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
 _PAUSE_S = 0.5

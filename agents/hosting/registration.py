@@ -1,9 +1,15 @@
-"""Register an environment server on NATS, renew its lease while it answers, and remove it at the end."""
+"""Register an environment server on NATS, renew its lease while it answers, and remove it at the end.
+
+And ``penstock env register`` for a server that runs already, ``penstock env drain`` and ``resume``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -12,20 +18,29 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from penstock.agents.environments.over_http import registry
-from penstock.agents.environments.over_http.client import EnvironmentClient, ServerUnreachable
-from penstock.agents.environments.over_http.registry import Lease, Listed, RegisteredServer, RegistrationRefused
+from penstock.agents.environments.over_http.registry import (
+    NAME_PATTERN,
+    Lease,
+    Listed,
+    RegisteredServer,
+    RegistrationRefused,
+)
+from penstock.agents.environments.over_http.servers import EnvironmentClient, ServerUnreachable
 from penstock.agents.environments.over_http.wire import About
-from penstock.agents.hosting.commands import LEASE_S
+from penstock.agents.environments.server_urls import checked_url
+from penstock.agents.hosting.commands import LEASE_S, LeaseOptions, TargetOptions
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
 from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
+from penstock.protocol.logs import configure
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
-from penstock.serving import lease, target_policy
+from penstock.serving import lease, signature, target_policy
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
+from penstock.serving.web_server import stopping_by_signal
 
 LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
 _ASK_S = 5.0
@@ -172,3 +187,62 @@ class Registrar:
 
     def _lease(self, about: About) -> Lease:
         return Lease(at=time.time(), lease_s=self._offer.lease_s, running=about.running, draining=about.draining)
+
+
+def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> int:
+    configure("environment")
+    asyncio.run(_register(url, settings, name, lease, targets))
+    return 0
+
+
+async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> None:
+    stop = asyncio.Event()
+    try:
+        offer = Offer(check_name(name), checked_url(url), lease.lease_s, lease.replace)
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+    secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
+    settings = read_settings(given, dict(os.environ))
+    client = await client_of(settings, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target)
+    try:
+        with Bus.connect(settings.nats, name=f"environment-{offer.name or 'server'}") as bus:
+            keeper = Registrar(await open_registry(bus), client, offer)
+            with stopping_by_signal(stop):
+                async with keeper.registered() as server:
+                    say_registered(keeper.name, server.version, server.url, server.capacity)
+                    await stop.wait()
+    finally:
+        await client.close()
+
+
+def check_name(name: str) -> str:
+    if name and not re.fullmatch(NAME_PATTERN, name):
+        raise ConfigError(f"name {name!r}: expected 1 to 64 letters, digits, '_' and '-', the first a letter or digit")
+    return name
+
+
+def say_registered(name: str, version: str, url: str, capacity: int) -> None:
+    sys.stdout.write(
+        f"environment {name}, version {version}, {capacity} episodes at once, is registered at {url}. Next: "
+        f'[environment.define.{name}] type = "http", options = {{ registered = "{name}" }}\n'
+    )
+    sys.stdout.flush()
+
+
+def set_drained(name: str, given: Sequence[str], url: str | None, *, drained: bool) -> int:
+    settings, verb = read_settings(given, dict(os.environ)), "drain" if drained else "resume"
+    check_name(name)
+    url = None if url is None else url.rstrip("/")
+
+    async def change() -> list[str]:
+        with Bus.connect(settings.nats, name=f"environment-{verb}") as bus:
+            return await registry.drain(await open_registry(bus), name, url, on=drained)
+
+    changed = asyncio.run(change())
+    if not changed:
+        raise ConfigError(
+            f"no server {'' if url is None else f'at {url} '}is registered under {name!r}; see: penstock env list --registered"
+        )
+    for one in changed:
+        sys.stdout.write(f"{name} at {one}: {'drained; its episodes go on' if drained else 'back in service'}\n")
+    return 0
