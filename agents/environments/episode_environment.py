@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 import structlog
 from pydantic import ValidationError
 
-from penstock.agents.environments.turn_environment import Played
+from penstock.agents.environments.play import Played
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer

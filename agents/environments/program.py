@@ -37,9 +37,8 @@ from penstock.agents.environments.episode_environment import (
     RowUnfit,
     Site,
 )
-from penstock.agents.environments.play import Row
+from penstock.agents.environments.play import TRUNCATED, Played, Row
 from penstock.agents.environments.program_process import Ended
-from penstock.agents.environments.turn_environment import TRUNCATED, Played
 from penstock.agents.proxy.server import serving, serving_at
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession, path
 from penstock.protocol.config.connection import Section

@@ -107,6 +107,11 @@ class Registrar:
     @contextlib.asynccontextmanager
     async def registered(self) -> AsyncIterator[RegisteredServer]:
         server = await self._register(await self._ask())
+        sys.stdout.write(
+            f"environment {self.name}, version {server.version}, {server.capacity} episodes at once, is registered at {server.url}. "
+            f'Next: [environment.define.{self.name}] type = "http", options = {{ registered = "{self.name}" }}\n'
+        )
+        sys.stdout.flush()
         renewing = asyncio.create_task(lease.keep(self._offer.lease_s, self.renew))
         try:
             yield server
@@ -140,11 +145,12 @@ class Registrar:
     def _check_standing(self, listed: Listed, about: About) -> None:
         """Say on stderr when the server gets no new episodes; forget a registration that is not there any more."""
         assert self._server is not None
-        own = listed.registered and next((one for one in listed.registered.servers if one.id == self._server.id), None)
-        if own is None:  # the lease had expired, and another registration removed it
+        servers = listed.registered.servers if listed.registered else ()
+        server = next((server for server in servers if server.id == self._server.id), None)
+        if server is None:  # the lease had expired, and another registration removed it
             self._server = None
             return
-        state = listed.state(own)
+        state = listed.state(server)
         if state in ("replaced", "drained") and state != self._said:
             by = f" by version {listed.registered.version}" if state == "replaced" and listed.registered else ""
             lease.say(
@@ -153,10 +159,8 @@ class Registrar:
         self._said = state
 
     async def _ask(self) -> About:
-        url, deadline_s = (
-            f"{self._offer.url}/environment",
-            min(_ASK_S, self._offer.lease_s / lease.RENEWALS_PER_LEASE),
-        )
+        url = f"{self._offer.url}/environment"
+        deadline_s = min(_ASK_S, self._offer.lease_s / lease.RENEWALS_PER_LEASE)
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._client.call("GET", url, "environment", None, About)
@@ -197,20 +201,36 @@ def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOp
 
 async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> None:
     stop = asyncio.Event()
+    secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
+    async with registrar_of(
+        name, url, given, lease, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
+    ) as registrar:
+        with stopping_by_signal(stop):
+            async with registrar.registered():
+                await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def registrar_of(
+    name: str,
+    url: str,
+    given: Sequence[str],
+    lease: LeaseOptions,
+    *,
+    secrets: Sequence[str],
+    ca_file: Path | None = None,
+    allowed: Sequence[str],
+) -> AsyncIterator[Registrar]:
+    """Yield what registers the server at a URL on the NATS that ``given`` names, while it is connected; raises PenstockError."""
     try:
         offer = Offer(check_name(name), checked_url(url), lease.lease_s, lease.replace)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-    secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
     settings = read_settings(given, dict(os.environ))
-    client = await client_of(settings, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target)
+    client = await client_of(settings, secrets=secrets, ca_file=ca_file, allowed=allowed)
     try:
-        with Bus.connect(settings.nats, name=f"environment-{offer.name or 'server'}") as bus:
-            keeper = Registrar(await open_registry(bus), client, offer)
-            with stopping_by_signal(stop):
-                async with keeper.registered() as server:
-                    say_registered(keeper.name, server.version, server.url, server.capacity)
-                    await stop.wait()
+        with Bus.connect(settings.nats, name=f"environment-{name or 'server'}") as bus:
+            yield Registrar(await open_registry(bus), client, offer)
     finally:
         await client.close()
 
@@ -219,14 +239,6 @@ def check_name(name: str) -> str:
     if name and not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"name {name!r}: expected 1 to 64 letters, digits, '_' and '-', the first a letter or digit")
     return name
-
-
-def say_registered(name: str, version: str, url: str, capacity: int) -> None:
-    sys.stdout.write(
-        f"environment {name}, version {version}, {capacity} episodes at once, is registered at {url}. Next: "
-        f'[environment.define.{name}] type = "http", options = {{ registered = "{name}" }}\n'
-    )
-    sys.stdout.flush()
 
 
 def set_drained(name: str, given: Sequence[str], url: str | None, *, drained: bool) -> int:
@@ -243,6 +255,6 @@ def set_drained(name: str, given: Sequence[str], url: str | None, *, drained: bo
         raise ConfigError(
             f"no server {'' if url is None else f'at {url} '}is registered under {name!r}; see: penstock env list --registered"
         )
-    for one in changed:
-        sys.stdout.write(f"{name} at {one}: {'drained; its episodes go on' if drained else 'back in service'}\n")
+    for server_url in changed:
+        sys.stdout.write(f"{name} at {server_url}: {'drained; its episodes go on' if drained else 'back in service'}\n")
     return 0

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
-import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -33,15 +32,13 @@ from penstock.agents.environments.over_http.wire import (
     Step,
     Stepped,
 )
-from penstock.agents.environments.server_urls import checked_url
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting.commands import LeaseOptions, ServeOptions
 from penstock.agents.hosting.episodes import Episodes, Refused
-from penstock.agents.hosting.registration import Offer, Registrar, check_name, say_registered
+from penstock.agents.hosting.registration import Registrar, check_name, registrar_of
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
 from penstock.protocol.transport import http_tls
-from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
 from penstock.serving import signature, strict_json
 from penstock.serving.request_checks import StrictRequest, check_signature, guard
@@ -216,21 +213,21 @@ async def _serve(
             )
             sys.stdout.flush()
             with stopping_by_signal(stop):
-                async with _registered(options, registration, secrets, options.url or url) as keeper:
+                async with _registered(options, registration, secrets, options.url or url) as registrar:
                     await stop.wait()
-                    await _drain(episodes, options.drain_s, keeper)
+                    await _drain(episodes, options.drain_s, registrar)
     finally:
         sweeping.cancel()
         await episodes.close()
 
 
-async def _drain(episodes: Episodes, drain_s: float, keeper: Registrar | None) -> None:
+async def _drain(episodes: Episodes, drain_s: float, registrar: Registrar | None) -> None:
     if episodes.running:
         sys.stderr.write(f"{episodes.running} episodes in progress; press Ctrl-C again to exit without waiting\n")
     draining = asyncio.create_task(episodes.drain(drain_s))
     await asyncio.sleep(0)  # it refuses new ones from now on
-    if keeper is not None:
-        await keeper.renew()  # workers learn that it is stopping
+    if registrar is not None:
+        await registrar.renew()  # workers learn that it is stopping
     await draining
 
 
@@ -241,19 +238,7 @@ async def _registered(
     if not options.register:
         yield None
         return
-    given, lease = registration
-    try:
-        offer = Offer(options.register, checked_url(url), lease.lease_s, lease.replace)
-    except ValueError as err:
-        raise ConfigError(str(err)) from None
-    settings = registration.read_settings(given, dict(os.environ))
-    own = [urlsplit(url).hostname or ""]  # it is called by itself, wherever it is
-    client = await registration.client_of(settings, secrets=secrets, ca_file=None, allowed=(*PRIVATE_TARGETS, *own))
-    try:
-        with Bus.connect(settings.nats, name=f"environment-{offer.name}") as bus:
-            keeper = Registrar(await registration.open_registry(bus), client, offer)
-            async with keeper.registered() as server:
-                say_registered(keeper.name, server.version, server.url, server.capacity)
-                yield keeper
-    finally:
-        await client.close()
+    allowed = (*PRIVATE_TARGETS, urlsplit(url).hostname or "")  # it is called by itself, wherever it is
+    new = registrar_of(options.register, url, *registration, secrets=secrets, allowed=allowed)
+    async with new as registrar, registrar.registered():
+        yield registrar

@@ -4,8 +4,8 @@ What ``serve``, ``serve-judge``, ``serve-grader`` and ``serve-model`` have in co
 thread, one request at a time (what it awaits overlaps), and HTTP in a second thread: libraries like math-verify
 use alarms, which only the main thread may set, and a reward that computes for minutes must not let its lease expire.
 
-`HostedFunction` is user code, as ``serve FILE.py`` and the Python client serve it. It runs here, in a process that its user started, or in the worker processes of a reward service
-(`user_code/worker.py`), and in no other process.
+`HostedFunction` is user code, as ``serve FILE.py`` and the Python client serve it. It runs here, in a process that its
+user started, or in the worker processes of a reward service (`user_code/worker.py`), and in no other process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from penstock.reward_service.endpoints.wire import (
     ScoreResponse,
 )
 from penstock.reward_service.hosting import registration
-from penstock.reward_service.hosting.commands import ServeOptions
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
 from penstock.reward_service.user_code import user_file
 from penstock.reward_service.user_code.user_function import UserReward
@@ -46,7 +45,7 @@ from penstock.serving.request_checks import StrictRequest, check_signature, guar
 from penstock.serving.web_server import allowed_hosts, stopping_by_signal
 
 if TYPE_CHECKING:
-    from penstock.reward_service.hosting.served_reward import Hosted
+    from penstock.reward_service.hosting.commands import ServeOptions
 
 _MAX_REQUEST_BYTES = 256 * 1024 * 1024
 _LEASE_S = 15.0  # a killed process is out of service after this time

@@ -47,9 +47,8 @@ from penstock.agents.environments.over_http.wire import (
     read_reply,
     written,
 )
-from penstock.agents.environments.play import Play, Reply, Row
+from penstock.agents.environments.play import Play, Played, Reply, Row, play_episode
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
-from penstock.agents.environments.turn_environment import Played, play_episode
 from penstock.agents.proxy.messages import Message, RequestRefused
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.errors import ConfigError, PenstockError
