@@ -41,7 +41,6 @@ _WINNER = re.compile(rf"{_BULLET}{_ORNAMENT}winner{_ORNAMENT}[:=]{_ORNAMENT}(?:a
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.S)
 _SHOWN = 160
 _ROUNDS = 4.0  # a call has one or more groups, and its questions wait in a queue with those of other calls
-_GRADER_ROUNDS = 4.0
 
 
 class Unreadable(ValueError):
@@ -116,8 +115,8 @@ class Panel:
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         """Return the scores of every group; a missing or unreadable verdict is the error of its score."""
-        one = self._pointwise if self._settings.mode == "pointwise" else self._pairwise
-        return list(await asyncio.gather(*(one(group) for group in groups)))
+        score = self._pointwise if self._settings.mode == "pointwise" else self._pairwise
+        return list(await asyncio.gather(*(score(group) for group in groups)))
 
     async def _pointwise(self, group: GroupToScore) -> list[Score]:
         return list(await asyncio.gather(*(self._one(group, text) for text in group.completions)))
@@ -190,63 +189,73 @@ class Panel:
         return await self._chat.ask(question)
 
 
-class JudgeReward:
+class ChatReward:
+    """A reward that may ask a chat endpoint, with long deadlines and small calls, because a model may take minutes."""
+
     batched = True
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._settings: JudgeSettings = judge_settings.load(file)
-        self._key = self._settings.api_key()
+    def __init__(self, file: Path, settings: JudgeSettings | None) -> None:
+        self._file, self._settings = file, settings
+        self._key = settings.api_key() if settings is not None else ""
         self._chat: Chat | None = None
 
     @property
-    def title(self) -> str:
-        return f"{self._file.name}: {self._settings.mode} judge {self._settings.model}"
-
-    @property
-    def version(self) -> str:
-        return hashlib.sha256(self._settings.model_dump_json().encode()).hexdigest()[:8]
-
-    @property
     def terms(self) -> Mapping[str, Any]:
-        """Small calls with a long deadline, because a judge model may take minutes."""
-        settings = self._settings
-        timeout_s = min(3600.0, settings.timeout_s * _ROUNDS)
-        lowest, highest = (settings.min_score, settings.max_score)
-        if settings.scale or settings.mode == "pairwise":
-            lowest, highest = (0.0, 1.0)
-        return {"timeout_s": timeout_s, "batch_size": 4, "min_score": lowest, "max_score": highest}
+        if self._settings is None:
+            return {}
+        return {"timeout_s": min(3600.0, self._settings.timeout_s * _ROUNDS), "batch_size": 4}
 
     @property
     def figures(self) -> Mapping[str, float]:
-        if self._chat is None:
-            return {}
-        cost, settings = self._chat.cost, self._settings
-        price = (cost.tokens_in * settings.price_in + cost.tokens_out * settings.price_out) / 1e6
-        return {**asdict(cost), "price": price}
+        return {} if self._chat is None else asdict(self._chat.cost)
 
     async def open(self) -> None:
-        self._chat = Chat(self._settings, self._key)
-
-    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        assert self._chat is not None
-        return await Panel(self._settings, self._chat).score(groups)
+        if self._settings is not None:
+            self._chat = Chat(self._settings, self._key)
 
     async def close(self) -> None:
         if self._chat is not None:
             await self._chat.close()
 
 
-class GraderReward:
-    batched = True
+class JudgeReward(ChatReward):
+    def __init__(self, file: Path) -> None:
+        self._judge = judge_settings.load(file)
+        super().__init__(file, self._judge)
 
+    @property
+    def title(self) -> str:
+        return f"{self._file.name}: {self._judge.mode} judge {self._judge.model}"
+
+    @property
+    def version(self) -> str:
+        return hashlib.sha256(self._judge.model_dump_json().encode()).hexdigest()[:8]
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        lowest, highest = self._judge.min_score, self._judge.max_score
+        if self._judge.scale or self._judge.mode == "pairwise":
+            lowest, highest = 0.0, 1.0
+        return {**super().terms, "min_score": lowest, "max_score": highest}
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        if self._chat is None:
+            return {}
+        cost = self._chat.cost
+        price = (cost.tokens_in * self._judge.price_in + cost.tokens_out * self._judge.price_out) / 1e6
+        return {**super().figures, "price": price}
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        assert self._chat is not None
+        return await Panel(self._judge, self._chat).score(groups)
+
+
+class GraderReward(ChatReward):
     def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
-        self._file = file
         self._reference_key = reference_key
         self._grader: Grader = openai_grader.load(file)
-        self._settings = model_settings
-        self._chat: Chat | None = None
-        self._key = model_settings.api_key() if model_settings is not None else ""
+        super().__init__(file, model_settings)
         if _asks_a_model(self._grader) and model_settings is None:
             raise ConfigError(f"{file}: a score_model grader needs a chat endpoint: name it with --base-url")
 
@@ -259,38 +268,18 @@ class GraderReward:
         where = "" if self._settings is None else self._settings.base_url
         return hashlib.sha256(f"{self._grader.model_dump_json()}\n{where}".encode()).hexdigest()[:8]
 
-    @property
-    def terms(self) -> Mapping[str, Any]:
-        """Allow long calls, because a grading model may take minutes."""
-        if self._settings is None:
-            return {}
-        return {"timeout_s": min(3600.0, self._settings.timeout_s * _GRADER_ROUNDS), "batch_size": 4}
-
-    @property
-    def figures(self) -> Mapping[str, float]:
-        return {} if self._chat is None else asdict(self._chat.cost)
-
-    async def open(self) -> None:
-        if self._settings is not None:
-            self._chat = Chat(self._settings, self._key)
-
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         return list(await asyncio.gather(*(self._group(group) for group in groups)))
 
     async def _group(self, group: GroupToScore) -> list[Score]:
         item = item_of(group, self._reference_key)
-        return list(
-            await asyncio.gather(*(evaluate(self._grader, item, text, self._chat) for text in group.completions))
-        )
-
-    async def close(self) -> None:
-        if self._chat is not None:
-            await self._chat.close()
+        graded = (evaluate(self._grader, item, text, self._chat) for text in group.completions)
+        return list(await asyncio.gather(*graded))
 
 
 def _asks_a_model(grader: Grader) -> bool:
     inner = grader.graders.values() if isinstance(grader, Multi) else [grader]
-    return any(isinstance(one, ScoreModel) for one in inner)
+    return any(isinstance(part, ScoreModel) for part in inner)
 
 
 def model_settings(options: ChatOptions) -> JudgeSettings | None:
@@ -306,6 +295,5 @@ def model_settings(options: ChatOptions) -> JudgeSettings | None:
             api_key_file=options.api_key_file,
         )
     except ValidationError as err:
-        raise ConfigError(
-            "; ".join(f"--{one['loc'][0] if one['loc'] else ''}: {one['msg']}" for one in err.errors())
-        ) from None
+        problems = (f"--{error['loc'][0] if error['loc'] else ''}: {error['msg']}" for error in err.errors())
+        raise ConfigError("; ".join(problems)) from None

@@ -34,9 +34,6 @@ from penstock.reward_service.scores import GroupScores, Outcome, Scorer, extra_i
 
 log = structlog.get_logger("reward_service.scorers")
 
-Judge = Callable[[tuple[str, ...], Any], list[Verdict]]
-GradedJudge = Callable[..., Awaitable[list[Verdict]]]  # completions, truth, grade=
-SandboxedJudge = Callable[[tuple[str, ...], Any, Any], Awaitable[list[Verdict]]]  # completions, truth, extra_info
 AUTO = "auto"  # the reward name that means: by the row's data_source
 ENTRY_POINTS = "penstock.rewards"
 REWARDS = Registry("reward", Reward, package="penstock.reward_service.rewards", group=ENTRY_POINTS)
@@ -44,110 +41,52 @@ _COMMAND = "python -m penstock.reward_service rewards --write docs/graders.md"
 
 
 @dataclass(frozen=True, slots=True)
-class PureScorer:
-    """A reward that needs nothing but the texts."""
+class BuiltInScorer:
+    """Scores each group alone: a reward that raises fails its group, not the pack.
+
+    A ``slow`` one asks processes, whose pool bounds how many work at once.
+    """
 
     name: str
-    judge: Judge
+    verdicts: Callable[[GroupTexts], list[Verdict] | Awaitable[list[Verdict]]]
     slow: bool = False
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score the groups; a reward that raises fails its group, not the pack."""
-        return [_outcome(self.name, group, self._verdicts) for group in groups]
+        if self.slow:
+            return list(await asyncio.gather(*(self._outcome(group) for group in groups)))
+        return [await self._outcome(group) for group in groups]
 
-    def _verdicts(self, group: GroupTexts) -> list[Verdict]:
-        return self.judge(group.completions, ground_truth(group.reward))
-
-
-@dataclass(frozen=True, slots=True)
-class LengthScorer:
-    name: str
-    unit: length.Unit
-    judge: Callable[[list[int]], list[Verdict]]
-    slow: bool = False
-
-    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        return [_outcome(self.name, group, self._verdicts) for group in groups]
-
-    def _verdicts(self, group: GroupTexts) -> list[Verdict]:
-        if self.unit == "tokens" and len(group.completion_tokens) != len(group.completions):
-            raise LengthsUnknown(
-                f"{self.name} counts the policy's tokens, and group {group.group_id} was sent by hand without them: "
-                'send completion_tokens, or try it with the parameter unit = "words"'
+    async def _outcome(self, group: GroupTexts) -> Outcome:
+        try:
+            verdicts = self.verdicts(group)
+            return GroupScores.of(verdicts if isinstance(verdicts, list) else await verdicts, self.name)
+        except RewardError as err:
+            return err
+        except Exception as err:
+            log.exception("a built-in reward raised", reward=self.name, group_id=group.group_id)
+            return RewardCrashed(
+                f"built-in reward {self.name} raised {type(err).__name__}: {err} (group {group.group_id})"
             )
-        return self.judge(length.measure(group.completions, group.completion_tokens, self.unit))
 
 
-@dataclass(frozen=True, slots=True)
-class GivenScorer:
-    name: str
-    judge: Callable[[tuple[EpisodeTexts, ...]], list[Verdict]]
-    slow: bool = False
-
-    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        return [_outcome(self.name, group, self._verdicts) for group in groups]
-
-    def _verdicts(self, group: GroupTexts) -> list[Verdict]:
-        missing = [number for number, one in enumerate(group.given) if one.reward is None]
-        if missing or not group.given:
-            what = f"episodes {missing[:8]} have no reward" if missing else "the group has no episodes"
-            raise RewardNotGiven(
-                f"{self.name} reads the reward that an environment gave, and {what} (group {group.group_id}); name a reward "
-                "that scores texts, or an environment that rewards its episodes"
-            )
-        return self.judge(group.given)
+def _lengths(name: str, group: GroupTexts, unit: length.Unit) -> list[int]:
+    if unit == "tokens" and len(group.completion_tokens) != len(group.completions):
+        raise LengthsUnknown(
+            f"{name} counts the policy's tokens, and group {group.group_id} was sent by hand without them: "
+            'send completion_tokens, or try it with the parameter unit = "words"'
+        )
+    return length.measure(group.completions, group.completion_tokens, unit)
 
 
-@dataclass(frozen=True, slots=True)
-class GradedScorer:
-    """A reward whose hard cases go to grader processes."""
-
-    name: str
-    judge: GradedJudge
-    pool: GraderPool
-    slow: bool = True
-
-    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        return list(await asyncio.gather(*(_waited(self.name, group, self._verdicts) for group in groups)))
-
-    async def _verdicts(self, group: GroupTexts) -> list[Verdict]:
-        return await self.judge(group.completions, ground_truth(group.reward), grade=self.pool.for_group())
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxScorer:
-    name: str
-    judge: SandboxedJudge
-    slow: bool = True
-
-    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        return list(await asyncio.gather(*(_waited(self.name, group, self._verdicts) for group in groups)))
-
-    async def _verdicts(self, group: GroupTexts) -> list[Verdict]:
-        return await self.judge(group.completions, ground_truth(group.reward), extra_info(group.reward))
-
-
-def _outcome(name: str, group: GroupTexts, verdicts: Callable[[GroupTexts], list[Verdict]]) -> Outcome:
-    try:
-        return GroupScores.of(verdicts(group), name)
-    except RewardError as err:
-        return err
-    except Exception as err:  # noqa: BLE001 a bug in one reward must not take the other groups with it
-        return _crashed(name, group.group_id, err)
-
-
-async def _waited(name: str, group: GroupTexts, verdicts: Callable[[GroupTexts], Awaitable[list[Verdict]]]) -> Outcome:
-    try:
-        return GroupScores.of(await verdicts(group), name)
-    except RewardError as err:
-        return err
-    except Exception as err:  # noqa: BLE001 a bug in one reward must not take the other groups with it
-        return _crashed(name, group.group_id, err)
-
-
-def _crashed(name: str, group_id: str, err: Exception) -> RewardCrashed:
-    log.error("a built-in reward raised", reward=name, group_id=group_id, exc_info=err)
-    return RewardCrashed(f"built-in reward {name} raised {type(err).__name__}: {err} (group {group_id})")
+def _given(name: str, group: GroupTexts) -> tuple[EpisodeTexts, ...]:
+    missing = [number for number, episode in enumerate(group.given) if episode.reward is None]
+    if missing or not group.given:
+        what = f"episodes {missing[:8]} have no reward" if missing else "the group has no episodes"
+        raise RewardNotGiven(
+            f"{name} reads the reward that an environment gave, and {what} (group {group.group_id}); name a reward "
+            "that scores texts, or an environment that rewards its episodes"
+        )
+    return group.given
 
 
 BUILT_INS: Mapping[str, Reward] = REWARDS.built_in
@@ -179,22 +118,27 @@ class Graders:
 
 def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
     """Return what scores groups by a reward with parameters; None where this machine cannot run it."""
-    judge = reward.bind(parameters)
+    judge, name = reward.bind(parameters), reward.name
     match reward:
         case LengthReward():
-            return LengthScorer(reward.name, parameters.unit, judge)
+            return BuiltInScorer(name, lambda group: judge(_lengths(name, group, parameters.unit)))
         case GivenReward():
-            return GivenScorer(reward.name, judge)
+            return BuiltInScorer(name, lambda group: judge(_given(name, group)))
         case GradedReward():
             pool = graders.math if reward.grader == "math" else graders.pattern
-            return GradedScorer(reward.name, judge, pool)
+            graded = lambda group: judge(group.completions, ground_truth(group.reward), grade=pool.for_group())  # noqa: E731
+            return BuiltInScorer(name, graded, slow=True)
         case SandboxedReward():
             if graders.sandboxes is None:
                 return None
-            judge = partial(judge, grade=graders.sandboxes.grade, all_or_nothing=graders.all_or_nothing)
-            return SandboxScorer(reward.name, judge)
+            run = partial(judge, grade=graders.sandboxes.grade, all_or_nothing=graders.all_or_nothing)
+            return BuiltInScorer(
+                name,
+                lambda group: run(group.completions, ground_truth(group.reward), extra_info(group.reward)),
+                slow=True,
+            )
         case _:
-            return PureScorer(reward.name, judge)
+            return BuiltInScorer(name, lambda group: judge(group.completions, ground_truth(group.reward)))
 
 
 def scorers(graders: Graders) -> dict[str, Scorer]:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from tests.agents.environments.test_over_http import SECRET
 from tests.agents.environments.test_turn_environment import Script
 
-from penstock.agents.hosting.commands import app as environment_app
+from penstock.agents.hosting import serve
 from penstock.agents.hosting.episodes import Episodes
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.hosting import served_reward
@@ -32,7 +32,7 @@ def reward(secrets: Sequence[str], hosts: Sequence[str] | None) -> FastAPI:
 
 def environment(secrets: Sequence[str], hosts: Sequence[str] | None) -> FastAPI:
     episodes = Episodes(Script(), "1", capacity=1, reply_deadline_s=1.0, idle_s=60.0)
-    return environment_app.build(episodes, secrets=secrets, hosts=hosts)
+    return serve.build_app(episodes, secrets=secrets, hosts=hosts)
 
 
 JSON = {"content-type": "application/json"}

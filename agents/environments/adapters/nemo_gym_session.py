@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +25,16 @@ from typing import Any
 from pydantic import Field
 
 from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.over_http.servers import PASSING, Server, Servers, take_place
+from penstock.agents.environments.over_http.servers import PASSING, Server, ServerFull, Servers, open_session
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, read_token, urls_of
 from penstock.agents.environments.tools.tool import Cut
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
-from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections
+from penstock.serving.http_connections import Answer, HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 ALIVE_WITHIN_S = 10.0  # a server that has not answered a call answers anything within this time
 _KEEP_S = 60.0
-_FULL_S = 1.0  # between two questions of a server that takes no session
 _MAX_COOKIE_CHARS = 8192  # of all cookies of a session
 _MAX_PARTS = 64
 _MAX_REWARD = 1e30  # a whole number of JSON may be larger than a float
@@ -87,17 +85,9 @@ class NemoGymOptions(PlayOptions):
         description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
     )
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return urls_of(self.url)
-
 
 class GymFailed(PenstockError):
     """The server failed, or answers what the protocol does not know: the episode is restarted."""
-
-
-class _Busy(PenstockError):
-    """The server takes no session now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +105,7 @@ class GymSession:
     async def begin(self, row: Mapping[str, Any]) -> None:
         answer = await self._post("seed_session", row)
         if answer.status in PASSING:
-            raise _Busy(self._said("seed_session", answer))
+            raise ServerFull(self._said("seed_session", answer))
         self._value("seed_session", answer)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
@@ -190,11 +180,8 @@ class GymSession:
 
     def _said(self, path: str, answer: Answer) -> str:
         where = answer.headers.get("Location")
-        said = (
-            f"to {where[:200]!a}, which is not followed"
-            if where
-            else ascii(answer.body[:300].decode("utf-8", "replace"))
-        )
+        body = answer.body[:300].decode("utf-8", "replace")
+        said = f"to {where[:200]!a}, which is not followed" if where else ascii(body)
         return f"{self._server.url}/{path} answers HTTP {answer.status}: {said}"
 
     def _number(self, value: Any, field: str) -> float:
@@ -213,33 +200,18 @@ class Sessions:
             policy=TargetPolicy(options.allowed_targets, own, key="options.allowed_targets"),
             max_answer_bytes=options.max_message_bytes,
         )
-        self._servers = Servers(options.urls)
+        self._servers = Servers(urls_of(options.url))
         self._options = options
 
     async def open(self, row: Mapping[str, Any], seed: int) -> GymSession:
         """Return a session that a server has begun; waits for one that takes it. Raises GymFailed."""
-        ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
-        while (server := await take_place(self._servers, ends)) is not None:
-            try:
-                return await self._open_at(server, row, seed)
-            except _Busy as err:
-                server.is_full(time.monotonic(), _FULL_S)
-                last = str(err)
-            except ConnectionFailed as err:
-                last = str(err)
-        raise GymFailed(f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}")
 
-    async def _open_at(self, server: Server, row: Mapping[str, Any], seed: int) -> GymSession:
-        session = GymSession(self._connections, server, seed, self._options.call_deadline_s)
-        try:
+        async def start(server: Server) -> GymSession:
+            session = GymSession(self._connections, server, seed, self._options.call_deadline_s)
             await session.begin(row)
-        except BaseException as err:
-            if not isinstance(err, _Busy):  # cancelled: it took longer than a reply may
-                server.failed(time.monotonic())
-            session.end()
-            raise
-        server.works()
-        return session
+            return session
+
+        return await open_session(self._servers, start, self._options.place_deadline_s, GymFailed)
 
     async def close(self) -> None:
         await self._connections.close()

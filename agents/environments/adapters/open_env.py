@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from pydantic import Field, JsonValue
 
 from penstock.agents.environments.adapters.text_steps import text_of
 from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
-from penstock.agents.environments.over_http.servers import Server, Servers, take_place
+from penstock.agents.environments.over_http.servers import Server, ServerFull, Servers, open_session
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.agents.environments.turn_environment import ServerEnvironment
@@ -33,7 +32,6 @@ from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPol
 _KEEP_S = 60.0
 _OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
 _CLOSE_S = 5.0
-_FULL_S = 1.0  # between two questions of a server without a free session
 
 
 class OpenEnvOptions(ActionOptions):
@@ -78,10 +76,6 @@ class OpenEnvOptions(ActionOptions):
         description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
     )
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return urls_of(self.url)
-
 
 class OpenEnvFailed(PenstockError):
     """The server failed, or answers what the protocol does not know: the episode is restarted."""
@@ -117,68 +111,47 @@ class OpenEnvSession:
             )
             if kind == "step" and said.get("code") == "VALIDATION_ERROR":
                 raise ActionRefused(text)
-            raise (
-                _Full(text)
-                if said.get("code") == "CAPACITY_REACHED"
-                else OpenEnvFailed(f"{url} answers {kind} with {text}")
-            )
+            if said.get("code") == "CAPACITY_REACHED":
+                raise ServerFull(text)
+            raise OpenEnvFailed(f"{url} answers {kind} with {text}")
         return said
 
     async def close(self) -> None:
-        """End the session; the server ends the episode. The connection of one that does not answer is cut."""
         self._server.running -= 1
+        await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """End the session; the server ends the episode. The connection of one that does not answer is cut."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._socket.close()
-
-
-class _Full(PenstockError):
-    """The server has no free session."""
 
 
 class Sessions:
     def __init__(self, options: OpenEnvOptions, own: Sequence[OwnServer]) -> None:
         policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
         self._connections = HttpConnections(keep_s=_KEEP_S, policy=policy)
-        self._servers = Servers(options.urls)
+        self._servers = Servers(urls_of(options.url))
         self._options = options
 
     async def open(self, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
         """Return a session and the answer to its reset; waits for a free one. Raises OpenEnvFailed."""
-        ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
-        while (server := await take_place(self._servers, ends)) is not None:
-            try:
-                return await self._open_at(server, reset)
-            except _Full as err:
-                server.is_full(time.monotonic(), _FULL_S)
-                last = str(err)
-            except ConnectionFailed as err:
-                server.failed(time.monotonic())
-                last = str(err)
-        raise OpenEnvFailed(
-            f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}"
-        )
 
-    async def _open_at(self, server: Server, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
-        url = f"{server.url}/ws"
-        try:
-            async with asyncio.timeout(_OPEN_S):
-                socket = await self._connections.websocket(url, max_message_bytes=self._options.max_message_bytes)
-        except BaseException as err:
-            server.running -= 1  # of the place that was taken; later the session gives it back
-            if isinstance(err, TimeoutError):
+        async def start(server: Server) -> tuple[OpenEnvSession, dict[str, Any]]:
+            url = f"{server.url}/ws"
+            try:
+                async with asyncio.timeout(_OPEN_S):
+                    socket = await self._connections.websocket(url, max_message_bytes=self._options.max_message_bytes)
+            except TimeoutError:
                 raise ConnectionFailed(url, f"no session was opened within {_OPEN_S:g} s") from None
-            raise
-        session = OpenEnvSession(socket, server)
-        try:
-            first = await session.ask("reset", reset)
-        except BaseException as err:
-            if not isinstance(err, _Full):  # cancelled: the reset took longer than a reply may
-                server.failed(time.monotonic())
-            await session.close()
-            raise
-        server.works()
-        return session, first
+            session = OpenEnvSession(socket, server)
+            try:
+                return session, await session.ask("reset", reset)
+            except BaseException:
+                await session.disconnect()
+                raise
+
+        return await open_session(self._servers, start, self._options.place_deadline_s, OpenEnvFailed)
 
     async def close(self) -> None:
         await self._connections.close()
@@ -223,25 +196,23 @@ class OpenEnvPlay(Play):
             return malformed(self._options, f"The answer is no action: {err}\n{self._shown}", self._shown, {})
         self._shown = self._text(result)
         reward = _reward(result)
-        return (
-            Reply(reward=reward, is_done=True) if result.get("done") else Reply((Message("user", self._shown),), reward)
-        )
+        if result.get("done"):
+            return Reply(reward=reward, is_done=True)
+        return Reply((Message("user", self._shown),), reward)
 
     async def _called(self, answer: Message) -> Reply:
         messages: list[Message] = []
-        reward, errors = 0.0, 0
+        reward, errors, is_done = 0.0, 0, False
         for call in answer.tool_calls:
             text, result = await self._result(call)
             reward += _reward(result)
             errors += text.startswith("error: ")
             messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
-            if result.get("done"):
-                return Reply(
-                    reward=reward,
-                    is_done=True,
-                    parts={"tool_calls": float(len(messages)), "tool_errors": float(errors)},
-                )
+            if is_done := bool(result.get("done")):
+                break
         parts = {"tool_calls": float(len(messages)), "tool_errors": float(errors)}
+        if is_done:
+            return Reply(reward=reward, is_done=True, parts=parts)
         return Reply(tuple(messages), reward, is_done=not messages, parts=parts)
 
     async def _result(self, call: ToolCall) -> tuple[str, dict[str, Any]]:

@@ -270,13 +270,9 @@ class HttpOptions(PlayOptions):
         "Link-local and metadata addresses are always refused.",
     )
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return urls_of(self.url)
-
     @model_validator(mode="after")
     def _has_servers(self) -> HttpOptions:
-        if bool(self.urls) == bool(self.registered):
+        if bool(self.url) == bool(self.registered):
             raise ValueError("give either url, or the name under which servers are registered (registered)")
         return self
 
@@ -324,7 +320,7 @@ class Http(EpisodeEnvironment):
             ca_key="options.ca_file" if chosen.ca_file else http_tls.AUTHORITY,
         )
         self._client = EnvironmentClient(connections, chosen.secrets())
-        self._servers = Servers(chosen.urls, registered=chosen.registered, version=chosen.version)
+        self._servers = Servers(urls_of(chosen.url), registered=chosen.registered, version=chosen.version)
         if chosen.registered:
             if self._registry is None:
                 raise ConfigError(f"options.registered = {chosen.registered!r}: servers are found on NATS, in a run")

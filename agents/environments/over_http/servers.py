@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,15 +19,21 @@ from penstock.serving import signature, strict_json
 from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections, retry_after_s
 
 Body = TypeVar("Body", bound=BaseModel)
+Session = TypeVar("Session")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 PASSING = frozenset({429, 502, 503, 504})  # another try may succeed
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
+_FULL_S = 1.0  # between two questions of a server that takes no session
 _WAIT_S = 0.25  # for a registration, or for an episode to end
 
 
 class ServerUnreachable(PenstockError):
     """No answer: what became of the call is not known."""
+
+
+class ServerFull(PenstockError):
+    """It takes no session now."""
 
 
 class ServerRefused(PenstockError):
@@ -230,3 +236,32 @@ async def take_place(servers: Servers, ends: float) -> Server | None:
                 wait_s = max(servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
                 await asyncio.sleep(wait_s)
     return None
+
+
+async def open_session(
+    servers: Servers,
+    start: Callable[[Server], Awaitable[Session]],
+    place_deadline_s: float,
+    failed: type[PenstockError],
+) -> Session:
+    """Return what ``start`` returns of a server that takes a session, and wait for one; raises ``failed``.
+
+    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. The place is given back where it raises.
+    """
+    ends, last = time.monotonic() + place_deadline_s, "all servers rest"
+    while (server := await take_place(servers, ends)) is not None:
+        try:
+            session = await start(server)
+        except BaseException as err:
+            server.running -= 1
+            if isinstance(err, ServerFull):
+                server.is_full(time.monotonic(), _FULL_S)
+            else:  # cancelled: it took longer than a reply may
+                server.failed(time.monotonic())
+            if not isinstance(err, (ServerFull, ConnectionFailed)):
+                raise
+            last = str(err)
+        else:
+            server.works()
+            return session
+    raise failed(f"no session within {place_deadline_s:g} s (options.place_deadline_s): {last}")

@@ -14,6 +14,7 @@ from tests.agents.environments.adapters.played import check_exact, play, said, t
 
 from penstock.agents.environments.adapters import nemo_gym_environment, nemo_gym_session
 from penstock.agents.environments.adapters.nemo_gym_environment import NEMO_GYM, GymRow, NemoGymOptions
+from penstock.agents.environments.over_http import servers
 from penstock.agents.environments.play import Row
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -255,7 +256,7 @@ def test_a_server_that_is_busy_is_asked_again(
     tool_model: Path, server: GymServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Another one that is none is left out; the token goes with every request."""
-    monkeypatch.setattr(nemo_gym_session, "_FULL_S", 0.05)
+    monkeypatch.setattr(servers, "_FULL_S", 0.05)
 
     def once() -> Response:
         server.instead.clear()
