@@ -89,7 +89,6 @@ async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxP
 
 
 def solution(row: Mapping[str, Any]) -> str | None:
-    """Return a row's own solution as a program, alone or after the code of its prompt; None if it has none that compiles."""
     fields = tests_of_row.fields_of(row.get("ground_truth"), row.get("extra_info"), extra_columns=_SOLUTIONS)
     for text in (text for name in _SOLUTIONS for text in _listed(fields.get(name))[:1]):
         prompt = tests_of_row.program(str(row.get("prompt") or "")) or ""

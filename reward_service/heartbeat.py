@@ -87,7 +87,6 @@ class HeartbeatWriter:
             log.warning("no bucket of heartbeats: heartbeat skipped", error=str(err))
 
     async def offer(self) -> None:
-        """Renew the record that tells the trainer which rewards this run can request."""
         offer = RewardsOffered(
             run_id=self.consumer.run_id,
             replica=self.replica,

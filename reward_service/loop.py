@@ -87,7 +87,6 @@ async def run(
 
 
 async def _handle(delivery: Delivery[GroupGenerated], context: ScoringContext, slots: WorkSlots) -> None:
-    """Settle one message, or requeue it when NATS or S3 is unreachable or this process stops."""
     pack = Pack(delivery, await context.progress.load(delivery.sequence, delivery.num_delivered))
     try:
         with context.activity.working("scoring"):

@@ -17,8 +17,6 @@ WINDOW = 512  # most recent durations kept; enough for a p99, few enough to sort
 
 
 class Timings:
-    """Counts of calls and failures since the start, and quantiles of the most recent durations."""
-
     def __init__(self) -> None:
         self.num_calls = 0
         self.num_failed = 0
@@ -34,7 +32,6 @@ class Timings:
         self.by_outcome["failed" if failed else "ok"].observe(seconds)
 
     def quantile(self, q: float) -> float:
-        """Return the ``q``-quantile (0 to 1) of the window in seconds, nearest rank; 0.0 before the first call."""
         ordered = sorted(self._recent_s)
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 

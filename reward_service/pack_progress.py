@@ -34,7 +34,6 @@ class PackProgress:
     refused_since: Mapping[str, float] = field(default_factory=dict)  # since when no endpoint was called for a group
 
     def attempt(self, group_id: str, num_delivered: int) -> int:
-        """Return which attempt at scoring a group this delivery is, from 1."""
         return max(1, num_delivered - self.excused.get(group_id, 0))
 
     def settle(self, group_ids: Iterable[str]) -> PackProgress:
@@ -79,7 +78,6 @@ class ProgressStore:
         self._max_messages = max_messages
 
     async def load(self, sequence: int, num_delivered: int) -> PackProgress:
-        """Return the record of a message; one that was never delivered before has none."""
         own = self._messages.get(sequence, _FRESH)
         if num_delivered <= 1:
             return own

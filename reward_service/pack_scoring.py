@@ -245,7 +245,6 @@ async def _outcomes(
 async def _dead_letter(
     delivery: Delivery[GroupGenerated], dead: Mapping[str, Exception], context: ScoringContext
 ) -> None:
-    """Store one dead letter for each different error, with exactly the groups that have it."""
     by_error: dict[tuple[str, str], list[GeneratedGroup]] = {}
     for group in delivery.fact.groups:
         if group.group_id in dead:

@@ -69,8 +69,6 @@ class AnswerRefused(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP response; ``headers`` finds names in any case."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes

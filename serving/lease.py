@@ -89,7 +89,6 @@ class Renewals:
         self._is_failing = False
 
     def tried(self, what: str, problem: str, hint: str) -> None:
-        """Note how a renewal of ``what`` ended; ``problem`` is empty for one that succeeded."""
         if problem and not self._is_failing:
             say(f"the lease of {what} is not renewed: {problem}. {hint}")
         elif self._is_failing and not problem:

@@ -92,7 +92,6 @@ class _Body:
         return self.is_too_long or self.is_crowded
 
     async def receive(self) -> Message:
-        """Return the next part, or the end of the connection for a part beyond a limit."""
         message = await self._next()
         size = len(message.get("body", b""))
         self.is_crowded = self.is_crowded or self._limit.num_held + size > self._limit.max_total_bytes

@@ -83,15 +83,11 @@ class RowUnfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Attempted:
-    """The last attempt at one episode; ``episode`` is None if none of them can be trained on."""
-
     episode: Episode | None
     problem: str
 
 
 class EpisodeEnvironment(Environment):
-    """Makes the episodes of each group, all with the same seed."""
-
     version: ClassVar[str] = ""  # recorded with each episode; raise it when the rules change
     options: ClassVar[type[PlayOptions]] = PlayOptions  # what `environment.define.NAME.options` may hold
 
@@ -208,7 +204,6 @@ class EpisodeEnvironment(Environment):
         return _Attempted(None, problem)
 
     def _continues(self, task: Task, episode: Episode) -> bool:
-        """Return True for an ended episode of an earlier delivery that this environment would play alike."""
         return (episode.environment, episode.seed) == (self.name, group_seed(task)) and episode.index < task.group_size
 
     def limits(self) -> EpisodeLimits:

@@ -183,7 +183,6 @@ class Played:
 
 
 async def play_episode(session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor) -> Played:
-    """Play until one side ends it; the session stays open. Raises EngineError when the engine fails."""
     played = Played()
     try:
         async with asyncio.timeout(settings.episode_deadline_s):
@@ -237,7 +236,6 @@ def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Messag
 async def _answer(
     session: EpisodeSession, messages: tuple[Message, ...], play: Play, played: Played
 ) -> SampledTurn | None:
-    """Return the policy's answer; None where the episode's limits allow no further one. Raises EngineError."""
     started = time.monotonic()
     mark = RetryMark(b"turn:%d" % len(session.tree.turns))
     try:

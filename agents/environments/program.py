@@ -286,8 +286,6 @@ class _ServedProxy:
 
 
 class _TimedSampler:
-    """A sampler that counts the seconds in which at least one of its requests runs."""
-
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._running = 0

@@ -165,8 +165,6 @@ def left_folders(parent: Path) -> list[Path]:
 
 
 class Sweeper:
-    """Sweeps a folder at once and then every ``period_s``, in a thread, until `close`."""
-
     def __init__(self, parent: Path, period_s: float = SWEEP_S) -> None:
         self._parent, self._period_s = parent, period_s
         self._closed = threading.Event()
@@ -203,7 +201,6 @@ def _mark_of(process: Path) -> str:
 
 
 def _is_left(found: str) -> bool:
-    """Return True for a mark of this PID namespace whose worker does not run any more."""
     namespace, _, worker = found.partition(".")
     pid, _, start = worker.partition(".")
     return namespace == _namespace() and pid.isdecimal() and start.isdecimal() and _start_time(int(pid)) != start

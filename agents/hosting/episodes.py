@@ -60,7 +60,6 @@ class _Held:
 
     @property
     def is_busy(self) -> bool:
-        """True while a method of the play runs."""
         return not all(task is None or task.done() for task in (self.starting, self.stepping, self.scoring))
 
 
@@ -167,7 +166,6 @@ class Episodes:
         return stepped
 
     async def score(self, episode_id: str, body: Score) -> Scored:
-        """Return what the last step gets where the run ends the episode after it; the same each time. Raises Refused."""
         held = self._started(episode_id)
         if held.scoring is None:
             if body.step != held.step or held.is_busy or held.is_over:
@@ -240,7 +238,6 @@ class Episodes:
 
 
 async def _result_of(task: asyncio.Task[Answer]) -> Answer:
-    """Return what a task returns, which goes on if the caller is gone; raises Refused if the episode was ended meanwhile."""
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

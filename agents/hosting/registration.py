@@ -54,8 +54,6 @@ class RegistrySettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is registered; in service until ``lease_s`` seconds after its last renewal."""
-
     name: str  # empty: as the server calls itself
     url: str
     lease_s: float = LEASE_S
@@ -70,7 +68,6 @@ def read_settings(given: Sequence[str], environ: dict[str, str]) -> RegistrySett
 async def client_of(
     settings: RegistrySettings, *, secrets: Sequence[str], ca_file: Path | None, allowed: Sequence[str]
 ) -> EnvironmentClient:
-    """Return a client that calls what workers would call; raises ConfigError."""
     own = await target_policy.find_own_servers(settings.nats, settings.s3)
     try:
         policy = TargetPolicy(allowed or PRIVATE_TARGETS, own, key="--allowed-target")
@@ -96,7 +93,6 @@ async def open_registry(bus: Bus) -> KeyValue:
 
 class Registrar:
     def __init__(self, store: KeyValue, client: EnvironmentClient, offer: Offer) -> None:
-        """``client`` asks the server before it is registered, and before each renewal. Raises ConfigError."""
         if not LEAST_LEASE_S <= offer.lease_s <= LONGEST_LEASE_S:
             raise ConfigError(f"--lease-s {offer.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
         self._store, self._client, self._offer = store, client, offer
@@ -121,7 +117,6 @@ class Registrar:
             await self._unregister()
 
     async def renew(self) -> bool:
-        """Renew the lease with what the server says of itself now; says on stderr what is wrong. Returns True."""
         problem = ""
         try:
             about, before = await self._ask(), self._server
@@ -143,7 +138,6 @@ class Registrar:
         return True
 
     def _check_standing(self, listed: Listed, about: About) -> None:
-        """Say on stderr when the server gets no new episodes; forget a registration that is not there any more."""
         assert self._server is not None
         servers = listed.registered.servers if listed.registered else ()
         server = next((server for server in servers if server.id == self._server.id), None)

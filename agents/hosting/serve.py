@@ -20,18 +20,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from penstock.agents.environments.over_http.wire import (
-    About,
-    EpisodeId,
-    Problem,
-    ProblemCode,
-    Score,
-    Scored,
-    Start,
-    Started,
-    Step,
-    Stepped,
-)
+from penstock.agents.environments.over_http import wire
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting.commands import LeaseOptions, ServeOptions
 from penstock.agents.hosting.episodes import Episodes, Refused
@@ -48,21 +37,24 @@ from penstock.serving.web_server import allowed_hosts, serving_app, stopping_by_
 _MAX_REQUEST_BYTES = 16 * 1024 * 1024
 _RETRY_AFTER_S = 1
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Problem, "description": "The body is not what the protocol says."},
-    401: {"model": Problem, "description": "Not signed with a key of this server."},
+    400: {"model": wire.Problem, "description": "The body is not what the protocol says."},
+    401: {"model": wire.Problem, "description": "Not signed with a key of this server."},
     404: {
-        "model": Problem,
+        "model": wire.Problem,
         "description": "`unknown_episode`: the worker starts the episode again, with the same seed.",
     },
     409: {
-        "model": Problem,
+        "model": wire.Problem,
         "description": "`step_refused`: out of order, or the same step with another answer; `wrong_version`: other rules are played here.",
     },
-    422: {"model": Problem, "description": "`row_refused`: no episode can be made of the row; it is not tried again."},
-    500: {"model": Problem, "description": "`environment_failed`: the worker starts the episode again."},
-    503: {"model": Problem, "description": "`full` or `draining`, with the header Retry-After in seconds."},
+    422: {
+        "model": wire.Problem,
+        "description": "`row_refused`: no episode can be made of the row; it is not tried again.",
+    },
+    500: {"model": wire.Problem, "description": "`environment_failed`: the worker starts the episode again."},
+    503: {"model": wire.Problem, "description": "`full` or `draining`, with the header Retry-After in seconds."},
 }
-PathId = Annotated[EpisodeId, fastapi.Path()]
+PathId = Annotated[wire.EpisodeId, fastapi.Path()]
 
 
 def build_app(episodes: Episodes, *, secrets: Sequence[str] = (), hosts: Sequence[str] | None = None) -> FastAPI:
@@ -83,9 +75,9 @@ def build_app(episodes: Episodes, *, secrets: Sequence[str] = (), hosts: Sequenc
     _answer_problems(app)
 
     @app.get("/environment")
-    async def environment() -> About:
+    async def environment() -> wire.About:
         """Say what is played here, and how many episodes."""
-        return About(
+        return wire.About(
             protocol=1,
             name=episodes.environment.name,
             version=episodes.version,
@@ -96,17 +88,17 @@ def build_app(episodes: Episodes, *, secrets: Sequence[str] = (), hosts: Sequenc
         )
 
     @app.post("/episodes", responses=_PROBLEMS, response_model_exclude_unset=True)
-    async def start(body: Start) -> Started:
+    async def start(body: wire.Start) -> wire.Started:
         """Start an episode; sent again with the same id and body, it gets the same answer."""
         return await episodes.start(body)
 
     @app.post("/episodes/{id}/step", responses=_PROBLEMS, response_model_exclude_unset=True)
-    async def step(id: PathId, body: Step) -> Stepped:
+    async def step(id: PathId, body: wire.Step) -> wire.Stepped:
         """Reply to the policy's answer; sent again with the same number and body, it gets the same reply and moves nothing."""
         return await episodes.step(id, body)
 
     @app.post("/episodes/{id}/score", responses=_PROBLEMS)
-    async def score(id: PathId, body: Score) -> Scored:
+    async def score(id: PathId, body: wire.Score) -> wire.Scored:
         """Say what the last step gets where a limit of the run ended the episode; called if `Started` has `scores`."""
         return await episodes.score(id, body)
 
@@ -135,13 +127,13 @@ def _answer_problems(app: FastAPI) -> None:
 
 
 def _refusal(status: int, text: str) -> JSONResponse:
-    codes: dict[int, ProblemCode] = {401: "unauthorized", 403: "unauthorized", 503: "full"}
+    codes: dict[int, wire.ProblemCode] = {401: "unauthorized", 403: "unauthorized", 503: "full"}
     return _problem(400 if status == 413 else status, codes.get(status, "bad_request"), text)
 
 
-def _problem(status: int, code: ProblemCode, text: str) -> JSONResponse:
+def _problem(status: int, code: wire.ProblemCode, text: str) -> JSONResponse:
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
-    return JSONResponse(Problem(code=code, message=text).model_dump(), status, headers=headers)
+    return JSONResponse(wire.Problem(code=code, message=text).model_dump(), status, headers=headers)
 
 
 async def _check_call_id(given: str, request: StrictRequest) -> None:

@@ -51,14 +51,11 @@ class Policy(Protocol):
 
 
 class RandomPolicy:
-    """Answers with a word or a number of the last message, or calls a tool with arguments that fit its schema."""
-
     def __init__(self, seed: int) -> None:
         """The same seed gives the same answers to the same messages."""
         self._random = random.Random(seed)  # noqa: S311 - not a secret
 
     def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message:
-        """Return an answer; with tools, four of five are calls."""
         if tools and self._random.random() < 0.8:
             function = self._random.choice(list(tools))["function"]
             arguments = json.dumps(self._value(function.get("parameters") or {"type": "object"}))
@@ -115,8 +112,6 @@ class ScriptedPolicy:
 
 @dataclass(slots=True)
 class Trial:
-    """One episode; times in seconds."""
-
     seed: int
     end: End = "failed"
     problem: str = ""
@@ -202,7 +197,6 @@ async def _call(function: Callable[[], Any], settings: EpisodeSettings, executor
 
 
 def summary(policy: str, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return the figures of the trials of one policy; times in milliseconds."""
     played = [one for one in trials if one.end != "failed"]
     turns = [len(one.steps_s) for one in played]
     rewards = [one.reward for one in played]

@@ -27,8 +27,6 @@ class _Call:
 
 
 class Calls:
-    """The running calls of one episode and its last finished ones. For one event loop."""
-
     def __init__(self, *, grace_s: float, kept: int, kept_s: float) -> None:
         """``grace_s``: how long a call without a client goes on. ``kept``: finished calls that a retry may ask for again."""
         self._grace_s = grace_s

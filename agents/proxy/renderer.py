@@ -74,8 +74,6 @@ class Bridge:
 
 
 class ChatRenderer:
-    """One model's template and tokenizer. Thread-safe."""
-
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
         added = sorted(tokenizer.added_tokens(), key=len, reverse=True)
@@ -88,7 +86,6 @@ class ChatRenderer:
         self._closing = self._find_closing()
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Any]) -> Rendered:
-        """Return the ids of a prompt rendered as a whole; raises MalformedData if the template refuses it."""
         return self._kept.get(self.text(messages, tools), self._encoded)
 
     def bridge(
@@ -155,7 +152,6 @@ class ChatRenderer:
         return behind[len(shown) :]
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool = True) -> str:
-        """Return messages as the template writes them; texts of control tokens in messages of others are escaped."""
         return self.tokenizer.render(
             [self._escaped(message).for_template() for message in messages], add_generation_prompt=generate, tools=tools
         )

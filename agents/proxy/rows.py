@@ -37,8 +37,6 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRow:
-    """One row of an episode; arrays have the same length."""
-
     token_ids: Int32s
     loss_mask: npt.NDArray[np.bool_]
     logprobs: Float32s  # 0 where the mask is False
@@ -59,7 +57,6 @@ class TreeRows:
 
 
 def build_rows(turns: Sequence[SampledTurn]) -> TreeRows:
-    """Return the rows of an episode's turns, in the order in which their last answers were sampled."""
     orphans = _find_orphans(turns)
     covered: dict[int, int] = {}  # by turn: so many tokens of its path are in the row of a turn that continues it
     for turn in turns:
@@ -123,7 +120,6 @@ def _build_row(last: SampledTurn, trained: dict[int, int]) -> TreeRow:
 
 
 def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> list[VersionRun]:
-    """Return a turn's version runs at positions of the row, cut to those between ``first`` and ``end``."""
     moved = [VersionRun(run.version, max(run.start + offset, first), min(run.end + offset, end)) for run in runs]
     return [run for run in moved if run.start < run.end]
 
@@ -177,7 +173,6 @@ def counts_of(counts: Counter[str], made: TreeRows) -> tuple[tuple[str, int], ..
 
 
 def messages_json(messages: Sequence[Message]) -> str:
-    """Return a conversation for people and rewards, as the chat completions API writes it; its end if it is too long."""
     written = [
         json.dumps(message.for_template() | _images_named(message) | _calls_as_sent(message), ensure_ascii=False)
         for message in messages
@@ -192,7 +187,6 @@ def messages_json(messages: Sequence[Message]) -> str:
 
 
 def _images_named(message: Message) -> dict[str, object]:
-    """Return the content of a message with images: each by the hash under which it is stored."""
     if not message.parts:
         return {}
     return {

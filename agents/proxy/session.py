@@ -143,7 +143,6 @@ class EpisodeSession:
         return turn
 
     def end(self) -> TreeRows:
-        """Refuse further requests, cancel running ones, and return the rows."""
         self.ended = True
         self.calls.cancel()
         return build_rows(self.tree.turns)
@@ -237,7 +236,6 @@ class EpisodeSession:
         return found, processor
 
     async def _prompt(self, plan: PromptPlan) -> Sequence[int]:
-        """Return what the engine is asked to continue: the prompt's ids, and its images if there are some."""
         token_ids = plan.prompt_ids.tolist()
         if plan.images is None:
             return token_ids
@@ -298,7 +296,6 @@ class EpisodeSession:
     def _read(
         self, completion: Completion, sampling: Sampling, plan: PromptPlan, *, reads_calls: bool
     ) -> tuple[Message, bool, int]:
-        """Return the answer as the client gets it, whether it was cut inside its reasoning, and its invalid calls."""
         ids = completion.token_ids
         ends = ids[-1] in sampling.stop_token_ids
         text = self._model.planner.renderer.text_of(ids[:-1] if ends else ids)
@@ -337,7 +334,6 @@ class AgentProxy:
         return episode
 
     def end(self, episode: EpisodeSession) -> TreeRows:
-        """End an episode: its secret is refused from now on."""
         self._open.pop(episode.secret, None)
         self._ended[episode.secret] = episode.id
         while len(self._ended) > _ENDED_KEPT:
@@ -356,5 +352,4 @@ class AgentProxy:
 
 
 def path(episode: EpisodeSession) -> str:
-    """Return the path of an episode's base URL; an OpenAI client appends ``/chat/completions`` to it."""
     return f"/episodes/{episode.secret}/v1"

@@ -93,7 +93,6 @@ class SampledTurn:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens from the root to the end of the answer."""
         return self.prompt_tokens + len(self.token_ids)
 
     def chain(self) -> list[SampledTurn]:

@@ -152,7 +152,6 @@ def _change(
 
 
 def _owner(registration: Registration, caller: Caller) -> str:
-    """Return the owner of a new endpoint; only an admin may register for another one."""
     if caller.role is Role.ADMIN:
         return registration.owner or caller.name
     if registration.owner not in {"", caller.name}:

@@ -134,7 +134,6 @@ class Endpoint(EndpointSpec):
 
     @property
     def lease_key(self) -> str:
-        """The key of its lease in the registry's bucket; another version or URL has another one."""
         return lease_key(self.name, self.address_id)
 
     def __hash__(self) -> int:
@@ -172,8 +171,6 @@ class _Token:
 
 
 class Access:
-    """The tokens of one service; only digests of them are kept."""
-
     def __init__(self, tokens: Sequence[tuple[str, Role, str]]) -> None:
         """``tokens``: name, role and token of each caller, or its hash; none: every caller is admin."""
         self._tokens = [_Token(_digest_of(token), Caller(name, role)) for name, role, token in tokens]

@@ -69,7 +69,6 @@ class Breaker:
         return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
 
     def admit(self, now: float) -> bool:
-        """Return True if a call may be made now; half-open, that is the one probe."""
         state = self.state(now)
         if state is BreakerState.CLOSED:
             return True
@@ -128,7 +127,6 @@ class TokenBucket:
         self._at = now
 
     def take(self, now: float) -> float:
-        """Take a token and return 0.0, or take none and return the seconds until there is one."""
         if self._rate is None:
             return 0.0
         self._tokens = min(self._size, self._tokens + max(now - self._at, 0.0) * self._rate)
@@ -256,7 +254,6 @@ def describe(answer: Answer) -> str:
 
 
 def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> str:
-    """Return the id of a call, equal for all its tries, so that an endpoint can repeat an answer it has stored."""
     digest = hashlib.sha256(f"{endpoint.scorer}\n{attempt}\n".encode())
     for group in groups:
         digest.update(group.model_dump_json().encode())
@@ -298,7 +295,6 @@ def cut_group(endpoint: Endpoint, group: GroupToScore) -> list[GroupToScore]:
 
 
 def join_pieces(pieces: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of a group from those of its pieces, in order; the first error is the group's."""
     if len(pieces) == 1:
         return pieces[0]
     error = next((piece for piece in pieces if isinstance(piece, RewardError)), None)

@@ -117,7 +117,6 @@ class EndpointQueue:
                     waiting.outcome.cancel()
 
     async def call_now(self, groups: Sequence[GroupToScore]) -> list[Outcome]:
-        """Call the endpoint at once, past queue, breaker and rate limit, as a manual test does."""
         outcomes: list[Outcome] = []
         size = self.endpoint.batch_size if self.endpoint.speaker.carries == "groups" else 1
         pieces = [endpoint_call.cut_group(self.endpoint, group) for group in groups]

@@ -146,7 +146,6 @@ class EndpointRegistry:
 
     @property
     def endpoints(self) -> Mapping[str, Endpoint]:
-        """The registered endpoints by name, those out of service included."""
         return self._directory.endpoints
 
     @property
@@ -270,7 +269,6 @@ class EndpointRegistry:
         return True
 
     async def drain(self, name: str, *, caller: Caller, on: bool) -> bool:
-        """Take an endpoint out of service, or put it back; False when the name is not registered."""
         found = False
 
         def change(state: Directory) -> Directory:

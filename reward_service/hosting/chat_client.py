@@ -31,8 +31,6 @@ class NoVerdict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The model's text, and the tokens of question and text (0 when the endpoint does not report them)."""
-
     text: str
     tokens_in: int
     tokens_out: int

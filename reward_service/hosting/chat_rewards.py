@@ -84,8 +84,6 @@ def _end(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One question about two answers of a group, by index; ``first`` is answer A."""
-
     first: int
     second: int
 

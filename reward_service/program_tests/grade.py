@@ -290,8 +290,6 @@ def _right(run: Run, tests: StdinTests | FunctionTests, place: int) -> bool:
 
 
 class SandboxPool:
-    """Grade ``num_slots`` programs at a time. A slot's zygote starts with its first program. Call `close` at the end."""
-
     def __init__(
         self, launch: Launch, num_slots: int, limits: Limits, *, stop_early: bool = False, group_cpu_s: float = math.inf
     ) -> None:

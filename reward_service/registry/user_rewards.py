@@ -41,7 +41,6 @@ class UserScores:
 
 class WorkerPool:
     def __init__(self, name: str, parameters: Mapping[str, Any], *, num_workers: int, timeout_s: float) -> None:
-        """``name`` is ``module:attribute``; ``timeout_s`` are seconds by the clock for one group."""
         self._name = name
         self._timeout_s = timeout_s
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
@@ -184,7 +183,6 @@ class UserRewards:
         return {name: scorer for (name, parameters), scorer in self._scorers.items() if parameters == _key({})}
 
     def of(self, name: str, parameters: Mapping[str, Any]) -> UserScorer | None:
-        """Return the scorer of a definition's part, None when it is not user code."""
         return self._scorers.get((name, _key(parameters)))
 
     async def check(self) -> dict[str, str]:

@@ -57,7 +57,6 @@ class UserReward:
 
     @property
     def batched(self) -> bool:
-        """Whether it is called once for many groups."""
         return self.style in {Style.BATCH, Style.QUERIES}
 
     async def open(self) -> None:
@@ -68,7 +67,6 @@ class UserReward:
             raise UserFileError(f"{self.file}: setup() of {self.name} failed: {self._explain(err)}") from err
 
     async def close(self) -> None:
-        """Call its ``close()``, if it is an object that has one; what it raises is only shown."""
         try:
             await self._hook("close")
         except (Exception, SystemExit) as err:  # noqa: BLE001 the endpoint ends anyway

@@ -87,7 +87,6 @@ def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
 
 
 def _file_of(value: Any) -> Path:
-    """Return the file that defines a function, a class or the class of an object; a name where it is written in C."""
     home: Any = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
     try:
         return Path(inspect.getfile(inspect.unwrap(home))).resolve()

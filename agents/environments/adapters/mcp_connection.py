@@ -105,7 +105,6 @@ async def over_process(
 
 
 async def _receive(process: asyncio.subprocess.Process, to_client: Any, known: ServerProcess) -> None:
-    """Pass each line of the server's output on; the end of its output ends the stream, and so the session."""
     import anyio  # noqa: PLC0415
     from mcp.shared.message import SessionMessage  # noqa: PLC0415
     from mcp_types import jsonrpc_message_adapter  # noqa: PLC0415
@@ -130,7 +129,6 @@ async def _receive(process: asyncio.subprocess.Process, to_client: Any, known: S
 
 
 async def _send(process: asyncio.subprocess.Process, from_client: Any, to_client: Any) -> None:
-    """Write each message of the client as a line; a server that reads no more ends the session."""
     assert process.stdin is not None
     try:
         async with from_client:
@@ -161,7 +159,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 async def over_http(
     url: str, headers: Mapping[str, str], policy: TargetPolicy, trusted: ssl.SSLContext, *, max_answer_bytes: int
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """Yield the streams of messages from and to a server at a URL; every address is checked before it is connected to."""
     import httpx2  # noqa: PLC0415 - comes with mcp
     from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415
 
@@ -245,7 +242,6 @@ class McpConnection:
         call_deadline_s: float,
         known: Callable[[], str],
     ) -> None:
-        """Note how the server is reached; ``known`` says more of a failure, once the transport is closed."""
         self._name, self._transport, self._mode = name, transport, mode
         self._call_deadline_s, self._known = call_deadline_s, known
         self._client: Any = None

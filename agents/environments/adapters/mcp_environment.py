@@ -34,7 +34,6 @@ from penstock.rollout_service.environments.environment import Sampler
 
 class McpPlay(Play):
     def __init__(self, seed: int, row: Row, options: McpOptions, reached: Reached) -> None:
-        """Note the options; nothing is connected before `start`. Raises ValueError for a row without a prompt."""
         if not row.messages or row.messages[-1].role != "user":
             raise ValueError("its messages are none, or do not end with one of the user")
         self._row, self._options = row, options
@@ -57,7 +56,6 @@ class McpPlay(Play):
         return self._row.messages
 
     async def step(self, answer: Message) -> Reply:
-        """Make the calls of an answer and reply with their results; an answer without one ends the episode. Raises ServerFailed."""
         if not answer.tool_calls:
             return done(await self._rewarded(answer.content))
         results = await side_by_side(self._result(call, number) for number, call in enumerate(answer.tool_calls))
@@ -126,7 +124,6 @@ class Mcp(TurnEnvironment):
             self._reached = Reached.of(self.chosen, self.own_servers)
 
     def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
-        """Return the play of one episode, with the servers of the run file, whatever ``options`` say: they have commands, which are run."""
         if self.chosen is None:
             raise ValueError(
                 'mcp needs servers: write [environment.define.NAME] with type = "mcp" and options.servers, and name that'

@@ -236,7 +236,6 @@ class McpTool(Tool):
         return self._of.as_function(self.name)
 
     async def call(self, arguments: AnyArguments, episode: ToolEpisode) -> str:
-        """Return what the server answers; raises ToolError, TimeoutError, and ToolUnavailable when the server has failed."""
         del episode  # the session is the episode's
         try:
             result = await self._of.connection.call(self._of.name, arguments.model_extra or {})

@@ -135,8 +135,6 @@ class Sessions:
         self._options = options
 
     async def open(self, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
-        """Return a session and the answer to its reset; waits for a free one. Raises OpenEnvFailed."""
-
         async def start(server: Server) -> tuple[OpenEnvSession, dict[str, Any]]:
             url = f"{server.url}/ws"
             try:
@@ -264,7 +262,6 @@ class OpenEnvPlay(Play):
 
 
 def _at(observation: Any, path: str) -> Any:
-    """Return a field of an observation; for an empty path all of it but its metadata."""
     if not path and isinstance(observation, dict):
         return {name: one for name, one in observation.items() if name != "metadata"}
     for step in filter(None, path.split(".")):
@@ -281,7 +278,6 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _reward(result: Mapping[str, Any]) -> float:
-    """Return the reward of an answer, 0 where it has none; raises OpenEnvFailed for what is no number."""
     value = result.get("reward")
     if value is None:
         return 0.0

@@ -73,7 +73,6 @@ class StepPlay(Play):
         return opening(self._row, self._options, self._options.rules, self._observation)
 
     def step(self, answer: Message) -> Reply:
-        """Reply with the next observation; an answer without an action costs ``format_penalty`` and moves nothing."""
         assert self._world is not None
         action = find_action(answer.content, self._options)
         try:

@@ -38,7 +38,6 @@ class TrlOptions(PlayOptions):
 
 
 def methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an instance by name; listed on its class, as TRL does, since properties are none."""
     methods = inspect.getmembers(type(instance), predicate=inspect.isfunction)
     names = [name for name, _ in methods if name not in ("reset", "get_reward") and not name.startswith("_")]
     return {name: getattr(instance, name) for name in names}
@@ -46,7 +45,6 @@ def methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
 
 class TrlPlay(Play):
     def __init__(self, seed: int, row: Row, make: Callable[[], Any]) -> None:
-        """Note the row; raises ValueError for one that does not end with a message of the user."""
         if not row.messages or row.messages[-1].role != "user":
             raise ValueError("its messages are none, or do not end with one of the user")
         self._seed, self._row, self._make = seed, row, make
@@ -77,7 +75,6 @@ class TrlPlay(Play):
         return Reply(tuple(messages), parts={"tool_calls": float(len(messages)), "tool_errors": float(failed)})
 
     async def score(self) -> float:
-        """Return what `get_reward` says of the episode; 0 without that method."""
         method = getattr(self._instance, "get_reward", None)
         if method is None:
             return 0.0
@@ -87,7 +84,6 @@ class TrlPlay(Play):
         return reward
 
     def _columns(self) -> dict[str, Any]:
-        """Return what `reset` gets: the prompt, the columns of extra_info, the ground truth, and the seed if it has a parameter for it."""
         columns: dict[str, Any] = {
             "prompt": [{"role": message.role, "content": message.content} for message in self._row.messages],
             **self._row.extra_info,

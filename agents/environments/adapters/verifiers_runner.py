@@ -43,7 +43,6 @@ def chosen(taskset: Any, task: dict[str, Any]) -> Any:
 
 
 def result_of(episode: Any) -> dict[str, Any]:
-    """Return the result file of an episode: the mean of its traces' rewards, and each reward and metric as a part."""
     parts: dict[str, float] = {}
     for trace in episode.traces:
         named = {name: one.value for name, one in trace.rewards.items() if one is not None}

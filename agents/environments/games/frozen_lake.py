@@ -49,7 +49,6 @@ class Place(NamedTuple):
 
 
 def draw_lake(seed: int, size: int, hole_chance: float) -> frozenset[Place]:
-    """Return the holes of the first map drawn from the seed that can be crossed; raises ValueError if none is found."""
     draw = random.Random(seed)  # noqa: S311  a game, no secret
     for _ in range(_DRAWS):
         fields = [Place(row, column) for row in range(size) for column in range(size)]

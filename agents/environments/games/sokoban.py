@@ -40,8 +40,6 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A room at its start, and moves that solve it."""
-
     size: int
     floor: frozenset[Place]  # every other field is a wall
     targets: frozenset[Place]
@@ -51,7 +49,6 @@ class Level:
 
 
 def draw_level(seed: int, size: int, boxes: int, wall_chance: float) -> Level:
-    """Return a level by the seed alone, none of its boxes on a target; raises ValueError if none is found."""
     draw = random.Random(seed)  # noqa: S311  a game, no secret
     for _ in range(_DRAWS):
         floor = _draw_floor(draw, size, wall_chance)

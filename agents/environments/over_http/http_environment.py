@@ -24,6 +24,7 @@ from penstock.agents.environments.episode_environment import (
     RowUnfit,
     Site,
 )
+from penstock.agents.environments.over_http import wire
 from penstock.agents.environments.over_http.registry import NAME_PATTERN, RegistryFollower
 from penstock.agents.environments.over_http.servers import (
     AnswerUnfit,
@@ -33,19 +34,6 @@ from penstock.agents.environments.over_http.servers import (
     Servers,
     ServerUnreachable,
     take_place,
-)
-from penstock.agents.environments.over_http.wire import (
-    Object,
-    Score,
-    Scored,
-    Start,
-    Started,
-    Step,
-    Stepped,
-    WireRow,
-    read,
-    read_reply,
-    written,
 )
 from penstock.agents.environments.play import Play, Played, Reply, Row, play_episode
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
@@ -59,7 +47,7 @@ from penstock.serving import signature
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
-Answer = TypeVar("Answer", Stepped, Scored)
+Answer = TypeVar("Answer", wire.Stepped, wire.Scored)
 
 _END_S = 5.0
 _KEEP_S = 60.0  # an idle connection; a server that closes it earlier costs a repeated call, and no episode
@@ -79,7 +67,7 @@ class Wanted:
     attempt: int
     seed: int
     row: Row
-    options: Object
+    options: wire.Object
     version: str  # of the rules; empty: any
 
 
@@ -107,24 +95,22 @@ class HttpPlay(Play):
         return self._first
 
     async def step(self, answer: Message) -> Reply:
-        """Return the server's reply; the same step is sent until it is answered. Raises PenstockError."""
         self._steps += 1
-        body = Step(step=self._steps, message=written(answer))
+        body = wire.Step(step=self._steps, message=wire.written(answer))
         url = f"{self._server.url}/episodes/{self._id}/step"
-        stepped = await self._call(url, f"{self._id}.{self._steps}", body, Stepped)
+        stepped = await self._call(url, f"{self._id}.{self._steps}", body, wire.Stepped)
         try:
-            return read_reply(stepped)
+            return wire.read_reply(stepped)
         except RequestRefused as err:
             raise AnswerUnfit(f"{url} answers messages that are none: {err}") from None
 
     async def score(self) -> float:
-        """Return the server's score, which is asked until it is answered; 0 where it has none. Raises PenstockError."""
         if not self.scores:
             return 0.0
         url = f"{self._server.url}/episodes/{self._id}/score"
-        return (await self._call(url, f"{self._id}.score", Score(step=self._steps), Scored)).reward
+        return (await self._call(url, f"{self._id}.score", wire.Score(step=self._steps), wire.Scored)).reward
 
-    async def _call(self, url: str, call_id: str, body: Step | Score, expected: type[Answer]) -> Answer:
+    async def _call(self, url: str, call_id: str, body: wire.Step | wire.Score, expected: type[Answer]) -> Answer:
         try:
             return await self._client.call_until_answered(
                 url, call_id, body, expected, self._limits.reply_s, lambda: self._server.is_leased
@@ -178,20 +164,20 @@ async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wan
 
 
 async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, limits: Limits) -> HttpPlay:
-    body = Start(
+    body = wire.Start(
         id=secrets.token_hex(16),
         episode=wanted.episode,
         attempt=wanted.attempt,
         seed=str(wanted.seed),
         version=wanted.version or server.version,
         deadline_s=limits.start_s + limits.episode_s,
-        row=WireRow.of(wanted.row),
+        row=wire.WireRow.of(wanted.row),
         options=wanted.options,
     )
     try:
         try:
             async with asyncio.timeout(limits.start_s):
-                started = await client.call("POST", f"{server.url}/episodes", f"{body.id}.start", body, Started)
+                started = await client.call("POST", f"{server.url}/episodes", f"{body.id}.start", body, wire.Started)
         except TimeoutError:
             raise ServerUnreachable(
                 f"{server.url} did not start an episode within {limits.start_s:g} s (start_deadline_s)"
@@ -210,14 +196,14 @@ async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, l
 
 
 def _read_play(
-    client: EnvironmentClient, server: Server, episode_id: str, version: str, started: Started, limits: Limits
+    client: EnvironmentClient, server: Server, episode_id: str, version: str, started: wire.Started, limits: Limits
 ) -> HttpPlay:
     if version not in ("", started.version):
         raise AnswerUnfit(
             f"{server.url} plays version {started.version!r}, and the run expects {version!r} (options.version)"
         )
     try:
-        request = read(started.messages, started.tools)
+        request = wire.read(started.messages, started.tools)
     except RequestRefused as err:
         raise AnswerUnfit(f"{server.url} starts with messages or tools that are none: {err}") from None
     play = HttpPlay(client, server, episode_id, request.messages, limits)
@@ -296,7 +282,6 @@ class Http(EpisodeEnvironment):
 
     @property
     def registered(self) -> str:
-        """The name under which its servers are registered; empty: the run file has their URLs."""
         return "" if self.chosen is None else self.chosen.registered
 
     def new_registry(self, store: KeyValue) -> RegistryFollower:
@@ -348,7 +333,6 @@ class Http(EpisodeEnvironment):
         return Attempt(session, made, played, version)
 
     async def start(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
-        """Return an episode that a server has started; raises NotStarted, RowRefused, or RowUnfit without a server."""
         if self._client is None or self._servers is None:
             raise RowUnfit(
                 'http needs a server: write [environment.define.NAME] with type = "http" and options = { url = "http://..." }, '

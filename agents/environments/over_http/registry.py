@@ -144,13 +144,11 @@ def admit(
 
 
 def without(state: Registered, server_id: str, leased: Collection[str]) -> Registered:
-    """Return the state without a server, and without those that have no lease."""
     kept = tuple(one for one in state.servers if one.id != server_id and one.id in leased)
     return state.model_copy(update={"servers": kept})
 
 
 def drained(state: Registered, url: str | None, *, on: bool) -> Registered:
-    """Return the state with the servers at a URL (None: all) drained, or put back into service."""
     servers = (one.model_copy(update={"draining": on}) if url in (None, one.url) else one for one in state.servers)
     return state.model_copy(update={"servers": tuple(servers)})
 
@@ -261,7 +259,6 @@ async def _change(store: KeyValue, name: str, change: Callable[[Registered], Reg
 
 
 async def _delete_if_empty(store: KeyValue, name: str) -> None:
-    """Delete a name without servers; one that registers at this moment finds its name gone, and registers again."""
     state, _ = await _read(store, name)
     if not state.servers:
         await store.delete(key(name))
@@ -293,7 +290,6 @@ class RegistryFollower:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Read inside the block; while NATS is unreachable the last reading stays valid."""
         await self.refresh()
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(self._run())

@@ -129,7 +129,6 @@ class EnvironmentClient:
 
 
 def _refusal(answer: Answer, url: str) -> ServerRefused:
-    """Return the problem of an answer; of one that is no `Problem` nothing is quoted."""
     try:
         problem = Problem.model_validate(strict_json.loads(answer.body))
         said = "".join(letter if letter.isprintable() else "?" for letter in problem.message[:500])
@@ -157,7 +156,6 @@ class Server:
 
     @property
     def has_place(self) -> bool:
-        """True unless this worker alone has filled it."""
         return self.takes_new and (self.capacity is None or self.running < self.capacity)
 
     def failed(self, now: float) -> None:

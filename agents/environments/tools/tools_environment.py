@@ -122,7 +122,6 @@ class ToolsPlay(Play):
         return Reply(reward=success, is_done=True, parts={"success": success})
 
     def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
-        """Return a reply after which the policy answers again; its state is what the tools said, without the note."""
         said = "\0".join(f"{message.role}\0{message.content}" for message in messages)
         state = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
         if self._options.note:

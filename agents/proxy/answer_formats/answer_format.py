@@ -108,7 +108,6 @@ def marked_calls(text: str, marks: Marks, read: Callable[[str], Call]) -> Parsed
 
 
 def call_of(name: str, arguments: str, call_id: str = "") -> Call:
-    """Return a call of a name and the JSON text of an object; raises ValueError for what is none."""
     value = read_json(arguments.strip())
     if not name.strip() or not isinstance(value, dict):
         raise ValueError("expected a name and an object")

@@ -42,7 +42,6 @@ def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def read_message(value: Mapping[str, Any], where: str) -> Message:
-    """Return one message of a body or of a row; raises RequestRefused that begins with ``where``."""
     role = value.get("role")
     if role not in _ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:40]!r}", f"{where}.role")

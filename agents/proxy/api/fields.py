@@ -56,7 +56,6 @@ def optional_text(body: Mapping[str, Any], name: str, where: str = "") -> str:
 
 
 def objects(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[str, Any]]:
-    """Return a list of objects, empty if the field is absent or null."""
     value = body.get(name)
     if value is None:
         return []

@@ -48,7 +48,6 @@ def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Return the messages of input items; an answer's reasoning, text and calls are separate items here, and one message there."""
     messages: list[Message] = []
     answer: dict[str, Any] = {}
 

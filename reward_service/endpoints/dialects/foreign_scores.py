@@ -27,7 +27,6 @@ def parse(answer: bytes) -> JsonValue:
 
 
 def number(value: object, where: str) -> float:
-    """Return a finite number (a bool counts as 0 or 1, as in Python); raises BadAnswer naming the place."""
     if not isinstance(value, int | float):
         raise BadAnswer(f"answers {_kind(value)} at {where}, expected a number")
     try:

@@ -113,7 +113,6 @@ class Quantity(NamedTuple):
 
 
 def read(text: str) -> Quantity | None:
-    """Read a text that is a number and at most a unit after it; None when it begins with no number."""
     plain = _plain(text)
     lead = _LEAD.match(plain)
     plain = plain[lead.end() :] if lead else plain

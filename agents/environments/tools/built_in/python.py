@@ -105,7 +105,6 @@ class PythonTool(Tool):
         self._slots = Slots([_Slot(Zygote(launch, next(_NEXT_SLOT) % 15)) for _ in range(chosen.slots)])
 
     async def call(self, arguments: PythonArguments, episode: ToolEpisode) -> str:
-        """Return what a program wrote; raises ToolError where it failed, ToolUnavailable where the sandbox did."""
         assert self._slots is not None
         program = _WRAPPED.format(code=arguments.code)
         try:
