@@ -15,6 +15,7 @@ from penstock.protocol.config.reward_settings import RewardSettings as RewardCho
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import http_tls
 from penstock.reward_service.endpoints.endpoint import Access, Role, read_tokens
+from penstock.serving import signature
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 ADMIN = "admin"  # the name of the holder of token and token_file
@@ -181,11 +182,7 @@ class RewardSettings(Section):
 
 
 def _read(file: Path, key: str) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
-        raise ConfigError(f"reward_service.{key} = {file}: not readable ({reason})") from None
+    text = signature.read_text(file, f"reward_service.{key} = {file}")
     if not text.strip():
         raise ConfigError(f"reward_service.{key} = {file}: the file is empty")
     return text

@@ -78,11 +78,7 @@ async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str]
         try:
             status = await _status(process, deadline_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REAP_S):
-                    await process.wait()
+            await kill_group(process)
     except OSError as err:
         return Ended(127, f"cannot start it in {folder}: {err}")
     finally:
@@ -96,6 +92,14 @@ async def _status(process: asyncio.subprocess.Process, deadline_s: float) -> int
             return await process.wait()
     except TimeoutError:
         return None
+
+
+async def kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REAP_S):
+            await process.wait()
 
 
 class Output:

@@ -85,13 +85,13 @@ class Message:
     def images(self) -> tuple[bytes | AdmittedImage, ...]:
         return tuple([part for part in self.parts if not isinstance(part, str)])
 
-    def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         made: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.parts:
             made["content"] = [
                 {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.parts
             ]
-        if self.reasoning and with_reasoning:
+        if self.reasoning:
             made["reasoning_content"] = self.reasoning
         if self.tool_calls:
             made["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]

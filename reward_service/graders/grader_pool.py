@@ -50,11 +50,9 @@ class JsonProcess:
     Every wait ends: `start` has a deadline, and the caller of `read` sets one.
     """
 
-    def __init__(self, command: Sequence[str], *, environ: Mapping[str, str], own_group: bool = False) -> None:
-        """Describe it; nothing is started yet. With ``own_group`` `kill` ends its own children too."""
+    def __init__(self, command: Sequence[str], *, environ: Mapping[str, str]) -> None:
         self._command = command
         self._environ = environ
-        self._own_group = own_group
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -70,7 +68,7 @@ class JsonProcess:
                 stdout=asyncio.subprocess.PIPE,
                 env=dict(self._environ),
                 limit=_LINE_BYTES,
-                start_new_session=self._own_group,
+                start_new_session=True,
             )
             return await self.read()
 
@@ -104,7 +102,7 @@ class JsonProcess:
                 await asyncio.wait_for(process.wait(), after_s)
         if process.returncode is None:  # of one that has exited, the process id may belong to another by now
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL) if self._own_group else process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # what it started too
         return await process.wait()
 
 
@@ -195,7 +193,7 @@ class GraderPool:
 class _Grader:
     def __init__(self, command: Sequence[str]) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_PREFIX)}
-        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"}, own_group=True)
+        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"})
 
     @property
     def pid(self) -> int | None:

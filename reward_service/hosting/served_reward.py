@@ -207,18 +207,14 @@ def address(options: ServeOptions, default_name: str) -> Address:
         raise ConfigError(f"--name {name!r} must be letters, digits, '_', '.' and '-', starting with a letter or digit")
     if not options.drain_s >= 0:
         raise ConfigError(f"--drain-s {options.drain_s} must not be negative")
-    token = read_secret(options.token_file, "--token-file") if options.token_file is not None else ""
+    token = (
+        signature.read_text(options.token_file, f"--token-file {options.token_file}").strip()
+        if options.token_file is not None
+        else ""
+    )
     secrets = () if options.secret_file is None else signature.read_secrets(options.secret_file, "--secret-file")
     service = ServiceAddress(options.register, token) if options.register else None
     return Address(name, options.host, options.port, options.url, service, options.drain_s, secrets)
-
-
-def read_secret(file: Path, option: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
-        raise ConfigError(f"{option} {file}: not readable ({reason})") from None
 
 
 def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:

@@ -79,7 +79,7 @@ class _Worker:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_PREFIX)}
         self._name = name
         self._digest = ""
-        self._process = JsonProcess(command, environ=environ, own_group=True)
+        self._process = JsonProcess(command, environ=environ)
 
     @property
     def pid(self) -> int | None:

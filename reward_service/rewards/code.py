@@ -23,10 +23,7 @@ Grade = Callable[[str, Tests, int], Awaitable[Graded]]  # program, tests, how ma
 async def judge(
     completions: tuple[str, ...], truth: Any, extra: Any, grade: Grade, *, all_or_nothing: bool
 ) -> list[Verdict]:
-    """Run every completion's program against the row's tests; equal programs run once.
-
-    Raises BadGroundTruth when the row has no tests that can be run, SandboxFailed when the sandbox failed.
-    """
+    """Run every completion's program against the row's tests; equal programs run once."""
     tests = tests_of_row.read(truth, extra)
     programs = [tests_of_row.program(completion) for completion in completions]
     different = dict.fromkeys(program for program in programs if program is not None)

@@ -76,10 +76,6 @@ def rule(given: str, truth: Any) -> str:
 
 
 async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
-    """Validate every completion's JSON.
-
-    Raises BadGroundTruth when the schema is missing or wrong, GraderFailed when a grader failed.
-    """
     wanted = rule(parameters.text, truth)
     return [await _verdict(find(text, parameters.where), wanted, grade) for text in completions]
 

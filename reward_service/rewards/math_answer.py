@@ -43,11 +43,7 @@ Grade = Callable[[str, str], Awaitable[Graded]]  # (gold, answer)
 async def judge(
     completions: tuple[str, ...], truth: Any, grade: Grade, *, find: Find = latex.last_boxed, part: str = "boxed"
 ) -> list[Verdict]:
-    """Compare every completion's answer with the truth: an answer, or a solution with a ``\\boxed{}``.
-
-    ``find`` reads the answer; the part named ``part`` is 1 if there was one.
-    Raises BadGroundTruth when the truth cannot be read, GraderFailed when a grader failed.
-    """
+    """Compare what ``find`` reads with the truth, a solution or an answer; the part named ``part`` is 1 if there was one."""
     gold = _gold(truth)
     return [await _verdict(find(completion), gold, grade, part) for completion in completions]
 

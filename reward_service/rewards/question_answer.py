@@ -32,10 +32,6 @@ class Parameters(Section):
 
 
 def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's answer with the truth: a text, a number, or a list of such alternatives.
-
-    Raises BadGroundTruth when the truth is missing or has another type.
-    """
     accepted = _accepted(truth, EXACT)
     return [_verdict(answer, float(answer in accepted)) for answer in _answers(completions, parameters)]
 

@@ -20,7 +20,6 @@ import contextlib
 import ipaddress
 import os
 import shutil
-import signal
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -35,7 +34,6 @@ from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.serving.target_policy import TargetPolicy, resolve
 
 _EXIT_S = 1.0  # a server whose input is closed may take that long to exit
-_REAP_S = 10.0
 _CONNECT_S = 5.0
 LISTS_WITHIN_S = 10.0  # a server that has refused a call, or has not answered one, lists its tools within this time
 _CLOSE_S = 5.0
@@ -148,11 +146,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             async with asyncio.timeout(_EXIT_S):
                 await process.wait()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_S):
-                await process.wait()
+        await program_process.kill_group(process)
 
 
 @contextlib.asynccontextmanager

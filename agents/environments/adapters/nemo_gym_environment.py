@@ -23,7 +23,7 @@ from penstock.agents.environments.adapters.nemo_gym_session import (
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.tools.tool import shortened
 from penstock.agents.environments.turn_environment import ServerEnvironment, check_reply_deadline
-from penstock.agents.proxy.api.responses import read_request
+from penstock.agents.proxy.api.responses import output_items, read_request
 from penstock.agents.proxy.messages import Message, RequestRefused, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.serving import strict_json
@@ -136,7 +136,7 @@ class NemoGymPlay(Play):
 
     async def step(self, answer: Message) -> Reply:
         """Make the calls of an answer in turn; one without a call, and a tool that says so, end the episode. Raises GymFailed."""
-        self._note(answer)
+        self._output += output_items(answer, f"{self._id}_{len(self._output)}")
         messages: list[Message] = []
         errors, is_done = 0, not answer.tool_calls
         for number, call in enumerate(answer.tool_calls):
@@ -178,35 +178,6 @@ class NemoGymPlay(Play):
             return "error: the arguments are no JSON object", True
         assert self._session is not None
         return await self._session.call(call.name, arguments)
-
-    def _note(self, answer: Message) -> None:
-        number = len(self._output)
-        if answer.reasoning:
-            content = [{"type": "reasoning_text", "text": answer.reasoning}]
-            self._output.append(
-                {"id": f"rs_{self._id}_{number}", "type": "reasoning", "summary": [], "content": content}
-            )
-        if answer.content or not answer.tool_calls:
-            self._output.append(
-                {
-                    "id": f"msg_{self._id}_{number}",
-                    "type": "message",
-                    "role": "assistant",
-                    "status": "completed",
-                    "content": [{"type": "output_text", "text": answer.content, "annotations": []}],
-                }
-            )
-        self._output += [
-            {
-                "id": f"fc_{call.id}",
-                "type": "function_call",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
-            for call in answer.tool_calls
-        ]
 
 
 def _says_done(text: str) -> bool:

@@ -157,10 +157,10 @@ def refuse_present(body: Mapping[str, Any], *names: str) -> None:
             raise unsupported(name, name)
 
 
-def tool_choice(value: Any, free: Sequence[str] = ("auto",)) -> bool:
+def tool_choice(value: Any) -> bool:
     """Return whether calls are read; raises RequestRefused for a choice that forces one."""
     kind = value.get("type") if isinstance(value, dict) else value
-    if kind is None or kind in free:
+    if kind in (None, "auto"):
         return True
     if kind == "none":
         return False

@@ -119,7 +119,7 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
         **_head(model, created, request_id),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _output(turn, request_id),
+        "output": output_items(turn.answer, request_id),
         "usage": {
             "input_tokens": turn.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -147,16 +147,17 @@ def _head(model: str, created: int, request_id: str) -> dict[str, Any]:
     }
 
 
-def _output(turn: SampledTurn, request_id: str) -> list[dict[str, Any]]:
-    answer, items = turn.answer, []
+def output_items(answer: Message, of: str) -> list[dict[str, Any]]:
+    """Return an answer as items of the Responses API, with ids that end with ``of``; those of calls end with the calls' own."""
+    items: list[dict[str, Any]] = []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
-        items.append({"id": f"rs_{request_id}", "type": "reasoning", "summary": [], "content": content})
+        items.append({"id": f"rs_{of}", "type": "reasoning", "summary": [], "content": content})
     if answer.content or not answer.tool_calls:
         content = [{"type": "output_text", "text": answer.content, "annotations": []}]
         items.append(
             {
-                "id": f"msg_{request_id}",
+                "id": f"msg_{of}",
                 "type": "message",
                 "role": "assistant",
                 "status": "completed",
