@@ -42,17 +42,9 @@ PROXY_PORT = 8080  # inside; nothing else listens there
 _SOCKET = "/run/penstock-proxy"  # inside
 _NOBODY = "65534"
 _SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/ssl",
-    "/etc/localtime",
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/ssl", "/etc/localtime",
     "/etc/alternatives",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,22 +27,13 @@ _STEP = re.compile(r"\.([A-Za-z_][A-Za-z0-9_-]*)|\[(\d+)\]")
 _SAMPLE = ("output_text", "output_json")
 _NO_VALUE = object()
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.Pow: math.pow,
-}
+}  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "exp": math.exp,
-    "sqrt": math.sqrt,
+    "min": min, "max": max, "abs": abs, "floor": math.floor, "ceil": math.ceil, "exp": math.exp, "sqrt": math.sqrt,
     "log": math.log,
-}
+}  # fmt: skip
 _ONE_ARGUMENT = frozenset(_FUNCTIONS) - {"min", "max"}
 _REFUSED = {
     "python": "python graders run code, which Penstock does only in its sandbox, for the reward 'code'; "

@@ -46,25 +46,17 @@ def _verdict(graded: Graded, *, all_or_nothing: bool) -> Verdict:
     return Verdict(float(share == 1.0) if all_or_nothing else share, parts)
 
 
+_DATA_SETS = (
+    "code", "code_generation", "codecontests", "apps", "codeforces", "taco", "livecodebench", "humaneval",
+    "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp",
+    "PrimeIntellect/verifiable-coding-problems",
+)  # fmt: skip
+
 REWARD = SandboxedReward(
     name=NAME,
     description="the share of the row's tests that the completion's Python program passes",
     judge=judge,
-    data_sources=(
-        "code",
-        "code_generation",
-        "codecontests",
-        "apps",
-        "codeforces",
-        "taco",
-        "livecodebench",
-        "humaneval",
-        "openai_humaneval",
-        "openai/openai_humaneval",
-        "mbpp",
-        "google-research-datasets/mbpp",
-        "PrimeIntellect/verifiable-coding-problems",
-    ),
+    data_sources=_DATA_SETS,
     parts=("passed", "tests", "has_code", "failed_<reason>"),
     notes="set with `reward_service.code_*`; see `reward_service/program_tests/README.md`",
     success=1.0,

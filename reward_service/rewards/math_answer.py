@@ -98,33 +98,19 @@ async def _equal(gold: str, answer: str, grade: Grade) -> Graded:
     return graded
 
 
+_DATA_SETS = (
+    "math", "MATH", "math500", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
+    "hendrycks/competition_math", "EleutherAI/hendrycks_math", "agentica-org/DeepScaleR-Preview-Dataset",
+    "AI-MO/NuminaMath-CoT", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
+    "numina_cn_k12", "numina_olympiads", "hiyouga/geometry3k", "amc23", "minerva_math", "olympiadbench",
+)  # fmt: skip
+
 REWARD = GradedReward(
     name=NAME,
     description="1 when the last \\boxed{} has the value of the ground truth (math-verify)",
     judge=judge,
     grader="math",
-    data_sources=(
-        "math",
-        "MATH",
-        "math500",
-        "lighteval/MATH",
-        "DigitalLearningGmbH/MATH-lighteval",
-        "HuggingFaceH4/MATH-500",
-        "hendrycks/competition_math",
-        "EleutherAI/hendrycks_math",
-        "agentica-org/DeepScaleR-Preview-Dataset",
-        "AI-MO/NuminaMath-CoT",
-        "numina_aops_forum",
-        "numina_synthetic_math",
-        "numina_amc_aime",
-        "numina_synthetic_amc",
-        "numina_cn_k12",
-        "numina_olympiads",
-        "hiyouga/geometry3k",
-        "amc23",
-        "minerva_math",
-        "olympiadbench",
-    ),
+    data_sources=_DATA_SETS,
     parts=("boxed", "timeout"),
     notes=f"an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
     success=1.0,

@@ -84,22 +84,17 @@ def _verdict(answer: str | None, reward: float) -> Verdict:
     return Verdict(reward, {"has_answer": float(answer is not None)})
 
 
+_DATA_SETS = (
+    "qa", "trivia", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
+    "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle",
+)  # fmt: skip
+
 EXACT_REWARD = PureReward(
     name=EXACT,
     description="1 when the answer in the last <answer> tags is an accepted one, by its words (SQuAD's normalisation)",
     judge=judge_exact,
     parameters=Parameters,
-    data_sources=(
-        "qa",
-        "trivia",
-        "searchR1_nq",
-        "searchR1_triviaqa",
-        "searchR1_popqa",
-        "searchR1_hotpotqa",
-        "searchR1_2wikimultihopqa",
-        "searchR1_musique",
-        "searchR1_bamboogle",
-    ),
+    data_sources=_DATA_SETS,
     parts=("has_answer",),
     success=1.0,
 )

@@ -13,34 +13,15 @@ _MAX_STOP_CHARACTERS = 200
 _MAX_TOOLS = 512
 # Fields that only the task's sampling decides, with the value that requests nothing.
 _SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "temperature": (None,),
-    "top_p": (None, 1),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0),
-    "seed": (None,),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "reasoning_effort": (None,),
-    "reasoning": (None,),
-    "thinking": (None,),
-    "parallel_tool_calls": (None, True),
-    "truncation": (None, "disabled"),
-    "output_config": (None,),
-}
+    "temperature": (None,), "top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0), "seed": (None,),
+    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "repetition_penalty": (None, 1),
+    "reasoning_effort": (None,), "reasoning": (None,), "thinking": (None,), "parallel_tool_calls": (None, True),
+    "truncation": (None, "disabled"), "output_config": (None,),
+}  # fmt: skip
 _CONSTRAINTS = (
-    "logit_bias",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding_backend",
-    "structured_outputs",
-    "regex",
-    "ebnf",
-    "json_schema",
-    "output_format",
-)
+    "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
+    "structured_outputs", "regex", "ebnf", "json_schema", "output_format",
+)  # fmt: skip
 
 
 def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
