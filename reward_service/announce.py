@@ -52,12 +52,9 @@ class Announcer:
     ) -> dict[str, MessageTooLarge]:
         generated = delivery.fact
         fact = GroupScored(
-            run_id=generated.run_id,
-            pack_id=generated.pack_id,
-            worker_id=generated.worker_id,
-            pack=generated.pack,
+            run_id=generated.run_id, pack_id=generated.pack_id, worker_id=generated.worker_id, pack=generated.pack,
             groups=tuple(groups),
-        )
+        )  # fmt: skip
         ids = [group.generated.group_id for group in groups]
         msg_id = f"s:{_message_id(delivery)}:{generated.pack_id}:{hash_of(ids)}"
         try:
@@ -78,15 +75,10 @@ class Announcer:
         ids = [group.group_id for group in groups]
         payload = encode(generated.model_copy(update={"groups": tuple(groups)}))
         letter = DeadLetter(
-            run_id=self._run_id,
-            stage=STAGE,
-            subject=subjects.generated(self._run_id, groups[0].split),
-            reason=reason,
-            detail=detail[:_MAX_DETAIL_CHARS],
-            group_ids=tuple(ids),
-            num_delivered=delivery.num_delivered,
-            payload=payload,
-        )
+            run_id=self._run_id, stage=STAGE, subject=subjects.generated(self._run_id, groups[0].split),
+            reason=reason, detail=detail[:_MAX_DETAIL_CHARS], group_ids=tuple(ids),
+            num_delivered=delivery.num_delivered, payload=payload,
+        )  # fmt: skip
         await self._bus.publish(
             subjects.dead(self._run_id, STAGE),
             letter,

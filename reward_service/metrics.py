@@ -60,16 +60,12 @@ class ServiceMetrics:
     def as_dict(self) -> dict[str, float]:
         """Return the `figures` of a heartbeat; the keys are stored."""
         return {
-            "groups_scored": float(self.scored.total()),
-            "completions_scored": float(self.completions),
-            "packs": float(self.packs.num_calls),
-            "errors": float(self.packs.num_failed + self.num_errors),
-            "groups_waited": float(self.waited.total()),
-            "groups_dead": float(self.dead.total()),
-            "queue": float(self.queue),
-            "pack_ms_p50": 1000 * self.packs.quantile(0.5),
+            "groups_scored": float(self.scored.total()), "completions_scored": float(self.completions),
+            "packs": float(self.packs.num_calls), "errors": float(self.packs.num_failed + self.num_errors),
+            "groups_waited": float(self.waited.total()), "groups_dead": float(self.dead.total()),
+            "queue": float(self.queue), "pack_ms_p50": 1000 * self.packs.quantile(0.5),
             "pack_ms_p99": 1000 * self.packs.quantile(0.99),
-        }
+        }  # fmt: skip
 
 
 @dataclass(slots=True)

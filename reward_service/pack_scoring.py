@@ -146,15 +146,10 @@ async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable
     context.metrics.packs.record(time.monotonic() - started, failed=bool(failed))
     context.metrics.groups_waited(type(err).__name__ for err in waiting.values())
     log.info(
-        "pack",
-        run_id=delivery.fact.run_id,
-        pack_id=delivery.fact.pack_id,
-        scored=len(groups) - len(failed),
-        waiting=len(waiting),
-        dead=len(dead),
-        num_delivered=delivery.num_delivered,
+        "pack", run_id=delivery.fact.run_id, pack_id=delivery.fact.pack_id, scored=len(groups) - len(failed),
+        waiting=len(waiting), dead=len(dead), num_delivered=delivery.num_delivered,
         ms=round(1000 * (time.monotonic() - started), 1),
-    )
+    )  # fmt: skip
     if waiting:
         await _requeue(pack, waiting, context)
     else:
@@ -197,12 +192,9 @@ def _delay_s(pack: Pack, waiting: Mapping[str, Exception], retry: RetryPolicy) -
 
 
 async def _score(
-    pack: Pack,
-    groups: Sequence[GeneratedGroup],
-    context: ScoringContext,
-    release_slot: Callable[[], None],
+    pack: Pack, groups: Sequence[GeneratedGroup], context: ScoringContext, release_slot: Callable[[], None],
     trace: PackTrace,
-) -> dict[str, Exception]:
+) -> dict[str, Exception]:  # fmt: skip
     failed: dict[str, Exception] = {}
     async for some in _outcomes(pack, groups, context, release_slot):
         scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]

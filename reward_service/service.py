@@ -90,26 +90,14 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
             log.info("user reward", name=name, digest=digest)
         graders = built_in.Graders(grader, patterns, programs, all_or_nothing=section.code_score == "all")
         reward_registry = RewardRegistry(
-            built_in.scorers(graders),
-            registry,
-            client,
-            notes=notes,
-            define=settings.reward.define,
-            own=definitions.own_scorers(settings.reward.define, graders, user),
-            user=user.by_name,
-        )
+            built_in.scorers(graders), registry, client, notes=notes, define=settings.reward.define,
+            own=definitions.own_scorers(settings.reward.define, graders, user), user=user.by_name,
+        )  # fmt: skip
         metrics, activity = ServiceMetrics(), Activity()
         heartbeat = HeartbeatWriter(
-            bus=bus,
-            live=live,
-            offers=offers,
-            consumer=consumer,
-            registry=registry,
-            reward_registry=reward_registry,
-            metrics=metrics,
-            activity=activity,
-            replica=section.id,
-        )
+            bus=bus, live=live, offers=offers, consumer=consumer, registry=registry, reward_registry=reward_registry,
+            metrics=metrics, activity=activity, replica=section.id,
+        )  # fmt: skip
         context = ScoringContext(
             blobs=blobs,
             reward_registry=reward_registry,
@@ -162,12 +150,9 @@ def _sandboxes(
         return None
     limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
     pool = SandboxPool(
-        Launch(sandbox.kind),
-        section.code_workers,
-        limits,
-        stop_early=section.code_score == "all",
+        Launch(sandbox.kind), section.code_workers, limits, stop_early=section.code_score == "all",
         group_cpu_s=section.code_group_cpu_s,
-    )
+    )  # fmt: skip
     connections.push_async_callback(pool.close)
     return pool
 

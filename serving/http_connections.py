@@ -77,16 +77,10 @@ class Answer:
 
 class HttpConnections:
     def __init__(
-        self,
-        *,
-        keep_s: float,
-        headers: Mapping[str, str] | None = None,
-        policy: TargetPolicy | None = None,
-        max_answer_bytes: int | None = None,
-        max_answer_key: str = "",
-        ca_file: Path | None = None,
+        self, *, keep_s: float, headers: Mapping[str, str] | None = None, policy: TargetPolicy | None = None,
+        max_answer_bytes: int | None = None, max_answer_key: str = "", ca_file: Path | None = None,
         ca_key: str = http_tls.AUTHORITY,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Prepare; nothing is opened before the first request.
 
         Args:

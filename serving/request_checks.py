@@ -226,14 +226,9 @@ def _strict(
 
 
 def guard(
-    app: FastAPI,
-    check: Callable[[StrictRequest], Awaitable[None]],
-    *,
-    max_bytes: int,
-    hosts: Iterable[str] | None,
-    max_depth: int | None = None,
-    answer: Refuse = refuse,
-) -> None:
+    app: FastAPI, check: Callable[[StrictRequest], Awaitable[None]], *, max_bytes: int, hosts: Iterable[str] | None,
+    max_depth: int | None = None, answer: Refuse = refuse,
+) -> None:  # fmt: skip
     """Add all checks of a server that anybody may start to an app that has no route yet.
 
     Args:

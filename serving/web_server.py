@@ -136,14 +136,9 @@ def serving_long(
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: object,
-    bound: socket.socket,
-    *,
-    idle_s: int = _IDLE_S,
-    max_connections: int | None = None,
-    backlog: int = _BACKLOG,
-    **options: Any,
-) -> AsyncIterator[asyncio.Task[None]]:
+    app: object, bound: socket.socket, *, idle_s: int = _IDLE_S, max_connections: int | None = None,
+    backlog: int = _BACKLOG, **options: Any,
+) -> AsyncIterator[asyncio.Task[None]]:  # fmt: skip
     """Answer requests inside the block; yields the task, which ends before the block only if the server fails.
 
     Args:

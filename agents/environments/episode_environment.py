@@ -217,21 +217,12 @@ class EpisodeEnvironment(Environment):
         numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)
         rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
         return Episode(
-            episode_id=session.id,
-            group_id=begun.task.group_id,
-            index=index,
-            environment=self.name,
-            environment_version=attempt.version or self.version,
-            seed=begun.seed,
-            status=played.status,
-            rows=tuple(rows),
-            attempt=begun.attempt,
-            time_spent_by=played.time_spent_by,
-            reward=float(sum(played.rewards.values())),
-            reward_parts=tuple(sorted(played.parts.items())),
-            messages=messages_json(session.messages),
-            counts=counts_of(session.counts, made),
-        )
+            episode_id=session.id, group_id=begun.task.group_id, index=index, environment=self.name,
+            environment_version=attempt.version or self.version, seed=begun.seed, status=played.status,
+            rows=tuple(rows), attempt=begun.attempt, time_spent_by=played.time_spent_by,
+            reward=float(sum(played.rewards.values())), reward_parts=tuple(sorted(played.parts.items())),
+            messages=messages_json(session.messages), counts=counts_of(session.counts, made),
+        )  # fmt: skip
 
 
 def group_seed(task: Task) -> int:

@@ -61,14 +61,9 @@ class ProgramResult(Section):
 
 
 def outcome(
-    ended: Ended,
-    result: bytes | None,
-    session: EpisodeSession,
-    *,
-    last_turn: int | None,
-    needs_result: bool,
+    ended: Ended, result: bytes | None, session: EpisodeSession, *, last_turn: int | None, needs_result: bool,
     seconds: tuple[float, float],
-) -> Played:
+) -> Played:  # fmt: skip
     """Return how an episode ended; its reward is that of ``last_turn``, the last one that is trained.
 
     ``result``: the result file's bytes; None: there is none. ``seconds``: of the policy, of the program. Raises EngineError.
@@ -219,13 +214,10 @@ class Program(EpisodeEnvironment):
             shutil.rmtree(folder, ignore_errors=True)
         trained = [span.turn for row in made.rows for span in row.spans if span.is_trained]
         played = outcome(
-            ended,
-            result,
-            session,
-            last_turn=max(trained, default=None),
+            ended, result, session, last_turn=max(trained, default=None),
             needs_result=begun.task.reward.name == "environment",
             seconds=(policy_s, time.monotonic() - started - policy_s),
-        )
+        )  # fmt: skip
         return Attempt(session, made, played)
 
     async def close(self) -> None:
@@ -238,12 +230,9 @@ class Program(EpisodeEnvironment):
         served = self._served
         assert served is not None
         return program_process.confined(
-            self.chosen.command,
-            start_in=Path(self.chosen.folder),
-            readable=self.chosen.readable,
-            writable=folder,
+            self.chosen.command, start_in=Path(self.chosen.folder), readable=self.chosen.readable, writable=folder,
             socket=served.socket,
-        )
+        )  # fmt: skip
 
     def _variables(self, begun: Begun, folder: Path, url: str) -> dict[str, str]:
         return {

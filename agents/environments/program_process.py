@@ -59,14 +59,9 @@ async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str]
     output = Output()
     try:
         process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output.write_end,
-            stderr=output.write_end,
-            cwd=folder,
-            env=dict(variables),
-            start_new_session=True,
-        )
+            *words, stdin=asyncio.subprocess.DEVNULL, stdout=output.write_end, stderr=output.write_end, cwd=folder,
+            env=dict(variables), start_new_session=True,
+        )  # fmt: skip
         try:
             status = await _status(process, deadline_s)
         finally:

@@ -74,12 +74,9 @@ async def client_of(
     except ValueError as err:
         raise ConfigError(str(err)) from None
     connections = HttpConnections(
-        keep_s=LEASE_S,
-        policy=policy,
-        max_answer_bytes=_MAX_ANSWER_BYTES,
-        ca_file=ca_file,
+        keep_s=LEASE_S, policy=policy, max_answer_bytes=_MAX_ANSWER_BYTES, ca_file=ca_file,
         ca_key="--ca-file" if ca_file else http_tls.AUTHORITY,
-    )
+    )  # fmt: skip
     return EnvironmentClient(connections, secrets)
 
 
@@ -206,15 +203,9 @@ async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptio
 
 @contextlib.asynccontextmanager
 async def registrar_of(
-    name: str,
-    url: str,
-    given: Sequence[str],
-    lease: LeaseOptions,
-    *,
-    secrets: Sequence[str],
-    ca_file: Path | None = None,
-    allowed: Sequence[str],
-) -> AsyncIterator[Registrar]:
+    name: str, url: str, given: Sequence[str], lease: LeaseOptions, *, secrets: Sequence[str],
+    ca_file: Path | None = None, allowed: Sequence[str],
+) -> AsyncIterator[Registrar]:  # fmt: skip
     """Yield what registers the server at a URL on the NATS that ``given`` names, while it is connected; raises PenstockError."""
     try:
         offer = Offer(check_name(name), checked_url(url), lease.lease_s, lease.replace)

@@ -78,14 +78,10 @@ def build_app(episodes: Episodes, *, secrets: Sequence[str] = (), hosts: Sequenc
     async def environment() -> wire.About:
         """Say what is played here, and how many episodes."""
         return wire.About(
-            protocol=1,
-            name=episodes.environment.name,
-            version=episodes.version,
-            capacity=episodes.capacity,
-            running=episodes.running,
-            draining=episodes.draining,
+            protocol=1, name=episodes.environment.name, version=episodes.version, capacity=episodes.capacity,
+            running=episodes.running, draining=episodes.draining,
             options=episodes.environment.options.model_json_schema(),
-        )
+        )  # fmt: skip
 
     @app.post("/episodes", responses=_PROBLEMS, response_model_exclude_unset=True)
     async def start(body: wire.Start) -> wire.Started:

@@ -160,13 +160,9 @@ async def _play(environment: TurnEnvironment | Http, seed: int, row: Row) -> Pla
 
 
 async def _turns(
-    trial: Trial,
-    play: Play,
-    policy: Policy,
-    messages: tuple[Message, ...],
-    settings: EpisodeSettings,
+    trial: Trial, play: Play, policy: Policy, messages: tuple[Message, ...], settings: EpisodeSettings,
     executor: ThreadPoolExecutor,
-) -> None:
+) -> None:  # fmt: skip
     said = hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass"))
     trial.end = "truncated"
     for _ in range(settings.max_turns):

@@ -71,13 +71,9 @@ class PromptPlanner:
         return tree.find(root_key(self.template, tools), messages)
 
     def plan(
-        self,
-        tree: ConversationTree,
-        roots: SeenRoots,
-        found: Found,
-        tools: Sequence[Any],
+        self, tree: ConversationTree, roots: SeenRoots, found: Found, tools: Sequence[Any],
         processor: ImageProcessor | None = None,
-    ) -> PromptPlan:
+    ) -> PromptPlan:  # fmt: skip
         """Return the prompt of a request, whose images the ``processor`` places.
 
         Raises MalformedData if the template refuses its messages, and ImageRefused for images that it does not show, or too many.

@@ -119,14 +119,9 @@ class ChatRenderer:
         return closing
 
     def _behind_answer(
-        self,
-        calls: tuple[ToolCall, ...],
-        reasoning: str,
-        new: Sequence[Message],
-        tools: Sequence[Any],
-        *,
+        self, calls: tuple[ToolCall, ...], reasoning: str, new: Sequence[Message], tools: Sequence[Any], *,
         has_system: bool,
-    ) -> str | None:
+    ) -> str | None:  # fmt: skip
         """Return the text behind an answer of this form, its own closing included; None if it cannot be told apart."""
         marker = next((one for one in _MARKERS if not any(one in message.content for message in new)), None)
         if marker is None:

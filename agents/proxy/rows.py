@@ -138,15 +138,10 @@ def stored_rows(made: TreeRows, turns: Sequence[SampledTurn]) -> tuple[EpisodeRo
         chain = [span.turn for span in row.spans]
         parent, prefix_len = _shared(row, made.rows, last_row_of)
         trajectory = Trajectory(
-            token_ids=row.token_ids,
-            loss_mask=row.loss_mask,
-            behaviour_logprobs=row.logprobs,
-            version_runs=row.version_runs,
-            finish_reason=row.finish_reason,
-            completion_text="" if rows else text,
-            images=row.images,
-            experts=row.experts,
-        )
+            token_ids=row.token_ids, loss_mask=row.loss_mask, behaviour_logprobs=row.logprobs,
+            version_runs=row.version_runs, finish_reason=row.finish_reason, completion_text="" if rows else text,
+            images=row.images, experts=row.experts,
+        )  # fmt: skip
         placed = tuple(Turn(numbers[span.turn], span.start, span.end) for span in row.spans if span.is_trained)
         root = chain[0]
         name = MAIN if not rows or root == made.rows[0].spans[0].turn else f"root:{root}"

@@ -88,15 +88,9 @@ class EpisodeSession:
     """The record of one episode. For one event loop."""
 
     def __init__(
-        self,
-        episode_id: str,
-        model: AgentModel,
-        sampler: Samples,
-        sampling: Sampling,
-        limits: EpisodeLimits,
-        seed: int | None = None,
-        images: RunImages | None = None,
-    ) -> None:
+        self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, limits: EpisodeLimits,
+        seed: int | None = None, images: RunImages | None = None,
+    ) -> None:  # fmt: skip
         """Begin without a turn; ``sampling`` is the task's, which overrules the agent's. Without a ``seed`` answers are random.
 
         Images of messages are stored with ``images``; None: they are refused.

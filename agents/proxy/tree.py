@@ -247,21 +247,12 @@ class ConversationTree:
                 f"{len(completion.logprobs)} log-probabilities for {len(completion.token_ids)} tokens of an answer"
             )
         turn = SampledTurn(
-            number=len(self.turns),
-            follows=plan.found.base,
-            parent=base,
-            parent_tokens=parent_tokens,
-            context_ids=prompt_ids[parent_tokens:].copy(),
-            token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-            logprobs=np.asarray(completion.logprobs, dtype=np.float32),
-            version_runs=completion.version_runs,
-            finish_reason=completion.finish_reason,
-            text=completion.text,
-            answer=answer,
-            prompt_key=plan.found.key,
-            in_reasoning=in_reasoning,
-            images=plan.images,
-        )
+            number=len(self.turns), follows=plan.found.base, parent=base, parent_tokens=parent_tokens,
+            context_ids=prompt_ids[parent_tokens:].copy(), token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+            logprobs=np.asarray(completion.logprobs, dtype=np.float32), version_runs=completion.version_runs,
+            finish_reason=completion.finish_reason, text=completion.text, answer=answer, prompt_key=plan.found.key,
+            in_reasoning=in_reasoning, images=plan.images,
+        )  # fmt: skip
         if completion.experts is not None:
             turn.experts = _own_experts(completion.experts, turn)
         self.turns.append(turn)

@@ -64,13 +64,9 @@ class EndpointState:
 
 
 def collect_samples(
-    samples: Samples,
-    metrics: ServiceMetrics,
-    activity: Activity,
-    endpoints: Mapping[str, EndpointState],
-    *,
+    samples: Samples, metrics: ServiceMetrics, activity: Activity, endpoints: Mapping[str, EndpointState], *,
     num_held: int,
-) -> None:
+) -> None:  # fmt: skip
     def add(name: str, value: float, **labels: str) -> None:
         samples.add(_PREFIX + name, value, **labels)
 
@@ -239,14 +235,9 @@ def _metrics(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller])
         collect_samples(samples, context.metrics, context.activity, endpoints, num_held=context.num_held())
 
     exporter = Exporter(
-        "reward",
-        run_id=context.run_id,
-        service_id=context.replica,
-        heartbeat=context.heartbeat,
-        collect=collect,
-        spans=context.spans,
-        certificates=context.certificates,
-    )
+        "reward", run_id=context.run_id, service_id=context.replica, heartbeat=context.heartbeat, collect=collect,
+        spans=context.spans, certificates=context.certificates,
+    )  # fmt: skip
 
     @app.get("/metrics", dependencies=[Depends(may_read)], response_class=Response)
     async def metrics(request: Request) -> Response:

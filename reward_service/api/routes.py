@@ -226,10 +226,7 @@ def _texts(reward: str, group: GroupByHand) -> GroupTexts:
     except ValidationError as err:
         raise HTTPException(422, f"reward {reward!r}: {err.errors()[0]['msg']}") from None
     return GroupTexts(
-        group_id=group.group_id,
-        prompt_text=group.prompt,
-        completions=tuple(group.completions),
-        finish_reasons=("stop",) * len(group.completions),
-        reward=request,
+        group_id=group.group_id, prompt_text=group.prompt, completions=tuple(group.completions),
+        finish_reasons=("stop",) * len(group.completions), reward=request,
         completion_tokens=tuple(group.completion_tokens),
-    )
+    )  # fmt: skip

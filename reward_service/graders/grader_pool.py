@@ -63,13 +63,9 @@ class JsonProcess:
     async def start(self) -> dict[str, Any]:
         async with asyncio.timeout(_START_S):
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=dict(self._environ),
-                limit=_LINE_BYTES,
-                start_new_session=True,
-            )
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                env=dict(self._environ), limit=_LINE_BYTES, start_new_session=True,
+            )  # fmt: skip
             return await self.read()
 
     async def write(self, message: Mapping[str, Any]) -> None:

@@ -172,14 +172,10 @@ class Panel:
         if longest > self._settings.max_answer_chars:
             raise NoVerdict(f"an answer of {longest} characters exceeds max_answer_chars")
         values: dict[str, Any] = {
-            "prompt": group.prompt,
-            "ground_truth": group.ground_truth,
-            "data_source": group.data_source,
-            "extra_info": group.extra_info,
-            "min_score": self._settings.min_score,
-            "max_score": self._settings.max_score,
-            **answers,
-        }
+            "prompt": group.prompt, "ground_truth": group.ground_truth, "data_source": group.data_source,
+            "extra_info": group.extra_info, "min_score": self._settings.min_score,
+            "max_score": self._settings.max_score, **answers,
+        }  # fmt: skip
         try:
             question = self._question.fill(values)
         except KeyError as err:
@@ -285,13 +281,9 @@ def model_settings(options: ChatOptions) -> JudgeSettings | None:
         return None
     try:
         return JudgeSettings(
-            base_url=options.base_url,
-            model="of the grader",
-            timeout_s=options.timeout_s,
-            concurrency=options.concurrency,
-            api_key_env=options.api_key_env,
-            api_key_file=options.api_key_file,
-        )
+            base_url=options.base_url, model="of the grader", timeout_s=options.timeout_s,
+            concurrency=options.concurrency, api_key_env=options.api_key_env, api_key_file=options.api_key_file,
+        )  # fmt: skip
     except ValidationError as err:
         problems = (f"--{error['loc'][0] if error['loc'] else ''}: {error['msg']}" for error in err.errors())
         raise ConfigError("; ".join(problems)) from None

@@ -93,16 +93,12 @@ class RewardRegistry:
     """All rewards this replica can give. An endpoint's name never hides a built-in or a defined one; it may hide an alias."""
 
     def __init__(
-        self,
-        built_ins: Mapping[str, Scorer],
-        registry: EndpointRegistry,
-        client: EndpointClient,
-        *,
+        self, built_ins: Mapping[str, Scorer], registry: EndpointRegistry, client: EndpointClient, *,
         notes: Mapping[str, str] = MappingProxyType({}),
         define: Mapping[str, RewardDefinition] = MappingProxyType({}),
         own: Mapping[str, Mapping[str, Scorer]] = MappingProxyType({}),
         user: Mapping[str, Scorer] = MappingProxyType({}),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Look names up in the built-ins, then in the run file's (``define``, ``user``), then among the endpoints, then among the aliases.
 
         ``notes`` say how a built-in works on this machine; one that cannot be given here is not among the built-ins,

@@ -80,14 +80,9 @@ def load(file: Path, function: str | None = None, *, conversational: bool | None
 
 
 def of(
-    found: Any,
-    name: str,
-    file: Path,
-    *,
-    conversational: bool | None = None,
-    full_tracebacks: bool = False,
+    found: Any, name: str, file: Path, *, conversational: bool | None = None, full_tracebacks: bool = False,
     arguments: Mapping[str, Any] = MappingProxyType({}),
-) -> UserReward:
+) -> UserReward:  # fmt: skip
     """Return what is called for a function, a callable object, or a class that is built without arguments.
 
     ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``. ``arguments`` are given to

@@ -228,14 +228,9 @@ class McpConnection:
     """A session with one server; for one event loop."""
 
     def __init__(
-        self,
-        name: str,
-        transport: AbstractAsyncContextManager[Any],
-        *,
-        mode: Mode,
-        call_deadline_s: float,
+        self, name: str, transport: AbstractAsyncContextManager[Any], *, mode: Mode, call_deadline_s: float,
         known: Callable[[], str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._name, self._transport, self._mode = name, transport, mode
         self._call_deadline_s, self._known = call_deadline_s, known
         self._client: Any = None

@@ -75,16 +75,10 @@ class GymRow:
             {"description": None, "parameters": None, "strict": None, **tool} for tool in params.get("tools") or []
         ]
         response = {
-            "id": response_id,
-            "object": "response",
-            "created_at": created_s,
-            "model": "policy",
-            "status": "completed",
-            "output": output,
-            "parallel_tool_calls": not self.makes_one_call,
-            "tool_choice": "auto",
-            "tools": tools,
-        }
+            "id": response_id, "object": "response", "created_at": created_s, "model": "policy",
+            "status": "completed", "output": output, "parallel_tool_calls": not self.makes_one_call,
+            "tool_choice": "auto", "tools": tools,
+        }  # fmt: skip
         return {**self.fields, "response": response}
 
 

@@ -165,15 +165,10 @@ async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wan
 
 async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, limits: Limits) -> HttpPlay:
     body = wire.Start(
-        id=secrets.token_hex(16),
-        episode=wanted.episode,
-        attempt=wanted.attempt,
-        seed=str(wanted.seed),
-        version=wanted.version or server.version,
-        deadline_s=limits.start_s + limits.episode_s,
-        row=wire.WireRow.of(wanted.row),
-        options=wanted.options,
-    )
+        id=secrets.token_hex(16), episode=wanted.episode, attempt=wanted.attempt, seed=str(wanted.seed),
+        version=wanted.version or server.version, deadline_s=limits.start_s + limits.episode_s,
+        row=wire.WireRow.of(wanted.row), options=wanted.options,
+    )  # fmt: skip
     try:
         try:
             async with asyncio.timeout(limits.start_s):

@@ -80,14 +80,9 @@ class EnvironmentClient:
             raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {where}: {first['msg'][:200]}") from None
 
     async def call_until_answered(
-        self,
-        url: str,
-        call_id: str,
-        body: BaseModel,
-        expected: type[Body],
-        deadline_s: float,
+        self, url: str, call_id: str, body: BaseModel, expected: type[Body], deadline_s: float,
         may_repeat: Callable[[], bool],
-    ) -> Body:
+    ) -> Body:  # fmt: skip
         """Post a body until it is answered: the server knows a repeated one, and answers it without acting twice.
 
         Raises as `call` does; after ``deadline_s`` the last failure, and sooner if it is not to be repeated any more.

@@ -29,13 +29,9 @@ from penstock.protocol.errors import ConfigError
 
 class ToolsPlay(Play):
     def __init__(
-        self,
-        toolbox: Toolbox,
-        options: ToolsOptions,
-        max_turns: int,
-        episode: ToolEpisode,
+        self, toolbox: Toolbox, options: ToolsOptions, max_turns: int, episode: ToolEpisode,
         servers: McpSessions | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``max_turns``: answers of the episode. ``servers``: its own sessions with MCP servers, whose tools it has besides."""
         self._toolbox, self._options, self._max_turns, self._episode = toolbox, options, max_turns, episode
         self._servers = servers

@@ -97,13 +97,9 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
         message["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(turn)}
     return {
-        "id": request_id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [choice],
+        "id": request_id, "object": "chat.completion", "created": created, "model": model, "choices": [choice],
         "usage": usage(turn),
-    }
+    }  # fmt: skip
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:

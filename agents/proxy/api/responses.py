@@ -132,19 +132,10 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
 
 def _head(model: str, created: int, request_id: str) -> dict[str, Any]:
     return {
-        "id": request_id,
-        "object": "response",
-        "created_at": created,
-        "model": model,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
-    }
+        "id": request_id, "object": "response", "created_at": created, "model": model, "error": None,
+        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "temperature": None, "top_p": None,
+        "tool_choice": "auto", "tools": [],
+    }  # fmt: skip
 
 
 def output_items(answer: Message, of: str) -> list[dict[str, Any]]:
@@ -170,13 +161,9 @@ def output_items(answer: Message, of: str) -> list[dict[str, Any]]:
 
 def _call_item(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": f"fc_{call.id}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
+        "id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": call.name,
+        "arguments": call.arguments, "status": "completed",
+    }  # fmt: skip
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:

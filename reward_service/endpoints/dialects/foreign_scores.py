@@ -80,10 +80,6 @@ def cut(scores: Sequence[Score], groups: Sequence[GroupToScore]) -> list[list[Sc
 def _kind(value: object) -> str:
     """Name the JSON type of a value without its content."""
     names: dict[type, str] = {
-        str: "a text",
-        bool: "true or false",
-        type(None): "null",
-        dict: "an object",
-        list: "a list",
-    }
+        str: "a text", bool: "true or false", type(None): "null", dict: "an object", list: "a list",
+    }  # fmt: skip
     return names.get(type(value), "a number")
