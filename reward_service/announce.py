@@ -80,11 +80,9 @@ class Announcer:
             num_delivered=delivery.num_delivered, payload=payload,
         )  # fmt: skip
         await self._bus.publish(
-            subjects.dead(self._run_id, STAGE),
-            letter,
-            msg_id=f"dead:{_message_id(delivery)}:{hash_of(ids)}",
+            subjects.dead(self._run_id, STAGE), letter, msg_id=f"dead:{_message_id(delivery)}:{hash_of(ids)}",
             traceparent=trace_context.child(delivery.traceparent),
-        )
+        )  # fmt: skip
         await self.event(
             "dead",
             {

@@ -88,12 +88,9 @@ class HeartbeatWriter:
 
     async def offer(self) -> None:
         offer = RewardsOffered(
-            run_id=self.consumer.run_id,
-            replica=self.replica,
-            at=time.time(),
-            names=self.reward_registry.names(),
+            run_id=self.consumer.run_id, replica=self.replica, at=time.time(), names=self.reward_registry.names(),
             by_source=self.reward_registry.by_source(),
             definitions={name: one.digest for name, one in self.reward_registry.definitions.items()},
             success=self.reward_registry.success(),
-        )
+        )  # fmt: skip
         await self.offers.put(rewards_offered.key(self.replica), encode(offer))

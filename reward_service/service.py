@@ -99,15 +99,10 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
             metrics=metrics, activity=activity, replica=section.id,
         )  # fmt: skip
         context = ScoringContext(
-            blobs=blobs,
-            reward_registry=reward_registry,
-            announcer=Announcer(bus, run_id=run_id, source=section.id),
+            blobs=blobs, reward_registry=reward_registry, announcer=Announcer(bus, run_id=run_id, source=section.id),
             retry=RetryPolicy(section.endpoint_attempts, section.retry_delay_s, section.patience_s),
-            progress=progress,
-            metrics=metrics,
-            activity=activity,
-            traces=traces,
-        )
+            progress=progress, metrics=metrics, activity=activity, traces=traces,
+        )  # fmt: skip
         api = app.build(
             app.ApiContext(
                 registry=registry,

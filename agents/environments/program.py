@@ -202,11 +202,9 @@ class Program(EpisodeEnvironment):
         try:
             variables = self._variables(begun, folder, url + path(session))
             ended = await program_process.run(
-                self._confined(folder) if self.chosen.sandbox else self.chosen.command,
-                Path(self.chosen.folder),
-                variables,
-                self.settings.episode_deadline_s,
-            )
+                self._confined(folder) if self.chosen.sandbox else self.chosen.command, Path(self.chosen.folder),
+                variables, self.settings.episode_deadline_s,
+            )  # fmt: skip
             policy_s = timed.seconds()
         finally:
             made = proxy.end(session)

@@ -97,14 +97,11 @@ class PromptPlanner:
         parent_tokens = base.num_tokens - (not bridge.keeps_stop_token)
         behind, images = _with_images(bridge.rendered.token_ids, new, processor, at=parent_tokens)
         return PromptPlan(
-            found=found,
-            parent=base,
-            parent_tokens=parent_tokens,
-            prompt_ids=_joined(base.path()[:parent_tokens], behind),
-            opens_reasoning=bridge.rendered.opens_reasoning,
+            found=found, parent=base, parent_tokens=parent_tokens,
+            prompt_ids=_joined(base.path()[:parent_tokens], behind), opens_reasoning=bridge.rendered.opens_reasoning,
             fork=_cause_of_branch(tree, found, base, keeps=bridge.keeps_stop_token),
             images=joined(base.images, images),
-        )
+        )  # fmt: skip
 
     def _observed(
         self, tree: ConversationTree, found: Found, rendered: Rendered, cause: str, processor: ImageProcessor | None

@@ -110,11 +110,9 @@ class ProxyApp:
         mark = _mark(scope["headers"], name, data)
         exchange = _Exchange(api, body, send, receive)
         turn = await exchange.run(
-            episode.answer(request, mark),
-            stream=body.get("stream") is True,
-            wait_s=limits.stream_wait_s,
+            episode.answer(request, mark), stream=body.get("stream") is True, wait_s=limits.stream_wait_s,
             comment_s=limits.stream_comment_s,
-        )
+        )  # fmt: skip
         if turn is not None:
             turn.delivered = True
 

@@ -75,11 +75,9 @@ class EndpointSpec(BaseModel):
         None, gt=0, le=1e6, description="Calls per second, for each replica; null: no limit."
     )
     hedge_after_s: float | None = Field(
-        None,
-        gt=0,
-        le=3600,
+        None, gt=0, le=3600,
         description="Send a second request after this long without an answer, and take the first answer.",
-    )
+    )  # fmt: skip
     min_score: Finite = Field(-1e6, description="A lower score is an error.")
     max_score: Finite = Field(1e6, description="A higher score is an error.")
     data_sources: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = Field(

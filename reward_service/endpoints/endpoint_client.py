@@ -34,11 +34,9 @@ class EndpointClient:
         self._queues: dict[str, EndpointQueue] = {}
         self._finishing: list[EndpointQueue] = []  # earlier versions with calls in progress
         self.http = HttpConnections(
-            keep_s=_KEEP_S,
-            policy=policy,
-            max_answer_bytes=max_response_bytes,
+            keep_s=_KEEP_S, policy=policy, max_answer_bytes=max_response_bytes,
             max_answer_key="reward_service.max_response_bytes",
-        )
+        )  # fmt: skip
 
     async def __aenter__(self) -> EndpointClient:
         return self

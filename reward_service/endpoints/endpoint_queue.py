@@ -138,22 +138,14 @@ class EndpointQueue:
     def metrics(self) -> EndpointMetrics:
         now = time.monotonic()
         return EndpointMetrics(
-            calls=self.timings.num_calls,
-            errors=self.timings.num_failed,
+            calls=self.timings.num_calls, errors=self.timings.num_failed,
             error_rate=round(self.timings.num_failed / max(self.timings.num_calls, 1), 4),
-            under_way=self._num_in_progress,
-            waiting=len(self._waiting),
-            turned_away=self._num_rejected,
-            retries=self.counts.retries,
-            hedges=self.counts.hedges,
-            batch_limit=self._batch_limit,
-            breaker=self.breaker.state(now),
-            breaker_opened=self.breaker.num_opened,
-            retry_in_s=round(self.breaker.retry_in_s(now), 3),
-            latency_p50_s=round(self.timings.quantile(0.5), 6),
-            latency_p99_s=round(self.timings.quantile(0.99), 6),
-            last_error=self._last_error,
-        )
+            under_way=self._num_in_progress, waiting=len(self._waiting), turned_away=self._num_rejected,
+            retries=self.counts.retries, hedges=self.counts.hedges, batch_limit=self._batch_limit,
+            breaker=self.breaker.state(now), breaker_opened=self.breaker.num_opened,
+            retry_in_s=round(self.breaker.retry_in_s(now), 3), latency_p50_s=round(self.timings.quantile(0.5), 6),
+            latency_p99_s=round(self.timings.quantile(0.99), 6), last_error=self._last_error,
+        )  # fmt: skip
 
     def transfer_to(self, to: EndpointQueue) -> None:
         """Move the queued groups to another version's queue; calls in progress finish here."""

@@ -142,11 +142,9 @@ class JudgeSettings(Section):
     max_score: float = Field(default=10.0, allow_inf_nan=False, description="Pointwise: the highest score allowed.")
     scale: bool = Field(default=True, description="Pointwise: scale scores from min_score..max_score to 0..1.")
     opponents: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
+        default=None, ge=1, le=4096,
         description="Pairwise: number of other answers each answer is compared with; default: all.",
-    )
+    )  # fmt: skip
     both_orders: bool = Field(
         default=True, description="Pairwise: ask about every pair in both orders, since judges favour a position."
     )

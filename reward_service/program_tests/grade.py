@@ -246,11 +246,9 @@ def grade(
         if max(cpu_s, (time.monotonic() - began) / limits.wall_factor) >= budget_s:
             reason = Reason.CPU_TIME if cpu_s >= budget_s else Reason.WALL_TIME
             return Graded(
-                passed,
-                total,
-                first or reason,
+                passed, total, first or reason,
                 detail or f"test {place}: the time for all tests, {budget_s:.0f} s, was used up",
-            )
+            )  # fmt: skip
         run = _one(slot, program, tests, place, limits)
         cpu_s += run.cpu_s
         reason = failure(run, limits)

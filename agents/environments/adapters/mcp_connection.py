@@ -75,15 +75,10 @@ async def over_process(
     output = program_process.Output()
     try:
         process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=output.write_end,
-            cwd=folder,
-            env={**variables, "TMPDIR": own, program_process.MARK: program_process.mark()},
-            start_new_session=True,
-            limit=max_message_bytes,
-        )
+            *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output.write_end,
+            cwd=folder, env={**variables, "TMPDIR": own, program_process.MARK: program_process.mark()},
+            start_new_session=True, limit=max_message_bytes,
+        )  # fmt: skip
         try:
             to_client, from_server = anyio.create_memory_object_stream[Any](0)
             to_server, from_client = anyio.create_memory_object_stream[Any](0)

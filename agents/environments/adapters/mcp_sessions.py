@@ -96,11 +96,9 @@ class McpOptions(ServerLimits):
         30.0, gt=0, description="Seconds of one call; then the policy reads that it had no answer."
     )
     max_parallel_calls: int = Field(
-        8,
-        ge=1,
-        le=256,
+        8, ge=1, le=256,
         description="Calls of one answer that are made, all at once; to the others an error is the answer.",
-    )
+    )  # fmt: skip
     max_output_chars: int = Field(
         8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
     )

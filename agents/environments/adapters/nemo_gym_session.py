@@ -56,11 +56,9 @@ class NemoGymOptions(PlayOptions):
         30.0, gt=0, description="Seconds of one call; then the policy reads that it had no answer."
     )
     max_calls: int = Field(
-        8,
-        ge=1,
-        le=256,
+        8, ge=1, le=256,
         description="Calls of one answer that are made, one after another; to the others an error is the answer. 1 for a row with parallel_tool_calls = false.",
-    )
+    )  # fmt: skip
     max_output_chars: int = Field(
         8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
     )
@@ -69,17 +67,13 @@ class NemoGymOptions(PlayOptions):
         False, description="An answer of a tool that is a JSON object with a true `done` ends the episode."
     )
     place_deadline_s: float = Field(
-        50.0,
-        gt=0,
-        le=86_400,
+        50.0, gt=0, le=86_400,
         description="Seconds that an episode waits for a server that takes it; less than reply_deadline_s.",
-    )
+    )  # fmt: skip
     max_message_bytes: int = Field(
-        16 * 1024 * 1024,
-        ge=1024,
-        le=64 * 1024 * 1024,
+        16 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024,
         description="Longest answer of the server that is read; that of /verify holds the whole conversation again.",
-    )
+    )  # fmt: skip
     allowed_targets: AllowedTargets = Field(
         PRIVATE_TARGETS,
         description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",

@@ -63,11 +63,9 @@ class OpenEnvOptions(ActionOptions):
         description="The environment has tools: the policy calls them, and an answer without a call ends the episode.",
     )
     place_deadline_s: float = Field(
-        50.0,
-        gt=0,
-        le=86_400,
+        50.0, gt=0, le=86_400,
         description="Seconds that an episode waits for a free session; less than reply_deadline_s.",
-    )
+    )  # fmt: skip
     max_message_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest message of the server that is read."
     )

@@ -22,11 +22,9 @@ class PatternOptions(PlayOptions):
         "`<answer>(.*?)</answer>`. Empty: the whole answer is the action.",
     )
     format_penalty: float = Field(
-        0.0,
-        le=0,
-        allow_inf_nan=False,
+        0.0, le=0, allow_inf_nan=False,
         description="Reward of a turn whose answer is malformed: no action of the game, no call that can be made; 0 or less.",
-    )
+    )  # fmt: skip
 
     @field_validator("action_pattern")
     @classmethod

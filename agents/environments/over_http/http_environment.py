@@ -231,17 +231,13 @@ class HttpOptions(PlayOptions):
         "none: those of the system, and PENSTOCK_TLS_CA_FILE.",
     )
     place_deadline_s: float = Field(
-        900.0,
-        gt=0,
-        le=86_400,
+        900.0, gt=0, le=86_400,
         description="Seconds that an episode waits for a server with a place, before its time begins.",
-    )
+    )  # fmt: skip
     start_deadline_s: float = Field(
-        120.0,
-        gt=0,
-        le=86_400,
+        120.0, gt=0, le=86_400,
         description="Seconds that a server may take to start an episode, before its time begins.",
-    )
+    )  # fmt: skip
     max_reply_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest answer of a server that is read."
     )
@@ -293,12 +289,10 @@ class Http(EpisodeEnvironment):
     def connect(self) -> None:
         chosen: HttpOptions = self.chosen
         connections = HttpConnections(
-            keep_s=_KEEP_S,
-            policy=TargetPolicy(chosen.allowed_targets, self._own, key="options.allowed_targets"),
-            max_answer_bytes=chosen.max_reply_bytes,
-            ca_file=chosen.ca_file,
+            keep_s=_KEEP_S, policy=TargetPolicy(chosen.allowed_targets, self._own, key="options.allowed_targets"),
+            max_answer_bytes=chosen.max_reply_bytes, ca_file=chosen.ca_file,
             ca_key="options.ca_file" if chosen.ca_file else http_tls.AUTHORITY,
-        )
+        )  # fmt: skip
         self._client = EnvironmentClient(connections, chosen.secrets())
         self._servers = Servers(urls_of(chosen.url), registered=chosen.registered, version=chosen.version)
         if chosen.registered:
@@ -335,11 +329,9 @@ class Http(EpisodeEnvironment):
             )
         chosen: HttpOptions = self.chosen
         limits = Limits(
-            chosen.place_deadline_s,
-            chosen.start_deadline_s,
-            self.settings.reply_deadline_s,
+            chosen.place_deadline_s, chosen.start_deadline_s, self.settings.reply_deadline_s,
             self.settings.episode_deadline_s,
-        )
+        )  # fmt: skip
         wanted = Wanted(episode, attempt, seed, row, chosen.options, chosen.version)
         return await start_episode(self._client, self._servers, wanted, limits)
 

@@ -131,11 +131,9 @@ def _refusal(answer: Answer, url: str) -> ServerRefused:
     except (strict_json.AmbiguousJson, ValidationError):
         code, text = "", f", {len(answer.body)} bytes that are no Problem"
     return ServerRefused(
-        f"{url} answers HTTP {answer.status}{text}",
-        status=answer.status,
-        code=code,
+        f"{url} answers HTTP {answer.status}{text}", status=answer.status, code=code,
         retry_after_s=retry_after_s(answer.headers),
-    )
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -60,11 +60,9 @@ class WireRow(_Body):
     @classmethod
     def of(cls, row: Row) -> WireRow:
         return cls(
-            messages=[written(one) for one in row.messages],
-            ground_truth=row.ground_truth,
-            extra_info=dict(row.extra_info),
-            data_source=row.data_source,
-        )
+            messages=[written(one) for one in row.messages], ground_truth=row.ground_truth,
+            extra_info=dict(row.extra_info), data_source=row.data_source,
+        )  # fmt: skip
 
 
 class Start(_Body):

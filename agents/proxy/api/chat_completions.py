@@ -61,11 +61,9 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
     calls = fields.objects(value, "tool_calls", f"{where}.")
     reasoning = next((name for name in ("reasoning_content", "reasoning") if value.get(name) is not None), None)
     return Message(
-        role="assistant",
-        content=content,
-        reasoning=fields.text(value, reasoning, f"{where}.") if reasoning else "",
+        role="assistant", content=content, reasoning=fields.text(value, reasoning, f"{where}.") if reasoning else "",
         tool_calls=tuple(_call(one, f"{where}.tool_calls[{n}]") for n, one in enumerate(calls)),
-    )
+    )  # fmt: skip
 
 
 def _call(value: Mapping[str, Any], where: str) -> Any:

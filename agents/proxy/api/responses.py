@@ -32,12 +32,10 @@ def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
         messages += _messages(fields.objects(body, "input"))
     tools = [_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]
     return AgentRequest(
-        messages=tuple(messages),
-        tools=fields.check_tools(tools),
+        messages=tuple(messages), tools=fields.check_tools(tools),
         max_tokens=fields.max_tokens(body, "max_output_tokens"),
-        reads_calls=fields.tool_choice(body.get("tool_choice")),
-        overruled=fields.overruled(body, temperature),
-    )
+        reads_calls=fields.tool_choice(body.get("tool_choice")), overruled=fields.overruled(body, temperature),
+    )  # fmt: skip
 
 
 def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
