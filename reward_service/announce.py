@@ -100,13 +100,10 @@ class Announcer:
     ) -> None:
         first = next(iter(errors.values()))
         data = {
-            "pack_id": delivery.fact.pack_id,
-            "group_ids": list(errors),
-            "reason": type(first).__name__,
-            "detail": str(first)[:_MAX_EVENT_DETAIL_CHARS],
-            "num_delivered": delivery.num_delivered,
+            "pack_id": delivery.fact.pack_id, "group_ids": list(errors), "reason": type(first).__name__,
+            "detail": str(first)[:_MAX_EVENT_DETAIL_CHARS], "num_delivered": delivery.num_delivered,
             "delay_s": delay_s,
-        }
+        }  # fmt: skip
         await self.event("reward_error", data, msg_id=f"wait:{_message_id(delivery)}:{delivery.num_delivered}")
 
     async def event(self, kind: str, data: dict[str, Any], *, msg_id: str) -> None:

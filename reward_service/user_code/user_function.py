@@ -104,12 +104,9 @@ class UserReward:
 
     async def _one(self, group: GroupToScore, completion: str) -> Score:
         given = {
-            "data_source": group.data_source,
-            "solution_str": completion,
-            "ground_truth": group.ground_truth,
-            "extra_info": group.extra_info,
-            "prompt": group.prompt,
-        }
+            "data_source": group.data_source, "solution_str": completion, "ground_truth": group.ground_truth,
+            "extra_info": group.extra_info, "prompt": group.prompt,
+        }  # fmt: skip
         try:
             return _score_of(await self._call(given))
         except (Exception, SystemExit) as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error

@@ -32,12 +32,9 @@ class NemoGymDialect(Dialect):
         (text,) = group.completions
         row: dict[str, Any] = dict(group.extra_info) if isinstance(group.extra_info, dict) else {}
         message = {
-            "id": f"msg_{call.request_id}",
-            "type": "message",
-            "role": "assistant",
-            "status": "completed",
+            "id": f"msg_{call.request_id}", "type": "message", "role": "assistant", "status": "completed",
             "content": [{"type": "output_text", "text": text, "annotations": []}],
-        }
+        }  # fmt: skip
         response = {
             "id": f"resp_{call.request_id}",
             "object": "response",
