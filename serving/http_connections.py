@@ -7,7 +7,7 @@ for each connection, every address that it has is checked, and a checked one is 
 differently in between. Nothing that a server sends is quoted in an error: whoever may name a server could otherwise read from any
 that this process reaches.
 
-Read the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3); pure.
+`retry_after_s` reads the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3).
 """
 
 from __future__ import annotations

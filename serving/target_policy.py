@@ -5,9 +5,8 @@ of private addresses would ban the main use. Instead: an allow-list of networks 
 that are refused whatever the allow-list says. The HTTP clients resolve names, in a bounded time, and check every address they
 connect to.
 
-The servers of the run itself, which the target policy never allows as endpoints: NATS, S3 and the service's own API.
-
-A caller who may register endpoints could otherwise make this service send requests to them, past their firewall.
+Servers of the run itself (NATS, S3 and the service's own API) are never allowed as endpoints: a caller who may register
+endpoints could otherwise make this service send requests to them, past their firewall.
 """
 
 from __future__ import annotations

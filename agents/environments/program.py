@@ -177,7 +177,7 @@ class Program(EpisodeEnvironment):
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         super().use_model(folder, context_tokens)
         if self.chosen is not None and self.chosen.sandbox:
-            program_process.program()
+            program_process.bubblewrap()
         self.version = self.chosen.version if self.chosen else ""  # pyright: ignore[reportAttributeAccessIssue]
         self._served = _ServedProxy(AgentProxy(self.limits(), self._images))
         if self.chosen is not None and self._sweeper is None:

@@ -209,7 +209,7 @@ def _start_time(pid: int) -> str:
         return ""
 
 
-def program() -> str:
+def bubblewrap() -> str:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise ConfigError(
@@ -226,7 +226,7 @@ def confined(
     ``start_in`` and ``readable`` can be read besides the system and this Python, ``writable`` is the episode's folder, ``socket`` the
     proxy's. The sandbox sees the variables that the command is started with: in its arguments every user could read them.
     """
-    arguments = [program(), "--unshare-all", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
+    arguments = [bubblewrap(), "--unshare-all", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     arguments += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]  # noqa: S108  inside
     for path in dict.fromkeys(_readable(start_in, readable)):

@@ -3,7 +3,7 @@
 Each API (`api/`) is translated into these. Two spellings of one message are one message: content that is null, empty,
 absent or one text part, and arguments of a tool call that are equal as JSON.
 
-Requests that the proxy does not answer, each with its HTTP status; the API of the request writes the body.
+`RequestRefused` is a request that the proxy does not answer, with its HTTP status; the API of the request writes the body.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class Message:
     def images(self) -> tuple[bytes | AdmittedImage, ...]:
         return tuple([part for part in self.parts if not isinstance(part, str)])
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
         made: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.parts:
             made["content"] = [
                 {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.parts
             ]
-        if self.reasoning:
+        if self.reasoning and with_reasoning:
             made["reasoning_content"] = self.reasoning
         if self.tool_calls:
             made["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]

@@ -3,10 +3,8 @@
 The second is the *bridge*. The answer's recorded ids stay, and what the template writes behind an answer is taken from the
 rendering of a stand-in: the same kind of answer with a marker as its content. So nothing that was sampled is ever rendered.
 
-Which conversations a model's chat template continues without changing what stands before; pure.
-
-Where it changes it, rendering a history again would give other tokens than were sampled. The proxy does not render it again, so it
-continues the recorded tokens in every shape with a bridge; the table says how far a prompt made so is from the template's own.
+Where a template changes what stands before, rendering a history again would give other tokens than were sampled. The proxy
+continues the recorded tokens in every shape with a bridge; `probe` says how far a prompt made so is from the template's own.
 """
 
 from __future__ import annotations

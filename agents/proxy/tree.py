@@ -6,9 +6,7 @@ token, or behind an earlier one where the template continues with another token 
 
 Messages find the turn, tokens verify it. A request that continues no turn begins a new root, or a branch of an older turn.
 
-Whether a client's copy of an answer is the answer that was sent to it; pure.
-
-The answer that was sent is the reference: its token ids are used, and its text where a history is rendered again.
+`is_copy` compares a client's copy of an answer with the one that was sent, which is the reference: its token ids are used, and its text where a history is rendered again.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from penstock.reward_service.endpoints.endpoint import Caller, Endpoint
 from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotCalled
 from penstock.serving import lease
 
-secrets_log = structlog.get_logger("reward_service.secret_store")
+log_of_secrets = structlog.get_logger("reward_service.secret_store")
 log = structlog.get_logger("reward_service.registry")
 KEY = "endpoints"
 MAX_ENDPOINTS = 256
@@ -72,9 +72,8 @@ class SecretStore:
                 return False
             found = EndpointSecrets(tuple(document["signing"]), document["api_key"])
         except (ValueError, KeyError, TypeError):
-            secrets_log.error(
-                "the secrets of an endpoint are missing or unreadable", endpoint=endpoint.name
-            )  # the error shows them
+            # without the error, which shows them
+            log_of_secrets.error("the secrets of an endpoint are missing or unreadable", endpoint=endpoint.name)  # noqa: TRY400
             return False
         self._known[_identity(endpoint)] = found
         return True

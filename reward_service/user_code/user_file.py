@@ -69,7 +69,7 @@ def _python(value: Any) -> FunctionType | None:
 def load(file: Path, function: str | None = None, *, conversational: bool | None = None) -> UserReward:
     """Load a file and find its reward function (``function``, when it has several).
 
-    ``conversational``: texts as lists of messages; None: as the function was written (`message_style`).
+    ``conversational``: texts as lists of messages; None: as the function was written (`takes_messages`).
     Raises UserFileError saying what is wrong with the file, and where.
     """
     if not os.path.isfile(file):  # noqa: PTH113  False, not an error, for a name that no file can have

@@ -50,7 +50,7 @@ class UserReward:
     takes_any: bool  # has **kwargs
     style: Style
     file: Path
-    conversational: bool = False  # TRL: texts as lists of messages (`message_style`)
+    conversational: bool = False  # TRL: texts as lists of messages (`user_file.takes_messages`)
     arguments: Mapping[str, Any] = field(default_factory=dict)  # the same at every call: the run file's parameters
     full_tracebacks: bool = False  # the error of a score has the traceback from the user's code on
     shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already

@@ -51,9 +51,8 @@ class _Stored(BaseModel):
 class RegisteredServer(_Stored):
     url: Annotated[str, Field(max_length=2000), AfterValidator(checked_url)]
     version: str = Field(min_length=1, max_length=100)
-    capacity: int = Field(
-        ge=1, le=1_000_000
-    )  # episodes at once, of all workers together; the server itself refuses more
+    # episodes at once, of all workers together; the server itself refuses more
+    capacity: int = Field(ge=1, le=1_000_000)
     draining: bool = False
 
     @property

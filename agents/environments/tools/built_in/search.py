@@ -1,8 +1,7 @@
 """`search`: passages of a local corpus, by BM25; read into memory once, when the worker starts.
 
-Rank passages by BM25 (Robertson and Zaragoza, "The probabilistic relevance framework", 2009; the idf of Lucene). Pure.
-
-Read the passages of a corpus: a folder of texts, or a file with one JSON object a line.
+BM25: Robertson and Zaragoza, "The probabilistic relevance framework", 2009; the idf of Lucene. A corpus is a folder of texts, or a
+file with one JSON object a line.
 """
 
 from __future__ import annotations
