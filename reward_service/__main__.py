@@ -13,7 +13,6 @@ python -m penstock.reward_service serve-grader GRADER.json [the same options]
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import difflib
 import os
 import sys
@@ -26,8 +25,7 @@ from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.traces.traces import recording
 from penstock.reward_service.settings import RewardSettings
-
-_M_ARENA_MAX = -8  # of malloc.h
+from penstock.serving.web_server import use_one_heap
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,20 +87,6 @@ def _run_service(arguments: Sequence[str]) -> int:
     with recording(os.environ, "reward", service_id=settings.reward_service.id, run_id=settings.run.id) as traces:
         asyncio.run(service.run(settings, traces))
     return 0
-
-
-def use_one_heap() -> bool:
-    """Let all threads allocate from one heap; returns False where the C library has no such option.
-
-    Packs are read and scored in a pool of threads. With a heap for each, what one thread frees stays in its heap while
-    another asks the kernel for more: the process grew by 270 bytes a pack between the 8,000th and the 15,000th, with one heap by
-    5. The interpreter's lock lets one thread allocate at a time, so threads hardly wait for the heap.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return mallopt(_M_ARENA_MAX, 1) == 1
 
 
 def _list_rewards() -> int:

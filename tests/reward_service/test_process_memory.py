@@ -8,7 +8,7 @@ from pathlib import Path
 
 _PROGRAM = """
 import ctypes, sys, threading
-from penstock.reward_service.__main__ import use_one_heap
+from penstock.serving.web_server import use_one_heap
 
 if sys.argv[1] == "shared" and not use_one_heap():
     sys.exit(3)
