@@ -25,7 +25,6 @@ from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.traces.traces import recording
 from penstock.reward_service.settings import RewardSettings
-from penstock.serving.web_server import use_one_heap
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +78,7 @@ def _serve(command: str, arguments: Sequence[str]) -> int:
 
 def _run_service(arguments: Sequence[str]) -> int:
     from penstock.reward_service import service  # noqa: PLC0415 listing rewards needs no server
+    from penstock.serving.web_server import use_one_heap  # noqa: PLC0415 see above
 
     files, overrides = split_arguments(arguments)
     settings = load(RewardSettings, files=files, overrides=overrides, environ=os.environ).settings
