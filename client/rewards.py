@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.loop_thread import LoopThread
-from penstock.reward_service.hosting import hosted_app, registration
-from penstock.reward_service.hosting.hosted_app import HostedFunction
+from penstock.reward_service.hosting import registration, served_reward
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
+from penstock.reward_service.hosting.served_reward import HostedFunction
 from penstock.reward_service.user_code import user_file
 from penstock.serving import web_server
 
@@ -98,7 +98,7 @@ class ServedFunction:
             self._bound.close()
             self._end_threads()
             raise
-        app = hosted_app.build(reward, hosted_app.Calls(self._calls_thread.loop), secrets=(), hosts=())
+        app = served_reward.build_app(reward, served_reward.Calls(self._calls_thread.loop), secrets=(), hosts=())
         self._serving = self._http_thread.start(web_server.serve(app, self._bound, self._done))
 
     @property

@@ -22,7 +22,7 @@ from typing import Annotated
 
 from penstock.deploy import certificates
 from penstock.protocol.command_line import Help, program
-from penstock.reward_service.endpoints.access import hashed
+from penstock.reward_service.endpoints.endpoint import hashed
 
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "environment", "viewer")
 S3_USERS = ("trainer", "rollout", "reward", "viewer")

@@ -18,8 +18,7 @@ from penstock.deploy.config_show import SERVICES
 from penstock.reward_service.api import app as api
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints import wire
-from penstock.reward_service.endpoints.access import Access
-from penstock.reward_service.endpoints.endpoint import DIALECTS
+from penstock.reward_service.endpoints.endpoint import DIALECTS, Access
 
 _READERS = {"TrainerSettings": "trainer", "RolloutSettings": "rollout worker", "RewardSettings": "reward service",
             "TrackSettings": "trackers"}  # fmt: skip

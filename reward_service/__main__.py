@@ -24,12 +24,10 @@ from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.traces.traces import recording
-from penstock.reward_service import process_memory
 from penstock.reward_service.settings import RewardSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code. Errors of ours are one text on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     process_end.install("reward")
     try:
@@ -80,11 +78,12 @@ def _serve(command: str, arguments: Sequence[str]) -> int:
 
 def _run_service(arguments: Sequence[str]) -> int:
     from penstock.reward_service import service  # noqa: PLC0415 listing rewards needs no server
+    from penstock.serving.web_server import use_one_heap  # noqa: PLC0415 see above
 
     files, overrides = split_arguments(arguments)
     settings = load(RewardSettings, files=files, overrides=overrides, environ=os.environ).settings
     logs.configure("reward", level=settings.reward_service.log_level)
-    process_memory.use_one_heap()  # before any thread has a heap of its own
+    use_one_heap()  # before any thread has a heap of its own
     with recording(os.environ, "reward", service_id=settings.reward_service.id, run_id=settings.run.id) as traces:
         asyncio.run(service.run(settings, traces))
     return 0
@@ -123,9 +122,9 @@ def _show_reward(name: str) -> int:
 
 
 def _write_tables(page: Path) -> int:
-    from penstock.reward_service.registry import reward_table  # noqa: PLC0415 see above
+    from penstock.reward_service.registry.built_in import update_tables  # noqa: PLC0415 see above
 
-    page.write_text(reward_table.update(page.read_text(encoding="utf-8")), encoding="utf-8")
+    page.write_text(update_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

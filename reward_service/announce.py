@@ -23,7 +23,6 @@ class Announcer:
     """Publishes for one run; every publication is acknowledged by the server before it returns."""
 
     def __init__(self, bus: Bus, *, run_id: str, source: str) -> None:
-        """``source`` names this replica in events."""
         self._bus = bus
         self._run_id = run_id
         self._source = source
@@ -46,12 +45,9 @@ class Announcer:
     ) -> dict[str, MessageTooLarge]:
         generated = delivery.fact
         fact = GroupScored(
-            run_id=generated.run_id,
-            pack_id=generated.pack_id,
-            worker_id=generated.worker_id,
-            pack=generated.pack,
+            run_id=generated.run_id, pack_id=generated.pack_id, worker_id=generated.worker_id, pack=generated.pack,
             groups=tuple(groups),
-        )
+        )  # fmt: skip
         ids = [group.generated.group_id for group in groups]
         msg_id = f"s:{_message_id(delivery)}:{generated.pack_id}:{hash_of(ids)}"
         try:
@@ -72,21 +68,14 @@ class Announcer:
         ids = [group.group_id for group in groups]
         payload = encode(generated.model_copy(update={"groups": tuple(groups)}))
         letter = DeadLetter(
-            run_id=self._run_id,
-            stage=STAGE,
-            subject=subjects.generated(self._run_id, groups[0].split),
-            reason=reason,
-            detail=detail[:_MAX_DETAIL_CHARS],
-            group_ids=tuple(ids),
-            num_delivered=delivery.num_delivered,
-            payload=payload,
-        )
+            run_id=self._run_id, stage=STAGE, subject=subjects.generated(self._run_id, groups[0].split),
+            reason=reason, detail=detail[:_MAX_DETAIL_CHARS], group_ids=tuple(ids),
+            num_delivered=delivery.num_delivered, payload=payload,
+        )  # fmt: skip
         await self._bus.publish(
-            subjects.dead(self._run_id, STAGE),
-            letter,
-            msg_id=f"dead:{_message_id(delivery)}:{hash_of(ids)}",
+            subjects.dead(self._run_id, STAGE), letter, msg_id=f"dead:{_message_id(delivery)}:{hash_of(ids)}",
             traceparent=trace_context.child(delivery.traceparent),
-        )
+        )  # fmt: skip
         await self.event(
             "dead",
             {
@@ -102,16 +91,12 @@ class Announcer:
     async def waiting(
         self, delivery: Delivery[GroupGenerated], errors: Mapping[str, Exception], *, delay_s: float
     ) -> None:
-        """Publish that groups got no reward and are delivered again after ``delay_s`` seconds."""
         first = next(iter(errors.values()))
         data = {
-            "pack_id": delivery.fact.pack_id,
-            "group_ids": list(errors),
-            "reason": type(first).__name__,
-            "detail": str(first)[:_MAX_EVENT_DETAIL_CHARS],
-            "num_delivered": delivery.num_delivered,
+            "pack_id": delivery.fact.pack_id, "group_ids": list(errors), "reason": type(first).__name__,
+            "detail": str(first)[:_MAX_EVENT_DETAIL_CHARS], "num_delivered": delivery.num_delivered,
             "delay_s": delay_s,
-        }
+        }  # fmt: skip
         await self.event("reward_error", data, msg_id=f"wait:{_message_id(delivery)}:{delivery.num_delivered}")
 
     async def event(self, kind: str, data: dict[str, Any], *, msg_id: str) -> None:

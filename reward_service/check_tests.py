@@ -76,7 +76,6 @@ def is_code(row: Mapping[str, Any]) -> bool:
 
 
 async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxPool) -> str:
-    """Return what is wrong with a row's tests, "" if nothing is."""
     try:
         tests = tests_of_row.read(row.get("ground_truth"), row.get("extra_info"))
         graded = await pool.grade(program or EMPTY_PROGRAM, tests)
@@ -90,7 +89,6 @@ async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxP
 
 
 def solution(row: Mapping[str, Any]) -> str | None:
-    """Return a row's own solution as a program, alone or after the code of its prompt; None if it has none that compiles."""
     fields = tests_of_row.fields_of(row.get("ground_truth"), row.get("extra_info"), extra_columns=_SOLUTIONS)
     for text in (text for name in _SOLUTIONS for text in _listed(fields.get(name))[:1]):
         prompt = tests_of_row.program(str(row.get("prompt") or "")) or ""
@@ -101,7 +99,6 @@ def solution(row: Mapping[str, Any]) -> str | None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a column's texts: one text, a list, or a JSON list (APPS)."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return list(json.loads(value))

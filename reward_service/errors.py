@@ -40,13 +40,10 @@ class RewardError(PenstockError):
 
     @property
     def reason(self) -> str:
-        """The reason under which it is counted and dead-lettered."""
         return type(self).__name__
 
 
 class UnknownReward(RewardError):
-    """No reward has this name; the text lists the nearest ones."""
-
     permanent = True
 
 
@@ -102,8 +99,6 @@ class EndpointBusy(NotCalled):
 
 
 class EndpointFailed(RewardError):
-    """The endpoint could not be reached, did not answer in time or answered with an error status."""
-
     def __init__(self, text: str, *, refused: bool = False) -> None:
         """``refused``: it answered with a status of 400 to 499, which does not count as a failure of the endpoint."""
         super().__init__(text)

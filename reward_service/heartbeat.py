@@ -59,7 +59,6 @@ class HeartbeatWriter:
             await self.live.delete(heartbeat_key(ROLE, self.replica))
 
     async def _delete_forgotten(self) -> None:
-        """Delete the records of replicas that stopped long ago without deleting them."""
         with contextlib.suppress(BusUnreachable):
             for key in rewards_offered.expired_keys(await self.offers.entries(), now=time.time()):
                 await self.offers.delete(key)
@@ -88,14 +87,10 @@ class HeartbeatWriter:
             log.warning("no bucket of heartbeats: heartbeat skipped", error=str(err))
 
     async def offer(self) -> None:
-        """Renew the record that tells the trainer which rewards this run can request."""
         offer = RewardsOffered(
-            run_id=self.consumer.run_id,
-            replica=self.replica,
-            at=time.time(),
-            names=self.reward_registry.names(),
+            run_id=self.consumer.run_id, replica=self.replica, at=time.time(), names=self.reward_registry.names(),
             by_source=self.reward_registry.by_source(),
             definitions={name: one.digest for name, one in self.reward_registry.definitions.items()},
             success=self.reward_registry.success(),
-        )
+        )  # fmt: skip
         await self.offers.put(rewards_offered.key(self.replica), encode(offer))

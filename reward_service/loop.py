@@ -17,12 +17,46 @@ from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.reward_service.pack_scoring import Pack, ScoringContext, score_pack
-from penstock.reward_service.work_slots import WorkSlots
 
 log = structlog.get_logger("reward_service")
-
 _FETCH_WAIT_S = 1.0  # also how long a stop may go unnoticed
 _UNREACHABLE_DELAY_S = 5.0  # before a pack is redelivered after S3 or NATS was unreachable
+
+
+class WorkSlots:
+    """Slots for packs in work. A pack that only waits for another process gives its slot back and is still held."""
+
+    def __init__(self, num_slots: int, max_packs: int) -> None:
+        """``num_slots`` packs may be worked on at a time, ``max_packs`` may be held, those that wait included."""
+        self._num_slots = num_slots
+        self._max_packs = max_packs
+        self._working: set[int] = set()
+        self._held = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def free(self) -> int:
+        return max(0, min(self._num_slots - len(self._working), self._max_packs - self._held))
+
+    def acquire(self, sequence: int) -> None:
+        self._working.add(sequence)
+        self._held += 1
+
+    def release(self, sequence: int) -> None:
+        """Take the slot back: all that the pack still waits for is outside this process. Idempotent."""
+        self._working.discard(sequence)
+        self._changed.set()
+
+    def finish(self, sequence: int) -> None:
+        self._held -= 1
+        self.release(sequence)
+
+    async def wait_for_change(self, wait_s: float) -> None:
+        # not wait_for: in Python 3.11 it swallows a cancellation that comes with the change
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        self._changed.clear()
 
 
 async def run(
@@ -53,7 +87,6 @@ async def run(
 
 
 async def _handle(delivery: Delivery[GroupGenerated], context: ScoringContext, slots: WorkSlots) -> None:
-    """Settle one message, or requeue it when NATS or S3 is unreachable or this process stops."""
     pack = Pack(delivery, await context.progress.load(delivery.sequence, delivery.num_delivered))
     try:
         with context.activity.working("scoring"):
@@ -78,7 +111,6 @@ async def _handle(delivery: Delivery[GroupGenerated], context: ScoringContext, s
 
 
 def _still_running(under_way: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Return the tasks that have not ended; raises what an ended one raised."""
     for task in under_way:
         if task.done() and not task.cancelled():
             task.result()

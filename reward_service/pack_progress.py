@@ -22,6 +22,7 @@ from penstock.protocol.transport.key_value import KeyValue
 log = structlog.get_logger("reward_service.progress")
 
 MAX_MESSAGES = 10_000  # a message is remembered only while groups of it wait; the bound only limits memory
+_CLOCK_SET = time.time() - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,9 @@ class PackProgress:
     refused_since: Mapping[str, float] = field(default_factory=dict)  # since when no endpoint was called for a group
 
     def attempt(self, group_id: str, num_delivered: int) -> int:
-        """Return which attempt at scoring a group this delivery is, from 1."""
         return max(1, num_delivered - self.excused.get(group_id, 0))
 
     def settle(self, group_ids: Iterable[str]) -> PackProgress:
-        """Return the record with these groups settled: scored, or dead-lettered."""
         return replace(self, settled=self.settled | frozenset(group_ids))
 
     def excuse(self, group_ids: Iterable[str]) -> PackProgress:
@@ -49,7 +48,6 @@ class PackProgress:
         return replace(self, refused_since={**dict.fromkeys(group_ids, now), **self.refused_since})
 
     def called(self, group_ids: Iterable[str]) -> PackProgress:
-        """Return the record without `refused_since` of these groups: their reward was called."""
         ids = frozenset(group_ids)
         if not ids & self.refused_since.keys():
             return self
@@ -65,18 +63,14 @@ class PackProgress:
 
     @classmethod
     def from_json(cls, value: bytes) -> PackProgress:
-        """Read what was stored; raises ValueError, KeyError or TypeError when it is malformed."""
         document = json.loads(value)
         return cls(frozenset(document["settled"]), dict(document["excused"]), dict(document["refused_since"]))
 
 
 _FRESH = PackProgress()
-_CLOCK_SET = time.time() - time.monotonic()
 
 
 class ProgressStore:
-    """The records of a run's packs by their sequence number in the stream."""
-
     def __init__(self, store: KeyValue, max_messages: int = MAX_MESSAGES) -> None:
         """Keep at most ``max_messages`` in memory; the least recently saved is dropped first."""
         self._store = store
@@ -84,7 +78,6 @@ class ProgressStore:
         self._max_messages = max_messages
 
     async def load(self, sequence: int, num_delivered: int) -> PackProgress:
-        """Return the record of a message; one that was never delivered before has none."""
         own = self._messages.get(sequence, _FRESH)
         if num_delivered <= 1:
             return own
@@ -108,7 +101,6 @@ class ProgressStore:
             log.warning("NATS unreachable: progress kept in memory only", sequence=sequence, error=str(err))
 
     async def forget(self, sequence: int, num_delivered: int) -> None:
-        """Delete the record of an acknowledged message."""
         known = self._messages.pop(sequence, None)
         if known is None and num_delivered <= 1:
             return

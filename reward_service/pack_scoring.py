@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +24,51 @@ from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import NO_TRACES, Traces, Value
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
-from penstock.reward_service import pack_progress, pack_trace
+from penstock.reward_service import pack_progress
 from penstock.reward_service.announce import Announcer
-from penstock.reward_service.errors import NotCalled, RewardCrashed
-from penstock.reward_service.metrics import ServiceMetrics
+from penstock.reward_service.errors import NotCalled, RewardCrashed, RewardError
+from penstock.reward_service.metrics import CURRENT_TRACE, PackTrace, ServiceMetrics
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
-from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.retry_policy import RetryPolicy, is_permanent
 from penstock.reward_service.scores import Outcome
 from penstock.reward_service.scoring import as_scored
+
+_MAX_DELAY_S = 60.0
+_NOT_CALLED_S = 0.5
+_NOT_CALLED_MAX_S = 8.0
+log = structlog.get_logger("reward_service.pack_scoring")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Limits of redelivery.
+
+    Attributes:
+        attempts: Attempts at scoring a group before it is dead-lettered.
+        delay_s: Wait after the first failed attempt.
+        not_called_limit_s: How long a group may wait for an endpoint that is not called before it is dead-lettered.
+    """
+
+    attempts: int
+    delay_s: float
+    not_called_limit_s: float
+
+    def delay_after(self, attempt: int) -> float:
+        """Return the wait in seconds after a failed attempt: doubled each time, at most a minute (or ``delay_s``)."""
+        return min(self.delay_s * 2.0 ** min(attempt - 1, 30), max(_MAX_DELAY_S, self.delay_s))
+
+    def delay_not_called(self, err: NotCalled, num_before: int) -> float:
+        """Return the wait in seconds when no endpoint was called, after ``num_before`` deliveries of that kind.
+
+        It is what the error says, doubled each time, with jitter of a quarter so that groups do not come in step.
+        """
+        first_s, most_s = max(err.retry_in_s, _NOT_CALLED_S), max(err.retry_in_s, _NOT_CALLED_MAX_S)
+        return min(first_s * 2.0 ** min(num_before, 30), most_s) * random.uniform(0.75, 1.25)  # noqa: S311 no secret
+
+
+def is_permanent(err: Exception) -> bool:
+    """Return True for an error that another attempt cannot remove."""
+    return err.permanent if isinstance(err, RewardError) else True
 
 
 def fetch_texts(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list[GroupTexts]:
@@ -50,9 +86,6 @@ def fetch_texts(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -
         dataclasses.replace(text, completion_tokens=group.completion_tokens)
         for group, text in zip(groups, texts, strict=True)
     ]
-
-
-log = structlog.get_logger("reward_service.pack_scoring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +107,9 @@ class Pack:
 
     @property
     def unsettled(self) -> list[GeneratedGroup]:
-        """The groups that are neither scored nor dead-lettered yet."""
         return [group for group in self.delivery.fact.groups if group.group_id not in self.progress.settled]
 
     def attempts(self) -> dict[str, int]:
-        """Return which attempt at scoring each group this delivery is, from 1, by group id."""
         num_delivered = self.delivery.num_delivered
         ids = [group.group_id for group in self.delivery.fact.groups]
         return {group_id: self.progress.attempt(group_id, num_delivered) for group_id in ids}
@@ -97,7 +128,7 @@ async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable
         [group.group_id for group in groups],
         {"pack_id": delivery.fact.pack_id, "num_delivered": delivery.num_delivered},
     )
-    pack_trace.CURRENT.set(trace if context.traces.is_on else None)  # for the tasks of this pack
+    CURRENT_TRACE.set(trace if context.traces.is_on else None)  # for the tasks of this pack
     try:
         failed = await _score(pack, groups, context, release_slot, trace)
     except PenstockError:
@@ -116,15 +147,10 @@ async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable
     context.metrics.packs.record(time.monotonic() - started, failed=bool(failed))
     context.metrics.groups_waited(type(err).__name__ for err in waiting.values())
     log.info(
-        "pack",
-        run_id=delivery.fact.run_id,
-        pack_id=delivery.fact.pack_id,
-        scored=len(groups) - len(failed),
-        waiting=len(waiting),
-        dead=len(dead),
-        num_delivered=delivery.num_delivered,
+        "pack", run_id=delivery.fact.run_id, pack_id=delivery.fact.pack_id, scored=len(groups) - len(failed),
+        waiting=len(waiting), dead=len(dead), num_delivered=delivery.num_delivered,
         ms=round(1000 * (time.monotonic() - started), 1),
-    )
+    )  # fmt: skip
     if waiting:
         await _requeue(pack, waiting, context)
     else:
@@ -157,7 +183,6 @@ def _final_failures(pack: Pack, failed: Mapping[str, Exception], retry: RetryPol
 
 
 def _delay_s(pack: Pack, waiting: Mapping[str, Exception], retry: RetryPolicy) -> float:
-    """Return in how many seconds the message is delivered again: the longest delay among its groups."""
     attempts = pack.attempts()
     return max(
         retry.delay_not_called(err, pack.progress.excused.get(name, 0))
@@ -168,13 +193,9 @@ def _delay_s(pack: Pack, waiting: Mapping[str, Exception], retry: RetryPolicy) -
 
 
 async def _score(
-    pack: Pack,
-    groups: Sequence[GeneratedGroup],
-    context: ScoringContext,
-    release_slot: Callable[[], None],
+    pack: Pack, groups: Sequence[GeneratedGroup], context: ScoringContext, release_slot: Callable[[], None],
     trace: PackTrace,
-) -> dict[str, Exception]:
-    """Score groups and announce them as they get ready; returns the errors of the others by group id."""
+) -> dict[str, Exception]:  # fmt: skip
     failed: dict[str, Exception] = {}
     async for some in _outcomes(pack, groups, context, release_slot):
         scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]
@@ -217,7 +238,6 @@ async def _outcomes(
 async def _dead_letter(
     delivery: Delivery[GroupGenerated], dead: Mapping[str, Exception], context: ScoringContext
 ) -> None:
-    """Store one dead letter for each different error, with exactly the groups that have it."""
     by_error: dict[tuple[str, str], list[GeneratedGroup]] = {}
     for group in delivery.fact.groups:
         if group.group_id in dead:

@@ -56,10 +56,8 @@ class Scorer(Protocol):
 
 
 def ground_truth(request: RewardRequest) -> Any:
-    """Return the row's ground truth as the data set had it; None when it has none."""
     return None if request.ground_truth is None else json.loads(request.ground_truth)
 
 
 def extra_info(request: RewardRequest) -> Any:
-    """Return the row's other columns as the data set had them."""
     return json.loads(request.extra_info)

@@ -14,7 +14,6 @@ _TOGETHER_S = 0.1  # outcomes that are ready within this time are yielded togeth
 
 
 async def score_groups(reward_registry: RewardRegistry, groups: Sequence[GroupTexts]) -> list[Outcome]:
-    """Return an outcome for every group, in order, as at its first delivery."""
     outcomes: dict[int, Outcome] = {}
     async for some in as_scored(reward_registry, groups, attempts=[1] * len(groups)):
         outcomes |= some
@@ -22,12 +21,9 @@ async def score_groups(reward_registry: RewardRegistry, groups: Sequence[GroupTe
 
 
 async def as_scored(
-    reward_registry: RewardRegistry,
-    groups: Sequence[GroupTexts],
-    *,
-    attempts: Sequence[int],
+    reward_registry: RewardRegistry, groups: Sequence[GroupTexts], *, attempts: Sequence[int],
     only_slow_left: Callable[[], None] = lambda: None,
-) -> AsyncGenerator[dict[int, Outcome], None]:
+) -> AsyncGenerator[dict[int, Outcome], None]:  # fmt: skip
     """Yield outcomes by the groups' indices as they get ready, so that no group waits for another's slow endpoint.
 
     Groups of one reward at the same attempt (from 1) are scored together. ``only_slow_left`` is called as soon as all

@@ -27,17 +27,16 @@ from penstock.reward_service.endpoints.endpoint_client import EndpointClient, He
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter
+from penstock.reward_service.loop import WorkSlots
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import ProgressStore
-from penstock.reward_service.pack_scoring import ScoringContext
+from penstock.reward_service.pack_scoring import RetryPolicy, ScoringContext
 from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.registry.user_rewards import UserRewards
-from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.rewards import code
 from penstock.reward_service.settings import RewardServiceSection, RewardSettings
-from penstock.reward_service.work_slots import WorkSlots
 from penstock.sandbox import canary
 from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits
@@ -50,7 +49,6 @@ _S3_DEADLINE_S = 20.0  # then the pack is requeued; a thread that waits longer w
 
 
 async def run(settings: RewardSettings, traces: Traces) -> None:
-    """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
     section, run_id = settings.reward_service, settings.run.id
     definitions.check_settings(settings.reward)  # before any connection is opened
     stop = asyncio.Event()
@@ -92,36 +90,19 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
             log.info("user reward", name=name, digest=digest)
         graders = built_in.Graders(grader, patterns, programs, all_or_nothing=section.code_score == "all")
         reward_registry = RewardRegistry(
-            built_in.scorers(graders),
-            registry,
-            client,
-            notes=notes,
-            define=settings.reward.define,
-            own=definitions.own_scorers(settings.reward.define, graders, user),
-            user=user.by_name,
-        )
+            built_in.scorers(graders), registry, client, notes=notes, define=settings.reward.define,
+            own=definitions.own_scorers(settings.reward.define, graders, user), user=user.by_name,
+        )  # fmt: skip
         metrics, activity = ServiceMetrics(), Activity()
         heartbeat = HeartbeatWriter(
-            bus=bus,
-            live=live,
-            offers=offers,
-            consumer=consumer,
-            registry=registry,
-            reward_registry=reward_registry,
-            metrics=metrics,
-            activity=activity,
-            replica=section.id,
-        )
+            bus=bus, live=live, offers=offers, consumer=consumer, registry=registry, reward_registry=reward_registry,
+            metrics=metrics, activity=activity, replica=section.id,
+        )  # fmt: skip
         context = ScoringContext(
-            blobs=blobs,
-            reward_registry=reward_registry,
-            announcer=Announcer(bus, run_id=run_id, source=section.id),
+            blobs=blobs, reward_registry=reward_registry, announcer=Announcer(bus, run_id=run_id, source=section.id),
             retry=RetryPolicy(section.endpoint_attempts, section.retry_delay_s, section.patience_s),
-            progress=progress,
-            metrics=metrics,
-            activity=activity,
-            traces=traces,
-        )
+            progress=progress, metrics=metrics, activity=activity, traces=traces,
+        )  # fmt: skip
         api = app.build(
             app.ApiContext(
                 registry=registry,
@@ -164,12 +145,9 @@ def _sandboxes(
         return None
     limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
     pool = SandboxPool(
-        Launch(sandbox.kind),
-        section.code_workers,
-        limits,
-        stop_early=section.code_score == "all",
+        Launch(sandbox.kind), section.code_workers, limits, stop_early=section.code_score == "all",
         group_cpu_s=section.code_group_cpu_s,
-    )
+    )  # fmt: skip
     connections.push_async_callback(pool.close)
     return pool
 

@@ -14,7 +14,8 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import tls
-from penstock.reward_service.endpoints.access import Access, Role, read_tokens
+from penstock.reward_service.endpoints.endpoint import Access, Role, read_tokens
+from penstock.serving import signature
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 ADMIN = "admin"  # the name of the holder of token and token_file
@@ -44,32 +45,24 @@ class RewardServiceSection(Section):
         description="File with lines NAME ROLE TOKEN, or sha256:DIGEST of the token; roles are read, register (its own endpoints) and admin.",
     )
     concurrency: int = Field(
-        default=8,
-        ge=1,
-        le=1024,
+        default=8, ge=1, le=1024,
         description="Packs worked on at the same time; those that only wait for endpoints and graders do not count.",
-    )
+    )  # fmt: skip
     max_packs: int = Field(
-        default=1024,
-        ge=1,
-        le=100_000,
+        default=1024, ge=1, le=100_000,
         description="Packs held by this process, those that wait for endpoints and graders included.",
-    )
+    )  # fmt: skip
     endpoint_attempts: int = Field(
         default=5, ge=1, le=1000, description="Deliveries after which a group that gets no reward is dead-lettered."
     )
     retry_delay_s: float = Field(
-        default=2.0,
-        gt=0,
-        le=3600,
+        default=2.0, gt=0, le=3600,
         description="First wait before a failed group is retried; doubles, at most 60 s or this.",
-    )
+    )  # fmt: skip
     patience_s: float = Field(
-        default=600.0,
-        gt=0,
-        le=86_400,
+        default=600.0, gt=0, le=86_400,
         description="Seconds a group waits for an endpoint that is not called (unregistered, drained, breaker open) until it is dead-lettered.",
-    )
+    )  # fmt: skip
     allowed_targets: tuple[str, ...] = Field(
         default=PRIVATE_TARGETS,
         description="Networks (CIDR) and host names of allowed endpoints; loopback and private ranges "
@@ -110,11 +103,9 @@ class RewardServiceSection(Section):
     )
     code_workers: int = Field(default=2, ge=1, le=256, description="Programs of the code reward run at the same time.")
     code_cpu_s: float = Field(
-        default=5.0,
-        ge=1,
-        le=600,
+        default=5.0, ge=1, le=600,
         description="CPU seconds a program may use for one test; six times that by wall clock.",
-    )
+    )  # fmt: skip
     code_group_cpu_s: float = Field(
         default=600.0,
         ge=1,
@@ -127,11 +118,9 @@ class RewardServiceSection(Section):
         default="share", description="share: the part of its tests a program passes; all: 1 for all of them, else 0."
     )
     drain_s: float = Field(
-        default=10.0,
-        ge=0,
-        le=600,
+        default=10.0, ge=0, le=600,
         description="Seconds that packs in progress may take after SIGTERM; then they are requeued.",
-    )
+    )  # fmt: skip
     log_level: str = Field(
         default="info", pattern="^(debug|info|warning|error)$", description="Least severe line that is shown."
     )
@@ -152,7 +141,6 @@ class RewardServiceSection(Section):
         return self
 
     def access(self) -> Access:
-        """Return the tokens with their roles; raises ConfigError when a file of them is unreadable or wrong."""
         tokens = []
         if self.token_file is not None:
             tokens.append((ADMIN, Role.ADMIN, _read(self.token_file, "token_file").strip()))
@@ -177,11 +165,7 @@ class RewardSettings(Section):
 
 
 def _read(file: Path, key: str) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
-        raise ConfigError(f"reward_service.{key} = {file}: not readable ({reason})") from None
+    text = signature.read_text(file, f"reward_service.{key} = {file}")
     if not text.strip():
         raise ConfigError(f"reward_service.{key} = {file}: the file is empty")
     return text

@@ -7,7 +7,7 @@ for each connection, every address that it has is checked, and a checked one is 
 differently in between. Nothing that a server sends is quoted in an error: whoever may name a server could otherwise read from any
 that this process reaches.
 
-Read the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3); pure.
+`retry_after_s` reads the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from penstock.serving.target_policy import TargetPolicy, resolve
 
 _LONGEST_S = 3600.0
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_CONNECT_S = 5.0
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
@@ -54,9 +55,6 @@ def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> fl
     return min(max((at - (now or datetime.now(UTC))).total_seconds(), 0.0), _LONGEST_S)
 
 
-_CONNECT_S = 5.0
-
-
 class ConnectionFailed(PenstockError):
     """No connection, or it broke before the answer was complete: whether the request was processed is unknown."""
 
@@ -71,8 +69,6 @@ class AnswerRefused(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP response; ``headers`` finds names in any case."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -80,19 +76,11 @@ class Answer:
 
 
 class HttpConnections:
-    """Connections to servers. For one event loop; close it."""
-
     def __init__(
-        self,
-        *,
-        keep_s: float,
-        headers: Mapping[str, str] | None = None,
-        policy: TargetPolicy | None = None,
-        max_answer_bytes: int | None = None,
-        max_answer_key: str = "",
-        ca_file: Path | None = None,
+        self, *, keep_s: float, headers: Mapping[str, str] | None = None, policy: TargetPolicy | None = None,
+        max_answer_bytes: int | None = None, max_answer_key: str = "", ca_file: Path | None = None,
         ca_key: str = tls.AUTHORITY,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Prepare; nothing is opened before the first request.
 
         Args:
@@ -117,7 +105,6 @@ class HttpConnections:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Close the connections; later requests fail."""
         self._is_closed = True
         if self._session is not None:
             await self._session.close()
@@ -151,7 +138,6 @@ class HttpConnections:
             self._policy.check_address(host, address, port)
 
     async def websocket(self, url: str, *, max_message_bytes: int) -> aiohttp.ClientWebSocketResponse:
-        """Return an open WebSocket to an http:// or https:// URL; raises ConnectionFailed, TargetRefused."""
         self._check(url)
         try:
             return await self._connections(url).ws_connect(url, max_msg_size=max_message_bytes, compress=0)

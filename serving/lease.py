@@ -16,6 +16,10 @@ from typing import TypeVar
 from penstock.protocol.errors import PenstockError
 
 PREFIX = "lease."
+T = TypeVar("T")
+WAIT_S = 60.0  # the registry may be starting at the same time
+RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
+_PAUSE_S = 0.5
 
 
 def server_id(version: str, url: str) -> str:
@@ -23,7 +27,6 @@ def server_id(version: str, url: str) -> str:
 
 
 def lease_key(name: str, server: str) -> str:
-    """Return the key of the lease of a `server_id` that is registered under a name."""
     return f"{PREFIX}{name}.{server}"
 
 
@@ -56,13 +59,6 @@ class Leases:
         return max(0.0, now - seen[1] - lease_s) if seen is not None else now
 
 
-T = TypeVar("T")
-
-WAIT_S = 60.0  # the registry may be starting at the same time
-RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
-_PAUSE_S = 0.5
-
-
 def say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
@@ -89,13 +85,10 @@ async def until_there(
 
 
 class Renewals:
-    """Says on stderr when a lease is not renewed any more, and when it is again."""
-
     def __init__(self) -> None:
         self._is_failing = False
 
     def tried(self, what: str, problem: str, hint: str) -> None:
-        """Note how a renewal of ``what`` ended; ``problem`` is empty for one that succeeded."""
         if problem and not self._is_failing:
             say(f"the lease of {what} is not renewed: {problem}. {hint}")
         elif self._is_failing and not problem:

@@ -77,8 +77,6 @@ class HeadCheck:
 
 
 class _Body:
-    """The body of one request: how much of it was read, and whether more will come."""
-
     def __init__(self, receive: Receive, limit: BodyLimit) -> None:
         self._receive, self._limit = receive, limit
         self._num_held = self._num_read = 0
@@ -94,7 +92,6 @@ class _Body:
         return self.is_too_long or self.is_crowded
 
     async def receive(self) -> Message:
-        """Return the next part, or the end of the connection for a part beyond a limit."""
         message = await self._next()
         size = len(message.get("body", b""))
         self.is_crowded = self.is_crowded or self._limit.num_held + size > self._limit.max_total_bytes
@@ -194,8 +191,6 @@ def _announced(scope: Scope) -> int:
 
 
 class StrictRequest(Request):
-    """A request whose JSON body must have one reading."""
-
     max_depth: int | None = None
 
     async def json(self) -> Any:
@@ -231,14 +226,9 @@ def _strict(
 
 
 def guard(
-    app: FastAPI,
-    check: Callable[[StrictRequest], Awaitable[None]],
-    *,
-    max_bytes: int,
-    hosts: Iterable[str] | None,
-    max_depth: int | None = None,
-    answer: Refuse = refuse,
-) -> None:
+    app: FastAPI, check: Callable[[StrictRequest], Awaitable[None]], *, max_bytes: int, hosts: Iterable[str] | None,
+    max_depth: int | None = None, answer: Refuse = refuse,
+) -> None:  # fmt: skip
     """Add all checks of a server that anybody may start to an app that has no route yet.
 
     Args:

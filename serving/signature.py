@@ -41,6 +41,15 @@ def key_bytes(secret: str) -> bytes:
     return key
 
 
+def read_text(file: Path, what: str) -> str:
+    """Return the text of a file of secrets; raises ConfigError that begins with ``what``, the setting and the file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
+        raise ConfigError(f"{what}: not readable ({reason})") from None
+
+
 def read_secrets(file: Path, key: str) -> tuple[str, ...]:
     """Return the signing keys of a file; raises ConfigError that names the setting ``key``, and never shows a key."""
     try:

@@ -5,9 +5,8 @@ of private addresses would ban the main use. Instead: an allow-list of networks 
 that are refused whatever the allow-list says. The HTTP clients resolve names, in a bounded time, and check every address they
 connect to.
 
-The servers of the run itself, which the target policy never allows as endpoints: NATS, S3 and the service's own API.
-
-A caller who may register endpoints could otherwise make this service send requests to them, past their firewall.
+Servers of the run itself (NATS, S3 and the service's own API) are never allowed as endpoints: a caller who may register
+endpoints could otherwise make this service send requests to them, past their firewall.
 """
 
 from __future__ import annotations
@@ -28,14 +27,7 @@ from penstock.protocol.errors import TargetRefused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-PRIVATE_TARGETS = (
-    "127.0.0.0/8",
-    "::1/128",
-    "10.0.0.0/8",
-    "172.16.0.0/12",
-    "192.168.0.0/16",
-    "fc00::/7",
-)
+PRIVATE_TARGETS = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 # Metadata services give a machine's credentials to any process on it.
 _NEVER = tuple(
     ipaddress.ip_network(text)
@@ -68,6 +60,12 @@ _URL = re.compile(r"[!-\[\]-~]+")  # printable ASCII without the backslash
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _FOUR_NUMBERS = re.compile(r"([0-9]+\.){3}[0-9]+\.?")
 _MAX_HOST = 253  # RFC 1035
+_DEADLINE_S = 5.0
+# A pool of their own: a name server that hangs must not block the threads of other work.
+_RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
+_NATS_PORT = 4222
+_MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses
+_WEB_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +170,6 @@ def _unmapped(ip: Address) -> Address:
     return ip.ipv4_mapped or ip.sixtofour or ip
 
 
-_DEADLINE_S = 5.0
-# A pool of their own: a name server that hangs must not block the threads of other work.
-_RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
-
-
 async def resolve(host: str, port: int) -> list[str]:
     """Return all addresses of a name; raises OSError when it has none, or when no name server answers in time."""
     with contextlib.suppress(ValueError):
@@ -188,11 +181,6 @@ async def resolve(host: str, port: int) -> list[str]:
     except UnicodeError:  # a part of the name is empty or too long
         raise OSError(f"{host!a} is no host name") from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-_NATS_PORT = 4222
-_MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses
-_WEB_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
 async def find_own_servers(nats: NatsSettings, s3: S3Settings) -> list[OwnServer]:

@@ -21,13 +21,12 @@ from typing import Any, ClassVar, Self
 import structlog
 from pydantic import ValidationError
 
-from penstock.agents.environments.play_episode import Played
+from penstock.agents.environments.play import Played
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, counts_of, messages_json, stored_rows
-from penstock.agents.proxy.session import AgentModel, EpisodeSession
-from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
@@ -51,8 +50,6 @@ class PlayOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What all episodes of a worker share."""
-
     model: AgentModel
     running: asyncio.Semaphore  # one place for each episode that is played
     executor: ThreadPoolExecutor  # for what would stop the event loop
@@ -60,8 +57,6 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Which attempt at which episode is made."""
-
     name: str  # the same in every attempt
     task: Task
     attempt: int
@@ -75,8 +70,6 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at an episode, after its end."""
-
     session: EpisodeSession
     made: TreeRows
     played: Played
@@ -89,15 +82,11 @@ class RowUnfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Attempted:
-    """The last attempt at one episode; ``episode`` is None if none of them can be trained on."""
-
     episode: Episode | None
     problem: str
 
 
 class EpisodeEnvironment(Environment):
-    """Makes the episodes of each group, all with the same seed."""
-
     version: ClassVar[str] = ""  # recorded with each episode; raise it when the rules change
     options: ClassVar[type[PlayOptions]] = PlayOptions  # what `environment.define.NAME.options` may hold
 
@@ -214,7 +203,6 @@ class EpisodeEnvironment(Environment):
         return _Attempted(None, problem)
 
     def _continues(self, task: Task, episode: Episode) -> bool:
-        """Return True for an ended episode of an earlier delivery that this environment would play alike."""
         return (episode.environment, episode.seed) == (self.name, group_seed(task)) and episode.index < task.group_size
 
     def limits(self) -> EpisodeLimits:
@@ -222,28 +210,18 @@ class EpisodeEnvironment(Environment):
         return EpisodeLimits(max_turns=self.settings.max_turns, answer_deadline_s=deadline_s)  # pyright: ignore[reportCallIssue]
 
     def _record(self, begun: Begun, index: int, attempt: Attempt) -> Episode | None:
-        """Return the episode of an attempt; None if it is not one to train on."""
         session, made, played = attempt.session, attempt.made, attempt.played
         if played.status in ("failed", "expired") or played.time_spent_by == "tools" or not made.rows:
             return None
         numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)
         rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
         return Episode(
-            episode_id=session.id,
-            group_id=begun.task.group_id,
-            index=index,
-            environment=self.name,
-            environment_version=attempt.version or self.version,
-            seed=begun.seed,
-            status=played.status,
-            rows=tuple(rows),
-            attempt=begun.attempt,
-            time_spent_by=played.time_spent_by,
-            reward=float(sum(played.rewards.values())),
-            reward_parts=tuple(sorted(played.parts.items())),
-            messages=messages_json(session.messages),
-            counts=counts_of(session.counts, made),
-        )
+            episode_id=session.id, group_id=begun.task.group_id, index=index, environment=self.name,
+            environment_version=attempt.version or self.version, seed=begun.seed, status=played.status,
+            rows=tuple(rows), attempt=begun.attempt, time_spent_by=played.time_spent_by,
+            reward=float(sum(played.rewards.values())), reward_parts=tuple(sorted(played.parts.items())),
+            messages=messages_json(session.messages), counts=counts_of(session.counts, made),
+        )  # fmt: skip
 
 
 def group_seed(task: Task) -> int:

@@ -28,7 +28,6 @@ def main() -> None:
 
 
 def pass_on(listener: socket.socket, target: str) -> None:
-    """Accept connections for ever, each with two threads that copy."""
     while True:
         client, _ = listener.accept()
         server = socket.socket(socket.AF_UNIX)
@@ -43,7 +42,6 @@ def pass_on(listener: socket.socket, target: str) -> None:
 
 
 def copy(source: socket.socket, sink: socket.socket) -> None:
-    """Copy what one side sends until it ends, and end the other side's reading."""
     with contextlib.suppress(OSError):
         while data := source.recv(_READ_BYTES):
             sink.sendall(data)

@@ -3,23 +3,49 @@
 An author writes a class with ``start`` and ``step``, and an instance of `TurnEnvironment` that makes one of it for a task
 (`turn_environment.py`). A play holds its own state and knows nothing of tokens, engines or groups. Its methods may be coroutines;
 plain ones run on a thread, so that a slow one does not stop the others.
+
+The policy answers, the environment replies, until one of them ends the episode:
+
+| how it ends                                                  | status      | outcome                          |
+|--------------------------------------------------------------|-------------|----------------------------------|
+| the environment's last reply                                 | `done`      | trained                          |
+| the same, where it says that a limit of its own was reached   | `truncated` | trained                          |
+| the turns, the model's context or the record are used up     | `truncated` | trained                          |
+| the time is used up, most of it by the policy                | `timeout`   | trained                          |
+| the time is used up, most of it by the environment           | `timeout`   | restarted with the same seed   |
+| the environment raised an error, or took too long for a reply | `failed`   | restarted with the same seed   |
+| its tokens are of versions too far apart                     | `expired`   | restarted with the same seed   |
+
+A failure of the engine is not an end: it is raised, and the whole pack is requeued.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import inspect
 import json
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.agents.proxy.api.chat_completions import read_message
-from penstock.agents.proxy.messages import Message, RequestRefused
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
+from penstock.agents.proxy.session import EpisodeSession
+from penstock.agents.proxy.tree import SampledTurn
+from penstock.protocol.config.environment_settings import EpisodeSettings
+from penstock.protocol.episode import EndStatus, TimeSpender
 from penstock.protocol.groups import Task
+from penstock.rollout_service.errors import EngineError
+
+_ROLES = ("system", "user", "assistant", "tool")
+TRUNCATED = ("max_turns", "context", "max_stored_tokens")  # `EpisodeSession.truncated_by`
+_ENGINE_CODES = ("engine_error", "engine_timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +57,6 @@ class Row:
 
     @classmethod
     def of(cls, task: Task) -> Row:
-        """Return the row that a task was made of; raises ValueError for messages that are none."""
         truth, reward = task.reward.ground_truth, task.reward
         return cls(
             _messages(task.messages),
@@ -98,9 +123,6 @@ class Play(ABC):
         """Give up what the play holds; called once, also after a failure."""
 
 
-_ROLES = ("system", "user", "assistant", "tool")
-
-
 class EnvironmentFailed(Exception):
     """The environment failed; the text says how."""
 
@@ -123,7 +145,6 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
 
 
 def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
-    """Return messages that the policy can answer; raises EnvironmentFailed."""
     messages = tuple(value) if isinstance(value, Sequence) else ()
     wrong = [message for message in messages if not (isinstance(message, Message) and message.role in _ROLES)]
     if wrong or not messages or messages[-1].role not in ("user", "tool"):
@@ -134,14 +155,12 @@ def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
 
 
 def checked_score(value: Any) -> float:
-    """Return what a play's score() returns; raises EnvironmentFailed for what is no finite number."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise EnvironmentFailed(f"score() returns a finite number, got {value!r}")
     return float(value)
 
 
 def checked_reply(value: Any) -> Reply:
-    """Return a play's reply; raises EnvironmentFailed for another value, or numbers that are not finite."""
     if not isinstance(value, Reply):
         raise EnvironmentFailed(f"step() returns a Reply, got {type(value).__name__}")
     numbers = {"reward": value.reward, **value.parts}
@@ -149,3 +168,110 @@ def checked_reply(value: Any) -> Reply:
         if not isinstance(number, (int, float)) or not math.isfinite(number):
             raise EnvironmentFailed(f"{name} is {number!r}, expected a finite number")
     return value
+
+
+@dataclass(slots=True)
+class Played:
+    status: EndStatus = "failed"
+    time_spent_by: TimeSpender | None = None
+    problem: str = ""  # why it was not played to an end
+    rewards: dict[int, float] = field(default_factory=dict)  # by the number of the sampled turn
+    states: dict[int, str] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    policy_s: float = 0.0
+    environment_s: float = 0.0
+
+
+async def play_episode(session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor) -> Played:
+    played = Played()
+    try:
+        async with asyncio.timeout(settings.episode_deadline_s):
+            await _play(session, play, settings, executor, played)
+    except TimeoutError:
+        spender: TimeSpender = "policy" if played.policy_s >= played.environment_s else "tools"
+        played.status, played.time_spent_by = "timeout", spender
+        played.problem = f"not over after {settings.episode_deadline_s:g} s"
+    except EnvironmentFailed as err:
+        played.status, played.problem = "failed", str(err)
+    finally:
+        try:
+            await call(play.close, settings.reply_deadline_s, executor)
+        except EnvironmentFailed as err:
+            played.problem = played.problem or f"closing: {err}"
+    return played
+
+
+async def _play(
+    session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor, played: Played
+) -> None:
+    first = checked_messages(await _timed(play.start, settings, executor, played), is_first=True)
+    messages = with_system_prompt(first, settings.system_prompt)
+    state = _state_of(messages)
+    while True:
+        turn = await _answer(session, messages, play, played)
+        if turn is None:
+            if played.status == "truncated":
+                score = checked_score(await _timed(play.score, settings, executor, played))
+                played.rewards[max(played.rewards)] += score
+            return
+        reply = checked_reply(await _timed(functools.partial(play.step, turn.answer), settings, executor, played))
+        _record(reply, turn, state, played)
+        if reply.is_done:
+            played.status = "truncated" if reply.is_truncated else "done"
+            return
+        new = checked_messages(reply.messages, is_first=False)
+        messages = (*messages, turn.answer, *new)
+        state = reply.state or _state_of(new)
+
+
+def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+    """Return messages that begin with a system message of the run file, which one of the environment follows in the same message."""
+    if not text:
+        return messages
+    if messages[0].role == "system":
+        return (replace(messages[0], content=f"{text}\n\n{messages[0].content}"), *messages[1:])
+    return (Message("system", text), *messages)
+
+
+async def _answer(
+    session: EpisodeSession, messages: tuple[Message, ...], play: Play, played: Played
+) -> SampledTurn | None:
+    started = time.monotonic()
+    mark = RetryMark(b"turn:%d" % len(session.tree.turns))
+    try:
+        turn = await session.answer(AgentRequest(messages, play.tools), mark)
+    except RequestRefused as err:
+        if session.truncated_by in TRUNCATED and session.tree.turns:
+            played.status = "truncated"
+            return None
+        if session.truncated_by == "expired":
+            played.status, played.problem = "expired", str(err)
+            return None
+        if err.code in _ENGINE_CODES:
+            raise EngineError(str(err)) from None
+        raise EnvironmentFailed(f"its messages cannot be answered: {err}") from None
+    finally:
+        played.policy_s += time.monotonic() - started
+    turn.delivered = True
+    return turn
+
+
+def _record(reply: Reply, turn: SampledTurn, state: str, played: Played) -> None:
+    played.rewards[turn.number], played.states[turn.number] = reply.reward, state
+    for name, value in reply.parts.items():
+        played.parts[name] = played.parts.get(name, 0.0) + value
+
+
+async def _timed(function: Callable[[], Any], settings: EpisodeSettings, executor: Executor, played: Played) -> Any:
+    started = time.monotonic()
+    try:
+        return await call(function, settings.reply_deadline_s, executor)
+    finally:
+        played.environment_s += time.monotonic() - started
+
+
+def _state_of(messages: Sequence[Message]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for message in messages:
+        digest.update(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

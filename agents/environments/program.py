@@ -37,8 +37,7 @@ from penstock.agents.environments.episode_environment import (
     RowUnfit,
     Site,
 )
-from penstock.agents.environments.play import Row
-from penstock.agents.environments.play_episode import TRUNCATED, Played
+from penstock.agents.environments.play import TRUNCATED, Played, Row
 from penstock.agents.environments.program_process import Ended
 from penstock.agents.proxy.server import serving, serving_at
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession, path
@@ -62,14 +61,9 @@ class ProgramResult(Section):
 
 
 def outcome(
-    ended: Ended,
-    result: bytes | None,
-    session: EpisodeSession,
-    *,
-    last_turn: int | None,
-    needs_result: bool,
+    ended: Ended, result: bytes | None, session: EpisodeSession, *, last_turn: int | None, needs_result: bool,
     seconds: tuple[float, float],
-) -> Played:
+) -> Played:  # fmt: skip
     """Return how an episode ended; its reward is that of ``last_turn``, the last one that is trained.
 
     ``result``: the result file's bytes; None: there is none. ``seconds``: of the policy, of the program. Raises EngineError.
@@ -165,8 +159,6 @@ class ProgramOptions(PlayOptions):
 
 
 class Program(EpisodeEnvironment):
-    """The environment ``program``."""
-
     name = "program"
     options = ProgramOptions
 
@@ -176,7 +168,6 @@ class Program(EpisodeEnvironment):
         self._sweeper: program_process.Sweeper | None = None
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
-        """Return this environment under another name; raises ConfigError for settings that a program cannot have."""
         if definition.system_prompt:
             raise ConfigError(
                 f"environment.define.{name}.system_prompt: a program writes its own messages; leave it out"
@@ -184,17 +175,15 @@ class Program(EpisodeEnvironment):
         return super().defined(name, definition)
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is; the proxy is served from the first task on. Raises ConfigError for a sandbox that cannot be had."""
         super().use_model(folder, context_tokens)
         if self.chosen is not None and self.chosen.sandbox:
-            program_process.program()
+            program_process.bubblewrap()
         self.version = self.chosen.version if self.chosen else ""  # pyright: ignore[reportAttributeAccessIssue]
         self._served = _ServedProxy(AgentProxy(self.limits(), self._images))
         if self.chosen is not None and self._sweeper is None:
             self._sweeper = program_process.Sweeper(Path(tempfile.gettempdir()))
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
-        """Run the program once; raises EngineError, or RowUnfit."""
         served = self._served
         if self.chosen is None or served is None:
             raise RowUnfit(
@@ -213,11 +202,9 @@ class Program(EpisodeEnvironment):
         try:
             variables = self._variables(begun, folder, url + path(session))
             ended = await program_process.run(
-                self._confined(folder) if self.chosen.sandbox else self.chosen.command,
-                Path(self.chosen.folder),
-                variables,
-                self.settings.episode_deadline_s,
-            )
+                self._confined(folder) if self.chosen.sandbox else self.chosen.command, Path(self.chosen.folder),
+                variables, self.settings.episode_deadline_s,
+            )  # fmt: skip
             policy_s = timed.seconds()
         finally:
             made = proxy.end(session)
@@ -225,17 +212,13 @@ class Program(EpisodeEnvironment):
             shutil.rmtree(folder, ignore_errors=True)
         trained = [span.turn for row in made.rows for span in row.spans if span.is_trained]
         played = outcome(
-            ended,
-            result,
-            session,
-            last_turn=max(trained, default=None),
+            ended, result, session, last_turn=max(trained, default=None),
             needs_result=begun.task.reward.name == "environment",
             seconds=(policy_s, time.monotonic() - started - policy_s),
-        )
+        )  # fmt: skip
         return Attempt(session, made, played)
 
     async def close(self) -> None:
-        """End the proxy's server; there is none in a worker that is stopped before its first weights."""
         if self._sweeper is not None:
             self._sweeper.close()
         if self._served is not None:
@@ -245,12 +228,9 @@ class Program(EpisodeEnvironment):
         served = self._served
         assert served is not None
         return program_process.confined(
-            self.chosen.command,
-            start_in=Path(self.chosen.folder),
-            readable=self.chosen.readable,
-            writable=folder,
+            self.chosen.command, start_in=Path(self.chosen.folder), readable=self.chosen.readable, writable=folder,
             socket=served.socket,
-        )
+        )  # fmt: skip
 
     def _variables(self, begun: Begun, folder: Path, url: str) -> dict[str, str]:
         return {
@@ -270,8 +250,6 @@ class Program(EpisodeEnvironment):
 
 
 class _ServedProxy:
-    """A proxy whose server is started once, with the first episode, on a port of this machine or on a Unix socket."""
-
     def __init__(self, proxy: AgentProxy) -> None:
         self.proxy = proxy
         self._running = contextlib.AsyncExitStack()
@@ -295,8 +273,6 @@ class _ServedProxy:
 
 
 class _TimedSampler:
-    """A sampler that counts the seconds in which at least one of its requests runs."""
-
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._running = 0
@@ -322,7 +298,6 @@ class _TimedSampler:
 
 
 def _write_task(begun: Begun) -> Path:
-    """Make the episode's folder, which only this user may enter, and write its task; return the folder."""
     folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
     task = begun.task
     (folder / "task.json").write_text(
@@ -342,7 +317,6 @@ def _write_task(begun: Begun) -> Path:
 
 
 def _result_bytes(folder: Path) -> bytes | None:
-    """Return the beginning of the result file; None if there is no regular file."""
     try:
         opened = os.open(folder / "result.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -38,6 +38,13 @@ _KEPT_BYTES = 4096  # the end of what a program prints
 _READ_BYTES = 65_536
 _LAST_READS = 16  # at the end: 1 MiB, the most that a pipe holds; a process that left the group may write without end
 _REAP_S = 10.0
+PROXY_PORT = 8080  # inside; nothing else listens there
+_SOCKET = "/run/penstock-proxy"  # inside
+_NOBODY = "65534"
+_SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/ssl", "/etc/localtime",
+    "/etc/alternatives",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +59,13 @@ async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str]
     output = Output()
     try:
         process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output.write_end,
-            stderr=output.write_end,
-            cwd=folder,
-            env=dict(variables),
-            start_new_session=True,
-        )
+            *words, stdin=asyncio.subprocess.DEVNULL, stdout=output.write_end, stderr=output.write_end, cwd=folder,
+            env=dict(variables), start_new_session=True,
+        )  # fmt: skip
         try:
             status = await _status(process, deadline_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REAP_S):
-                    await process.wait()
+            await kill_group(process)
     except OSError as err:
         return Ended(127, f"cannot start it in {folder}: {err}")
     finally:
@@ -83,6 +81,14 @@ async def _status(process: asyncio.subprocess.Process, deadline_s: float) -> int
         return None
 
 
+async def kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REAP_S):
+            await process.wait()
+
+
 class Output:
     """A pipe whose last bytes are kept; the program is never stopped by a full one."""
 
@@ -93,7 +99,6 @@ class Output:
         asyncio.get_running_loop().add_reader(self._read_end, self._read)
 
     def close(self) -> None:
-        """Read what is left, and give the pipe up."""
         os.close(self.write_end)
         for _ in range(_LAST_READS):
             if not self._read():
@@ -137,13 +142,11 @@ def sweep(parent: Path) -> tuple[int, int]:
 
 
 def left_processes() -> list[int]:
-    """Return the programs of workers of this PID namespace that have exited, and what these have started."""
     pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
     return [pid for pid in pids if pid != os.getpid()]
 
 
 def left_folders(parent: Path) -> list[Path]:
-    """Return the folders in ``parent`` of such programs, as far as they are this user's."""
     folders = []
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another worker deletes it too
@@ -153,15 +156,12 @@ def left_folders(parent: Path) -> list[Path]:
 
 
 class Sweeper:
-    """Sweeps a folder at once and then every ``period_s``, in a thread, until `close`."""
-
     def __init__(self, parent: Path, period_s: float = SWEEP_S) -> None:
         self._parent, self._period_s = parent, period_s
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="sweep-programs", daemon=True).start()
 
     def close(self) -> None:
-        """End it, after the sweep under way."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -192,7 +192,6 @@ def _mark_of(process: Path) -> str:
 
 
 def _is_left(found: str) -> bool:
-    """Return True for a mark of this PID namespace whose worker does not run any more."""
     namespace, _, worker = found.partition(".")
     pid, _, start = worker.partition(".")
     return namespace == _namespace() and pid.isdecimal() and start.isdecimal() and _start_time(int(pid)) != start
@@ -210,25 +209,7 @@ def _start_time(pid: int) -> str:
         return ""
 
 
-PROXY_PORT = 8080  # inside; nothing else listens there
-_SOCKET = "/run/penstock-proxy"  # inside
-_NOBODY = "65534"
-_SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/ssl",
-    "/etc/localtime",
-    "/etc/alternatives",
-)
-
-
-def program() -> str:
-    """Return the path of bubblewrap; raises ConfigError when it is not installed."""
+def bubblewrap() -> str:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise ConfigError(
@@ -238,19 +219,14 @@ def program() -> str:
 
 
 def confined(
-    command: Sequence[str],
-    *,
-    start_in: Path,
-    readable: Sequence[str],
-    writable: Path,
-    socket: Path,
+    command: Sequence[str], *, start_in: Path, readable: Sequence[str], writable: Path, socket: Path
 ) -> list[str]:
     """Return the command that runs ``command`` confined.
 
     ``start_in`` and ``readable`` can be read besides the system and this Python, ``writable`` is the episode's folder, ``socket`` the
     proxy's. The sandbox sees the variables that the command is started with: in its arguments every user could read them.
     """
-    arguments = [program(), "--unshare-all", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
+    arguments = [bubblewrap(), "--unshare-all", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     arguments += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]  # noqa: S108  inside
     for path in dict.fromkeys(_readable(start_in, readable)):

@@ -14,7 +14,6 @@ _MAX_URLS = 256
 
 
 def called_url(url: str) -> str:
-    """Return a URL as it was given; raises ValueError for one that no worker calls."""
     try:
         TargetPolicy(()).check_url(url)
     except TargetRefused as err:
@@ -30,7 +29,6 @@ def checked_url(url: str) -> str:
 
 
 def urls_of(url: str | list[str]) -> tuple[str, ...]:
-    """Return the URLs of the option `ServerUrls`, without a slash at the end."""
     return tuple(checked_url(one) for one in ([url] if isinstance(url, str) else url))
 
 

@@ -9,15 +9,8 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-from penstock.agents.environments.episode_environment import (
-    Attempt,
-    Begun,
-    EpisodeEnvironment,
-    RowUnfit,
-    Site,
-)
-from penstock.agents.environments.play import Play, Row
-from penstock.agents.environments.play_episode import play_episode
+from penstock.agents.environments.episode_environment import Attempt, Begun, EpisodeEnvironment, RowUnfit, Site
+from penstock.agents.environments.play import Play, Row, play_episode
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -35,7 +28,6 @@ class TurnEnvironment(EpisodeEnvironment):
         """
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
-        """Play one episode; raises EngineError, or RowUnfit."""
         session = EpisodeSession(
             begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed, self._images
         )
@@ -51,8 +43,6 @@ class TurnEnvironment(EpisodeEnvironment):
 
 
 class ServerEnvironment(TurnEnvironment):
-    """An environment type that servers play: it has connections to them once options with URLs are chosen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sessions: Any = None
@@ -74,7 +64,6 @@ class ServerEnvironment(TurnEnvironment):
 def check_reply_deadline(
     name: str, definition: EnvironmentDefinition, call_deadline_s: float, answers_within_s: float
 ) -> None:
-    """Raise ConfigError for a deadline of replies that ends before that of one call of a server's tool."""
     least = call_deadline_s + answers_within_s
     if definition.reply_deadline_s <= least:
         raise ConfigError(

@@ -11,7 +11,6 @@ from penstock.protocol.errors import PenstockError
 
 
 def main() -> int:
-    """Run one command; returns the exit status."""
     process_end.install("environment")
     try:
         return run(app)

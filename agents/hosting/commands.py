@@ -113,7 +113,7 @@ def register(
               penstock env register http://10.0.0.7:8800 nats.url=nats://10.0.0.1:4222 --replace
     Then:     name it in the run file: options = { registered = "guess" }
     """
-    from penstock.agents.hosting.register import register_server
+    from penstock.agents.hosting.registration import register_server
 
     return register_server(url, settings, name, lease, targets)
 
@@ -130,7 +130,7 @@ def drain(
               penstock env drain guess run.toml --url http://10.0.0.7:8800
     Then:     penstock env resume guess run.toml
     """
-    from penstock.agents.hosting.register import set_drained
+    from penstock.agents.hosting.registration import set_drained
 
     return set_drained(name, settings, url, drained=True)
 
@@ -146,7 +146,7 @@ def resume(
     Example:  penstock env resume guess run.toml
     Then:     penstock env list --registered run.toml
     """
-    from penstock.agents.hosting.register import set_drained
+    from penstock.agents.hosting.registration import set_drained
 
     return set_drained(name, settings, url, drained=False)
 
@@ -171,7 +171,7 @@ def try_out(
               penstock env test my-env --run-file run.toml
     Then:     name it in the run file: rollout.environment = "frozen_lake"
     """
-    from penstock.agents.hosting.try_environment import try_environment
+    from penstock.agents.hosting.trial import try_environment
 
     return try_environment(environment, options)
 

@@ -16,15 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from penstock.agents.environments.over_http import wire
-from penstock.agents.environments.over_http.wire import (
-    ProblemCode,
-    Score,
-    Scored,
-    Start,
-    Started,
-    Step,
-    Stepped,
-)
+from penstock.agents.environments.over_http.wire import ProblemCode, Score, Scored, Start, Started, Step, Stepped
 from penstock.agents.environments.play import (
     EnvironmentFailed,
     Play,
@@ -47,8 +39,6 @@ _SWEEP_S = 1.0
 
 
 class Refused(Exception):
-    """A call that is answered with a problem."""
-
     def __init__(self, status: int, code: ProblemCode, text: str) -> None:
         super().__init__(text[:1000])
         self.status = status
@@ -70,13 +60,10 @@ class _Held:
 
     @property
     def is_busy(self) -> bool:
-        """True while a method of the play runs."""
         return not all(task is None or task.done() for task in (self.starting, self.stepping, self.scoring))
 
 
 class Episodes:
-    """The episodes of one environment. For one event loop."""
-
     def __init__(
         self, environment: TurnEnvironment, version: str, *, capacity: int, reply_deadline_s: float, idle_s: float
     ) -> None:
@@ -101,7 +88,6 @@ class Episodes:
         return len(self._held)
 
     async def start(self, body: Start) -> Started:
-        """Start an episode, or return what it started with; raises Refused."""
         digest = _digest(body)
         held = self._held.get(body.id)
         if held is None:
@@ -148,7 +134,6 @@ class Episodes:
             raise Refused(500, "environment_failed", f"start(): {err}") from None
 
     async def step(self, episode_id: str, body: Step) -> Stepped:
-        """Return the reply to an answer; the same for the same step. Raises Refused."""
         held, digest = self._started(episode_id), _digest(body)
         if body.step == held.step and held.stepping is not None:
             if digest != held.step_digest:
@@ -181,7 +166,6 @@ class Episodes:
         return stepped
 
     async def score(self, episode_id: str, body: Score) -> Scored:
-        """Return what the last step gets where the run ends the episode after it; the same each time. Raises Refused."""
         held = self._started(episode_id)
         if held.scoring is None:
             if body.step != held.step or held.is_busy or held.is_over:
@@ -218,7 +202,6 @@ class Episodes:
             raise Refused(500, "environment_failed", str(err)) from None
 
     async def end(self, episode_id: str) -> None:
-        """Close an episode; one that is not held is closed already."""
         held = self._held.pop(episode_id, None)
         if held is None:
             return
@@ -242,7 +225,6 @@ class Episodes:
                     await self.end(episode_id)
 
     async def drain(self, deadline_s: float) -> None:
-        """Take no new episodes, and wait until the held ones are over, at most ``deadline_s``."""
         self.draining = True
         if self._held:
             with contextlib.suppress(TimeoutError):
@@ -256,7 +238,6 @@ class Episodes:
 
 
 async def _result_of(task: asyncio.Task[Answer]) -> Answer:
-    """Return what a task returns, which goes on if the caller is gone; raises Refused if the episode was ended meanwhile."""
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -266,7 +247,6 @@ async def _result_of(task: asyncio.Task[Answer]) -> Answer:
 
 
 def _task(action: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Return a task whose error is seen by whoever waits for it, and by nobody else."""
     task = asyncio.get_running_loop().create_task(action)
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return task

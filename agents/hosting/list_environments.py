@@ -15,7 +15,7 @@ from typing import Any
 from penstock.agents.environments.episode_environment import EpisodeEnvironment
 from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.registry import Listed
-from penstock.agents.hosting import registrar
+from penstock.agents.hosting import registration
 from penstock.protocol import streams
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -51,7 +51,7 @@ def print_environments(given: Sequence[str], *, as_json: bool, registered: bool)
 
 
 def _list_registered(given: Sequence[str], *, is_json: bool) -> int:
-    settings = registrar.read_settings(given, dict(os.environ))
+    settings = registration.read_settings(given, dict(os.environ))
 
     async def read() -> dict[str, Listed]:
         with Bus.connect(settings.nats, name="environment-list") as bus:

@@ -1,4 +1,7 @@
-"""``penstock env serve``: an environment of several turns on an address, until SIGTERM or Ctrl-C."""
+"""``penstock env serve``: an environment of several turns on an address, until SIGTERM or Ctrl-C, and its HTTP API.
+
+`/openapi.json` describes the API, for servers in other languages.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,147 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
-import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from penstock.agents.environments.server_urls import checked_url
+import fastapi
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from penstock.agents.environments.over_http import wire
 from penstock.agents.environments.turn_environment import TurnEnvironment
-from penstock.agents.hosting import app, registrar
 from penstock.agents.hosting.commands import LeaseOptions, ServeOptions
-from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.hosting.register import check_name, say_registered
-from penstock.agents.hosting.registrar import Offer, Registrar
+from penstock.agents.hosting.episodes import Episodes, Refused
+from penstock.agents.hosting.registration import Registrar, check_name, registrar_of
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
 from penstock.protocol.transport import tls
-from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
-from penstock.serving import signature
-from penstock.serving.host import allowed_hosts, stopping_by_signal
+from penstock.serving import signature, strict_json
+from penstock.serving.request_checks import StrictRequest, check_signature, guard
 from penstock.serving.target_policy import PRIVATE_TARGETS
-from penstock.serving.web_server import serving_app
+from penstock.serving.web_server import allowed_hosts, serving_app, stopping_by_signal
+
+_MAX_REQUEST_BYTES = 16 * 1024 * 1024
+_RETRY_AFTER_S = 1
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    400: {"model": wire.Problem, "description": "The body is not what the protocol says."},
+    401: {"model": wire.Problem, "description": "Not signed with a key of this server."},
+    404: {
+        "model": wire.Problem,
+        "description": "`unknown_episode`: the worker starts the episode again, with the same seed.",
+    },
+    409: {
+        "model": wire.Problem,
+        "description": "`step_refused`: out of order, or the same step with another answer; `wrong_version`: other rules are played here.",
+    },
+    422: {
+        "model": wire.Problem,
+        "description": "`row_refused`: no episode can be made of the row; it is not tried again.",
+    },
+    500: {"model": wire.Problem, "description": "`environment_failed`: the worker starts the episode again."},
+    503: {"model": wire.Problem, "description": "`full` or `draining`, with the header Retry-After in seconds."},
+}
+PathId = Annotated[wire.EpisodeId, fastapi.Path()]
+
+
+def build_app(episodes: Episodes, *, secrets: Sequence[str] = (), hosts: Sequence[str] | None = None) -> FastAPI:
+    """Return the app.
+
+    With ``secrets`` (``whsec_...``) a call without a valid signature is refused with 401. A Host header must be one of ``hosts`` or
+    of the loopback, unless it is None.
+    """
+    app = FastAPI(title=f"Penstock environment: {episodes.environment.name}", version=episodes.version or "0")
+
+    async def check(request: StrictRequest) -> None:
+        if secrets:
+            await _check_call_id(await check_signature(secrets, request), request)
+        if request.method == "POST":
+            await request.json()  # here, because FastAPI would replace the reason of a refusal
+
+    guard(app, check, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts, max_depth=strict_json.MAX_DEPTH, answer=_refusal)
+    _answer_problems(app)
+
+    @app.get("/environment")
+    async def environment() -> wire.About:
+        """Say what is played here, and how many episodes."""
+        return wire.About(
+            protocol=1, name=episodes.environment.name, version=episodes.version, capacity=episodes.capacity,
+            running=episodes.running, draining=episodes.draining,
+            options=episodes.environment.options.model_json_schema(),
+        )  # fmt: skip
+
+    @app.post("/episodes", responses=_PROBLEMS, response_model_exclude_unset=True)
+    async def start(body: wire.Start) -> wire.Started:
+        """Start an episode; sent again with the same id and body, it gets the same answer."""
+        return await episodes.start(body)
+
+    @app.post("/episodes/{id}/step", responses=_PROBLEMS, response_model_exclude_unset=True)
+    async def step(id: PathId, body: wire.Step) -> wire.Stepped:
+        """Reply to the policy's answer; sent again with the same number and body, it gets the same reply and moves nothing."""
+        return await episodes.step(id, body)
+
+    @app.post("/episodes/{id}/score", responses=_PROBLEMS)
+    async def score(id: PathId, body: wire.Score) -> wire.Scored:
+        """Say what the last step gets where a limit of the run ended the episode; called if `Started` has `scores`."""
+        return await episodes.score(id, body)
+
+    @app.delete("/episodes/{id}", status_code=204)
+    async def end(id: PathId) -> Response:
+        """End an episode; one that is not played here has ended."""
+        await episodes.end(id)
+        return Response(status_code=204)
+
+    return app
+
+
+def _answer_problems(app: FastAPI) -> None:
+    @app.exception_handler(Refused)
+    async def refused(_: Request, err: Refused) -> JSONResponse:
+        return _problem(err.status, err.code, str(err))
+
+    @app.exception_handler(HTTPException)
+    async def unfit(_: Request, err: HTTPException) -> JSONResponse:
+        return _refusal(err.status_code, str(err.detail))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, err: RequestValidationError) -> JSONResponse:
+        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
+        return _problem(400, "bad_request", "; ".join(wrong[:5])[:1000])
+
+
+def _refusal(status: int, text: str) -> JSONResponse:
+    codes: dict[int, wire.ProblemCode] = {401: "unauthorized", 403: "unauthorized", 503: "full"}
+    return _problem(400 if status == 413 else status, codes.get(status, "bad_request"), text)
+
+
+def _problem(status: int, code: wire.ProblemCode, text: str) -> JSONResponse:
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
+    return JSONResponse(wire.Problem(code=code, message=text).model_dump(), status, headers=headers)
+
+
+async def _check_call_id(given: str, request: StrictRequest) -> None:
+    """Raise Refused unless the signed id is that of this call: the signature of one call opens no other."""
+    path_id = request.path_params.get("id")
+    if request.method == "GET":
+        expected = "environment"
+    elif request.method == "DELETE":
+        expected = f"{path_id}.end"
+    else:
+        body = await request.json()
+        fields = body if isinstance(body, dict) else {}
+        expected = f"{fields.get('id')}.start" if path_id is None else f"{path_id}.{fields.get('step')}"
+        if request.url.path.endswith("/score"):
+            expected = f"{path_id}.score"
+    if given != expected:
+        raise HTTPException(401, f"the signature is of the call {given[:80]!r}, and this is {expected[:80]!r}")
 
 
 def serve_environment(reference: str, settings: Sequence[str], options: ServeOptions, lease: LeaseOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises ConfigError when the environment or an option is wrong."""
     environment = served_environment(reference)
     secrets = signature.read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
     if not secrets and not tls.is_loopback(options.host):
@@ -49,7 +167,6 @@ def serve_environment(reference: str, settings: Sequence[str], options: ServeOpt
 
 
 def served_environment(reference: str) -> TurnEnvironment:
-    """Return the environment that a reference names; raises ConfigError for one that cannot be served."""
     found = ENVIRONMENTS.find(reference).value
     if not isinstance(found, TurnEnvironment):
         raise ConfigError(f"{reference} is a {type(found).__name__}, which makes no plays; serve a TurnEnvironment")
@@ -77,28 +194,28 @@ async def _serve(
     )
     sweeping = asyncio.create_task(episodes.sweep())
     try:
-        api = app.build(episodes, secrets=secrets, hosts=allowed_hosts(options.host, options.url, secrets))
+        api = build_app(episodes, secrets=secrets, hosts=allowed_hosts(options.host, options.url, secrets))
         async with serving_app(api, options.host, options.port, key="--port") as url:
             sys.stdout.write(
                 f"{environment.name}, version {version or 'none'}, at {url}. Next: penstock env test {url}\n"
             )
             sys.stdout.flush()
             with stopping_by_signal(stop):
-                async with _registered(options, registration, secrets, options.url or url) as keeper:
+                async with _registered(options, registration, secrets, options.url or url) as registrar:
                     await stop.wait()
-                    await _drain(episodes, options.drain_s, keeper)
+                    await _drain(episodes, options.drain_s, registrar)
     finally:
         sweeping.cancel()
         await episodes.close()
 
 
-async def _drain(episodes: Episodes, drain_s: float, keeper: Registrar | None) -> None:
+async def _drain(episodes: Episodes, drain_s: float, registrar: Registrar | None) -> None:
     if episodes.running:
         sys.stderr.write(f"{episodes.running} episodes in progress; press Ctrl-C again to exit without waiting\n")
     draining = asyncio.create_task(episodes.drain(drain_s))
     await asyncio.sleep(0)  # it refuses new ones from now on
-    if keeper is not None:
-        await keeper.renew()  # workers learn that it is stopping
+    if registrar is not None:
+        await registrar.renew()  # workers learn that it is stopping
     await draining
 
 
@@ -106,23 +223,10 @@ async def _drain(episodes: Episodes, drain_s: float, keeper: Registrar | None) -
 async def _registered(
     options: ServeOptions, registration: tuple[Sequence[str], LeaseOptions], secrets: Sequence[str], url: str
 ) -> AsyncIterator[Registrar | None]:
-    """Register the server inside the block, if that is wanted; raises PenstockError."""
     if not options.register:
         yield None
         return
-    given, lease = registration
-    try:
-        offer = Offer(options.register, checked_url(url), lease.lease_s, lease.replace)
-    except ValueError as err:
-        raise ConfigError(str(err)) from None
-    settings = registrar.read_settings(given, dict(os.environ))
-    own = [urlsplit(url).hostname or ""]  # it is called by itself, wherever it is
-    client = await registrar.client_of(settings, secrets=secrets, ca_file=None, allowed=(*PRIVATE_TARGETS, *own))
-    try:
-        with Bus.connect(settings.nats, name=f"environment-{offer.name}") as bus:
-            keeper = Registrar(await registrar.open_registry(bus), client, offer)
-            async with keeper.registered() as server:
-                say_registered(keeper.name, server.version, server.url, server.capacity)
-                yield keeper
-    finally:
-        await client.close()
+    allowed = (*PRIVATE_TARGETS, urlsplit(url).hostname or "")  # it is called by itself, wherever it is
+    new = registrar_of(options.register, url, *registration, secrets=secrets, allowed=allowed)
+    async with new as registrar, registrar.registered():
+        yield registrar

@@ -5,17 +5,21 @@ The policies need no model: they answer at random, or by a script.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import json
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from penstock.agents.environments.episode_environment import EpisodeEnvironment
 from penstock.agents.environments.over_http.http_environment import Http
 from penstock.agents.environments.play import (
     EnvironmentFailed,
@@ -27,32 +31,31 @@ from penstock.agents.environments.play import (
     checked_score,
 )
 from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.hosting.commands import TrialOptions
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.protocol.config.environment_settings import EpisodeSettings
+from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
+from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.rollout_service.environments.environment import Environment
+from penstock.rollout_service.environments.environment import ENVIRONMENTS, Environment, load_environments
+from penstock.rollout_service.settings import RolloutSettings
 
 _WORDS = re.compile(r"\w+")
 _MAX_WORDS = 200  # of the last message, from its end
 _ELEMENTS = 3
+End = Literal["done", "truncated", "no answer left", "failed"]
 
 
 class Policy(Protocol):
-    def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message | None:
-        """Return the answer; None: it has no further one."""
-        ...
+    def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message | None: ...
 
 
 class RandomPolicy:
-    """Answers with a word or a number of the last message, or calls a tool with arguments that fit its schema."""
-
     def __init__(self, seed: int) -> None:
         """The same seed gives the same answers to the same messages."""
         self._random = random.Random(seed)  # noqa: S311 - not a secret
 
     def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message:
-        """Return an answer; with tools, four of five are calls."""
         if tools and self._random.random() < 0.8:
             function = self._random.choice(list(tools))["function"]
             arguments = json.dumps(self._value(function.get("parameters") or {"type": "object"}))
@@ -67,7 +70,6 @@ class RandomPolicy:
         )
 
     def _value(self, schema: Mapping[str, Any]) -> Any:
-        """Return a value of a JSON schema, as far as it says ``enum``, ``type``, ``properties``, ``items`` and bounds."""
         draw = self._random
         if schema.get("enum"):
             return draw.choice(schema["enum"])
@@ -91,15 +93,11 @@ class RandomPolicy:
 
 
 class ScriptedPolicy:
-    """Answers with the lines of a script, one after the other; calls of tools are written as the answer format says."""
-
     def __init__(self, lines: Sequence[str], answer_format: str) -> None:
-        """Begin with the first line; raises ConfigError for an unknown answer format."""
         self._lines, self._format = iter(lines), ANSWER_FORMATS.find(answer_format).value
         self._calls = 0
 
     def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message | None:
-        """Return the next line as an answer; None after the last one."""
         line = next(self._lines, None)
         if line is None:
             return None
@@ -112,13 +110,8 @@ class ScriptedPolicy:
         return Message("assistant", parsed.content, tool_calls=calls)
 
 
-End = Literal["done", "truncated", "no answer left", "failed"]
-
-
 @dataclass(slots=True)
 class Trial:
-    """One episode; times in seconds."""
-
     seed: int
     end: End = "failed"
     problem: str = ""
@@ -167,13 +160,9 @@ async def _play(environment: TurnEnvironment | Http, seed: int, row: Row) -> Pla
 
 
 async def _turns(
-    trial: Trial,
-    play: Play,
-    policy: Policy,
-    messages: tuple[Message, ...],
-    settings: EpisodeSettings,
+    trial: Trial, play: Play, policy: Policy, messages: tuple[Message, ...], settings: EpisodeSettings,
     executor: ThreadPoolExecutor,
-) -> None:
+) -> None:  # fmt: skip
     said = hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass"))
     trial.end = "truncated"
     for _ in range(settings.max_turns):
@@ -204,7 +193,6 @@ async def _call(function: Callable[[], Any], settings: EpisodeSettings, executor
 
 
 def summary(policy: str, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return the figures of the trials of one policy; times in milliseconds."""
     played = [one for one in trials if one.end != "failed"]
     turns = [len(one.steps_s) for one in played]
     rewards = [one.reward for one in played]
@@ -234,3 +222,111 @@ def _mean(values: Sequence[float]) -> float:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": _mean(values), "least": min(values, default=0.0), "most": max(values, default=0.0)}
+
+
+def try_environment(name: str, options: TrialOptions) -> int:
+    """Return 1 if an episode failed or could not be repeated; raises ConfigError for wrong arguments."""
+    if options.episodes < 1 or options.max_turns < 1:
+        raise ConfigError("--episodes and --max-turns must be at least 1")
+    environment = _environment(name, options)
+    row = Row(
+        (Message("user", options.prompt),),
+        _json(options.ground_truth, "--ground-truth"),
+        _object(options.extra_info, "--extra-info"),
+        "",
+    )
+    policies: dict[str, Callable[[int], Policy]] = {"random": RandomPolicy}
+    if options.script is not None:
+        lines = _lines(options.script)
+        policies["scripted"] = lambda _: ScriptedPolicy(lines, options.answer_format)
+    seeds = range(options.seed, options.seed + options.episodes)
+    found = asyncio.run(_trials(environment, policies, seeds, row))
+    again = found.pop("again")[0]
+    first = next(one for one in found["random"] if one.seed == again.seed)
+    is_repeatable = (again.digest, again.end) == (first.digest, first.end)
+    figures = [summary(name, trials) for name, trials in found.items()]
+    if options.json:
+        sys.stdout.write(json.dumps({"policies": figures, "repeatable": is_repeatable}) + "\n")
+    else:
+        sys.stdout.write("\n".join(_text(figures, is_repeatable=is_repeatable)) + "\n")
+    return int(not is_repeatable or any(one["ends"]["failed"] for one in figures))
+
+
+async def _trials(
+    environment: Environment, policies: dict[str, Callable[[int], Policy]], seeds: Sequence[int], row: Row
+) -> dict[str, list[Trial]]:
+    try:
+        found = {
+            name: [await play_trial(environment, policy(seed), seed, row) for seed in seeds]
+            for name, policy in policies.items()
+        }
+        seed = next((one.seed for one in found["random"] if one.end != "failed"), seeds[0])
+        found["again"] = [await play_trial(environment, policies["random"](seed), seed, row)]
+        return found
+    finally:
+        await environment.close()
+
+
+def _environment(name: str, options: TrialOptions) -> Environment:
+    if options.run_file is not None:
+        settings = load(RolloutSettings, files=[options.run_file]).settings
+        known = load_environments(settings.worker.environments, settings.environment.define)
+        if name not in known:
+            raise ConfigError(
+                f"{options.run_file} defines no environment {name!r}; known are {', '.join(sorted(known))}"
+            )
+        found = known[name]
+    else:
+        given = _object(options.options, "--options")
+        if name.startswith(("http://", "https://")):
+            kind, given = "http", {"url": name, "secret_file": options.secret_file, "options": given}
+        else:
+            kind = name
+        definition = EnvironmentDefinition(type=kind, options=given, max_turns=options.max_turns)  # pyright: ignore[reportCallIssue]
+        found = ENVIRONMENTS.find(kind).value.defined("test", definition)
+    if not isinstance(found, EpisodeEnvironment):
+        raise ConfigError(f"{name} is not one of several turns")
+    if isinstance(found, Http):
+        found.connect()
+    return found
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"--script {file}: not readable ({err})") from None
+    if not lines:
+        raise ConfigError(f"--script {file}: the file has no answers")
+    return lines
+
+
+def _json(text: str, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as err:
+        raise ConfigError(f"{key} is not JSON: {err}") from None
+
+
+def _object(text: str, key: str) -> dict[str, Any]:
+    value = _json(text, key)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key} must be a JSON object, got {text[:80]!r}")
+    return value
+
+
+def _text(figures: Sequence[dict[str, Any]], *, is_repeatable: bool) -> list[str]:
+    lines = []
+    for one in figures:
+        ends = ", ".join(f"{count} {end}" for end, count in one["ends"].items() if count)
+        lines.append(f"{one['policy']}: {one['episodes']} episodes: {ends}")
+        lines += [f"  {name:<7} {_spread_text(one[name])}" for name in ("turns", "reward")]
+        lines += [f"  {name:<7} {value:.3f}" for name, value in one["parts"].items()]
+        lines += [f"  {phase:<7} {_spread_text(one['ms'][phase])} ms" for phase in ("start", "step", "end")]
+        lines += [f"  problem: {text}" for text in one["problems"]]
+    same = "the same episode" if is_repeatable else "ANOTHER EPISODE: everything random must follow from the seed"
+    return [*lines, f"same seed, same answers: {same}"]
+
+
+def _spread_text(values: dict[str, float]) -> str:
+    return f"{values['mean']:.2f} (from {values['least']:.2f} to {values['most']:.2f})"

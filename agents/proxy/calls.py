@@ -27,8 +27,6 @@ class _Call:
 
 
 class Calls:
-    """The running calls of one episode and its last finished ones. For one event loop."""
-
     def __init__(self, *, grace_s: float, kept: int, kept_s: float) -> None:
         """``grace_s``: how long a call without a client goes on. ``kept``: finished calls that a retry may ask for again."""
         self._grace_s = grace_s
@@ -85,7 +83,6 @@ class Calls:
         return None
 
     def _forget_old(self) -> None:
-        """Forget calls that failed, so that a retry samples again, and finished ones beyond the limits."""
         now = time.monotonic()
         finished = [number for number, call in self._calls.items() if call.task.done()]
         for place, number in enumerate(finished):

@@ -3,7 +3,7 @@
 Each API (`api/`) is translated into these. Two spellings of one message are one message: content that is null, empty,
 absent or one text part, and arguments of a tool call that are equal as JSON.
 
-Requests that the proxy does not answer, each with its HTTP status; the API of the request writes the body.
+`RequestRefused` is a request that the proxy does not answer, with its HTTP status; the API of the request writes the body.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from typing import Any, TypeAlias
 
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.images.admission import AdmittedImage
+
+_KEY_BYTES = 16
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
 
 
 class RequestRefused(PenstockError):
@@ -30,17 +34,14 @@ class RequestRefused(PenstockError):
 
 
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_request") -> RequestRefused:
-    """Return the error for a body that is not as the API has it."""
     return RequestRefused(400, code, message, param=param)
 
 
 def unsupported(what: str, param: str) -> RequestRefused:
-    """Return the error for a field that asks for what the proxy does not do."""
     return RequestRefused(400, "unsupported", f"{what} is not supported: leave out {param}", param=param)
 
 
 def constrained(param: str) -> RequestRefused:
-    """Return the error for a field that would constrain decoding."""
     return RequestRefused(
         400,
         "constrained_decoding",
@@ -50,10 +51,6 @@ def constrained(param: str) -> RequestRefused:
     )
 
 
-_KEY_BYTES = 16
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
-
-
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     id: str
@@ -61,14 +58,7 @@ class ToolCall:
     arguments: str  # JSON, or whatever the client wrote
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
-
-
-Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +113,6 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 
 
 def root_key(template: str, tools: Sequence[Any]) -> bytes:
-    """Return the key of a conversation before its first message."""
     return _digest(b"root", template, canonical_json(list(tools)))
 
 
@@ -212,8 +201,6 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class RetryMark:
-    """What tells a repeated request from a new one with the same body."""
-
     digest: bytes  # of path and body
     key: str | None = None  # the Idempotency-Key header
     is_retry: bool = False  # a client library counts it as a retry

@@ -33,8 +33,6 @@ from penstock.protocol.images.processor import ImageProcessor, expanded, joined
 
 @dataclass(slots=True)
 class SeenRoots:
-    """The beginnings of an episode's conversations, to name the cause of a new one."""
-
     without_tools: set[bytes] = field(default_factory=set)  # keys of the first messages alone
     without_system: set[bytes] = field(default_factory=set)  # the same without the system message
 
@@ -64,8 +62,6 @@ def _key_of(messages: Sequence[Message]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlanner:
-    """How one model's prompts are made. Its parts are shared by all episodes."""
-
     renderer: ChatRenderer
     stop_token_ids: frozenset[int]
     thinking: Thinking
@@ -75,13 +71,9 @@ class PromptPlanner:
         return tree.find(root_key(self.template, tools), messages)
 
     def plan(
-        self,
-        tree: ConversationTree,
-        roots: SeenRoots,
-        found: Found,
-        tools: Sequence[Any],
+        self, tree: ConversationTree, roots: SeenRoots, found: Found, tools: Sequence[Any],
         processor: ImageProcessor | None = None,
-    ) -> PromptPlan:
+    ) -> PromptPlan:  # fmt: skip
         """Return the prompt of a request, whose images the ``processor`` places.
 
         Raises MalformedData if the template refuses its messages, and ImageRefused for images that it does not show, or too many.
@@ -105,14 +97,11 @@ class PromptPlanner:
         parent_tokens = base.num_tokens - (not bridge.keeps_stop_token)
         behind, images = _with_images(bridge.rendered.token_ids, new, processor, at=parent_tokens)
         return PromptPlan(
-            found=found,
-            parent=base,
-            parent_tokens=parent_tokens,
-            prompt_ids=_joined(base.path()[:parent_tokens], behind),
-            opens_reasoning=bridge.rendered.opens_reasoning,
+            found=found, parent=base, parent_tokens=parent_tokens,
+            prompt_ids=_joined(base.path()[:parent_tokens], behind), opens_reasoning=bridge.rendered.opens_reasoning,
             fork=_cause_of_branch(tree, found, base, keeps=bridge.keeps_stop_token),
             images=joined(base.images, images),
-        )
+        )  # fmt: skip
 
     def _observed(
         self, tree: ConversationTree, found: Found, rendered: Rendered, cause: str, processor: ImageProcessor | None

@@ -3,10 +3,8 @@
 The second is the *bridge*. The answer's recorded ids stay, and what the template writes behind an answer is taken from the
 rendering of a stand-in: the same kind of answer with a marker as its content. So nothing that was sampled is ever rendered.
 
-Which conversations a model's chat template continues without changing what stands before; pure.
-
-Where it changes it, rendering a history again would give other tokens than were sampled. The proxy does not render it again, so it
-continues the recorded tokens in every shape with a bridge; the table says how far a prompt made so is from the template's own.
+Where a template changes what stands before, rendering a history again would give other tokens than were sampled. The proxy
+continues the recorded tokens in every shape with a bridge; `probe` says how far a prompt made so is from the template's own.
 """
 
 from __future__ import annotations
@@ -28,12 +26,35 @@ _MARKERS = ("SEAM7f3a9c", "SEAMb41d60")  # as the answer's content; the second w
 _PLAIN_ROLES = frozenset({"user", "tool"})  # whose texts are written by neither the policy nor the agent's author
 _ESCAPE = 0xF0000  # first code point that stands for the text of a control token; a private use plane
 _KEPT_CHARACTERS = 2 * 1024**2  # of prompts whose ids are kept, about 20 MB with them
+_TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+        },
+    },
+)
+_CALL = ToolCall("call_000000001", "look", '{"word": "sun"}')
+_OTHER = ToolCall("call_000000002", "look", '{"word": "moon"}')
+_RESULT, _OTHER_RESULT = (Message("tool", one, tool_call_id=n.id) for one, n in (("star", _CALL), ("rock", _OTHER)))
+_USER = Message("user", "Hello.")
+_NEXT = Message("user", "Go on.")
+SHAPES: dict[str, tuple[Message, tuple[Message, ...], bool]] = {
+    "answer, then user": (Message("assistant", "Yes."), (_NEXT,), False),
+    "reasoning and answer, then user": (Message("assistant", "Yes.", "Let me see."), (_NEXT,), False),
+    "call, then result": (Message("assistant", "", "", (_CALL,)), (_RESULT,), True),
+    "text and call, then result": (Message("assistant", "I look.", "", (_CALL,)), (_RESULT,), True),
+    "reasoning and call, then result": (Message("assistant", "", "Let me see.", (_CALL,)), (_RESULT,), True),
+    "two calls, then two results": (Message("assistant", "", "", (_CALL, _OTHER)), (_RESULT, _OTHER_RESULT), True),
+    "call, then result and user": (Message("assistant", "", "", (_CALL,)), (_RESULT, _NEXT), True),
+    "call, then user": (Message("assistant", "", "", (_CALL,)), (_NEXT,), True),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Token ids of a prompt, or of the part of it that follows an answer."""
-
     token_ids: list[int]
     opens_reasoning: bool  # it ends with the tag that begins the reasoning
 
@@ -46,17 +67,12 @@ class AnswerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What follows an answer in the next prompt."""
-
     rendered: Rendered
     keeps_stop_token: bool  # False: the template continues with another token than the one that the policy ended with
 
 
 class ChatRenderer:
-    """One model's template and tokenizer. Thread-safe."""
-
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        """Prepare; raises MalformedData for a template that cannot render one user's message and its answer."""
         self.tokenizer = tokenizer
         added = sorted(tokenizer.added_tokens(), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
@@ -68,7 +84,6 @@ class ChatRenderer:
         self._closing = self._find_closing()
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Any]) -> Rendered:
-        """Return the ids of a prompt rendered as a whole; raises MalformedData if the template refuses it."""
         return self._kept.get(self.text(messages, tools), self._encoded)
 
     def bridge(
@@ -93,7 +108,6 @@ class ChatRenderer:
         return Bridge(self._encoded(text), keeps)
 
     def _find_closing(self) -> str:
-        """Return what the template writes behind an answer before anything follows."""
         text = self.text((Message("user", "u"), Message("assistant", _MARKERS[0])), (), generate=False)
         _, marker, closing = text.rpartition(_MARKERS[0])
         if not marker:
@@ -103,14 +117,9 @@ class ChatRenderer:
         return closing
 
     def _behind_answer(
-        self,
-        calls: tuple[ToolCall, ...],
-        reasoning: str,
-        new: Sequence[Message],
-        tools: Sequence[Any],
-        *,
+        self, calls: tuple[ToolCall, ...], reasoning: str, new: Sequence[Message], tools: Sequence[Any], *,
         has_system: bool,
-    ) -> str | None:
+    ) -> str | None:  # fmt: skip
         """Return the text behind an answer of this form, its own closing included; None if it cannot be told apart."""
         marker = next((one for one in _MARKERS if not any(one in message.content for message in new)), None)
         if marker is None:
@@ -136,7 +145,6 @@ class ChatRenderer:
         return behind[len(shown) :]
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool = True) -> str:
-        """Return messages as the template writes them; texts of control tokens in messages of others are escaped."""
         return self.tokenizer.render(
             [self._escaped(message).for_template() for message in messages], add_generation_prompt=generate, tools=tools
         )
@@ -160,7 +168,6 @@ class ChatRenderer:
         )
 
     def _without_control(self, text: str) -> str:
-        """Return a text with code points in place of the texts of control tokens."""
         return self._added.sub(lambda match: chr(_ESCAPE + self._added_numbers[match[0]]), text)
 
     def _encoded(self, text: str) -> Rendered:
@@ -229,42 +236,8 @@ def without_reasoning(messages: Sequence[Message], *, before: int) -> list[Messa
     ]
 
 
-_TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look a word up.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-        },
-    },
-)
-_CALL = ToolCall("call_000000001", "look", '{"word": "sun"}')
-_OTHER = ToolCall("call_000000002", "look", '{"word": "moon"}')
-_RESULT, _OTHER_RESULT = (Message("tool", one, tool_call_id=n.id) for one, n in (("star", _CALL), ("rock", _OTHER)))
-_USER = Message("user", "Hello.")
-_NEXT = Message("user", "Go on.")
-
-SHAPES: dict[str, tuple[Message, tuple[Message, ...], bool]] = {
-    "answer, then user": (Message("assistant", "Yes."), (_NEXT,), False),
-    "reasoning and answer, then user": (Message("assistant", "Yes.", "Let me see."), (_NEXT,), False),
-    "call, then result": (Message("assistant", "", "", (_CALL,)), (_RESULT,), True),
-    "text and call, then result": (Message("assistant", "I look.", "", (_CALL,)), (_RESULT,), True),
-    "reasoning and call, then result": (Message("assistant", "", "Let me see.", (_CALL,)), (_RESULT,), True),
-    "two calls, then two results": (
-        Message("assistant", "", "", (_CALL, _OTHER)),
-        (_RESULT, _OTHER_RESULT),
-        True,
-    ),
-    "call, then result and user": (Message("assistant", "", "", (_CALL,)), (_RESULT, _NEXT), True),
-    "call, then user": (Message("assistant", "", "", (_CALL,)), (_NEXT,), True),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ShapeReport:
-    """What a template does with one shape."""
-
     shape: str
     renders: bool
     append_only: bool  # the longer rendering begins with the shorter one

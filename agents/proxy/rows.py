@@ -29,8 +29,6 @@ Orphaned = Literal["not_delivered", "superseded"]
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """The sampled tokens of one turn in a row."""
-
     turn: int
     start: int
     end: int
@@ -39,8 +37,6 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRow:
-    """One row of an episode; arrays have the same length."""
-
     token_ids: Int32s
     loss_mask: npt.NDArray[np.bool_]
     logprobs: Float32s  # 0 where the mask is False
@@ -54,8 +50,6 @@ class TreeRow:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """All rows of an episode, and the sampled tokens that are in none."""
-
     rows: tuple[TreeRow, ...]
     num_trained: int
     orphaned_tokens: Counter[str] = field(default_factory=Counter)
@@ -63,7 +57,6 @@ class TreeRows:
 
 
 def build_rows(turns: Sequence[SampledTurn]) -> TreeRows:
-    """Return the rows of an episode's turns, in the order in which their last answers were sampled."""
     orphans = _find_orphans(turns)
     covered: dict[int, int] = {}  # by turn: so many tokens of its path are in the row of a turn that continues it
     for turn in turns:
@@ -127,7 +120,6 @@ def _build_row(last: SampledTurn, trained: dict[int, int]) -> TreeRow:
 
 
 def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> list[VersionRun]:
-    """Return a turn's version runs at positions of the row, cut to those between ``first`` and ``end``."""
     moved = [VersionRun(run.version, max(run.start + offset, first), min(run.end + offset, end)) for run in runs]
     return [run for run in moved if run.start < run.end]
 
@@ -146,15 +138,10 @@ def stored_rows(made: TreeRows, turns: Sequence[SampledTurn]) -> tuple[EpisodeRo
         chain = [span.turn for span in row.spans]
         parent, prefix_len = _shared(row, made.rows, last_row_of)
         trajectory = Trajectory(
-            token_ids=row.token_ids,
-            loss_mask=row.loss_mask,
-            behaviour_logprobs=row.logprobs,
-            version_runs=row.version_runs,
-            finish_reason=row.finish_reason,
-            completion_text="" if rows else text,
-            images=row.images,
-            experts=row.experts,
-        )
+            token_ids=row.token_ids, loss_mask=row.loss_mask, behaviour_logprobs=row.logprobs,
+            version_runs=row.version_runs, finish_reason=row.finish_reason, completion_text="" if rows else text,
+            images=row.images, experts=row.experts,
+        )  # fmt: skip
         placed = tuple(Turn(numbers[span.turn], span.start, span.end) for span in row.spans if span.is_trained)
         root = chain[0]
         name = MAIN if not rows or root == made.rows[0].spans[0].turn else f"root:{root}"
@@ -175,14 +162,12 @@ def _shared(row: TreeRow, rows: Sequence[TreeRow], last_row_of: Mapping[int, int
 
 
 def counts_of(counts: Counter[str], made: TreeRows) -> tuple[tuple[str, int], ...]:
-    """Return what was counted of an episode: requests, forks by cause, sampled tokens and turns that are in no row."""
     orphans = {f"orphaned_tokens.{cause}": count for cause, count in made.orphaned_tokens.items()}
     orphans |= {f"orphaned_turns.{cause}": count for cause, count in made.orphaned_turns.items()}
     return tuple(sorted((name, count) for name, count in {**counts, **orphans}.items() if count))
 
 
 def messages_json(messages: Sequence[Message]) -> str:
-    """Return a conversation for people and rewards, as the chat completions API writes it; its end if it is too long."""
     written = [
         json.dumps(message.for_template() | _images_named(message) | _calls_as_sent(message), ensure_ascii=False)
         for message in messages
@@ -197,7 +182,6 @@ def messages_json(messages: Sequence[Message]) -> str:
 
 
 def _images_named(message: Message) -> dict[str, object]:
-    """Return the content of a message with images: each by the hash under which it is stored."""
     if not message.parts:
         return {}
     return {

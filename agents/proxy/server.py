@@ -1,16 +1,244 @@
-"""Serve the proxy on a socket of this process, in its event loop."""
+"""The proxy's HTTP application, and how it is served on a socket of this process, in its event loop.
+
+A request is read, answered and marked as delivered; a client that disconnected is noticed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hashlib
+import json
+import secrets
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from penstock.agents.proxy.api.app import ProxyApp
-from penstock.agents.proxy.session import AgentProxy
+import structlog
+
+from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
+from penstock.agents.proxy.messages import AgentRequest, RequestRefused, RetryMark, invalid
+from penstock.agents.proxy.session import AgentProxy, EpisodeSession
+from penstock.agents.proxy.tree import SampledTurn
 from penstock.serving import web_server
 from penstock.serving.web_server import LONG_BACKLOG
+
+log = structlog.get_logger("rollout.proxy")
+
+MODEL = "policy"  # the name of the one model
+_MAX_KEY = 256
+_JSON = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    read: Callable[[Mapping[str, Any], float], AgentRequest]
+    reply: Callable[[SampledTurn, str, int, str], dict[str, Any]]
+    events: Callable[[SampledTurn, Mapping[str, Any], str, int, str], Sequence[bytes]]
+    error: Callable[[RequestRefused], dict[str, Any]]
+    prefix: str  # of the ids of answers
+
+
+APIS: dict[str, Api] = {
+    "chat/completions": Api(
+        chat_completions.read_request,
+        chat_completions.reply,
+        chat_completions.events,
+        chat_completions.error,
+        "chatcmpl-",
+    ),
+    "responses": Api(responses.read_request, responses.reply, responses.events, chat_completions.error, "resp_"),
+    "messages": Api(
+        anthropic_messages.read_request,
+        anthropic_messages.reply,
+        anthropic_messages.events,
+        anthropic_messages.error,
+        "msg_",
+    ),
+}
+
+
+class ProxyApp:
+    def __init__(self, proxy: AgentProxy) -> None:
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        _, first, secret, rest = ([*scope["path"].split("/", 3), "", "", "", ""])[:4]
+        name = rest.removeprefix("v1/")
+        api = APIS.get(name, APIS["chat/completions"])
+        try:
+            if first != "episodes" or (name not in APIS and name != "models"):
+                raise RequestRefused(404, "not_found", f"{scope['path'].rpartition('/')[2][:80]}: no such path")
+            episode = self._proxy.find(secret)
+            if name == "models":
+                await _send_json(send, 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+                return
+            if scope["method"] != "POST":
+                raise RequestRefused(405, "method_not_allowed", f"{scope['method']}: use POST")
+            await self._answer(api, name, episode, scope, receive, send)
+        except RequestRefused as refused:
+            await _send_json(send, refused.status, api.error(refused))
+        except Exception:
+            log.exception("request failed", path=name)
+            internal = RequestRefused(
+                500, "internal_error", "internal error of the proxy, please report; see the worker's log"
+            )
+            await _send_json(send, 500, api.error(internal))
+
+    async def _answer(
+        self, api: Api, name: str, episode: EpisodeSession, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        limits = self._proxy.limits
+        data = await _read_body(receive, limits.max_body_bytes, limits.body_deadline_s)
+        try:
+            body = _parse(data)
+            request = api.read(body, episode.temperature)
+            _check_messages(request, limits.max_messages)
+        except RequestRefused as refused:
+            episode.counts[f"refused.{refused.code}"] += 1
+            raise
+        mark = _mark(scope["headers"], name, data)
+        exchange = _Exchange(api, body, send, receive)
+        turn = await exchange.run(
+            episode.answer(request, mark), stream=body.get("stream") is True, wait_s=limits.stream_wait_s,
+            comment_s=limits.stream_comment_s,
+        )  # fmt: skip
+        if turn is not None:
+            turn.delivered = True
+
+
+class _Exchange:
+    def __init__(self, api: Api, body: Mapping[str, Any], send: Send, receive: Receive) -> None:
+        self._api = api
+        self._body = body
+        self._send = send
+        self._receive = receive
+        self._id = api.prefix + secrets.token_hex(12)
+
+    async def run(self, answering: Any, *, stream: bool, wait_s: float, comment_s: float) -> SampledTurn | None:
+        gone = asyncio.create_task(self._disconnected())
+        answer: asyncio.Task[SampledTurn] = asyncio.create_task(answering)
+        try:
+            began = await self._wait(answer, gone, wait_s if stream else None, comment_s)
+            # a connection that was lost is reported now; afterwards its end is that of the answer
+            await asyncio.sleep(0)
+            if not answer.done() or gone.done():
+                return None
+            created, model = int(time.time()), str(self._body.get("model") or MODEL)
+            if began:
+                await self._end_stream(answer, model, created)
+            elif stream:
+                turn = answer.result()
+                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                await self._send_events(self._api.events(turn, self._body, model, created, self._id))
+            else:
+                await _send_json(self._send, 200, self._api.reply(answer.result(), model, created, self._id))
+            return None if answer.exception() is not None else answer.result()
+        finally:
+            for task in (gone, answer):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await gone
+
+    async def _wait(
+        self, answer: asyncio.Task[SampledTurn], gone: asyncio.Task[None], wait_s: float | None, comment_s: float
+    ) -> bool:
+        """Wait for the answer or until the client has disconnected; return True if a stream was begun meanwhile."""
+        await asyncio.wait({answer, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        began = False
+        while not (answer.done() or gone.done()):
+            if not began:
+                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                began = True
+            await self._send({"type": "http.response.body", "body": b": sampling\n\n", "more_body": True})
+            await asyncio.wait({answer, gone}, timeout=comment_s, return_when=asyncio.FIRST_COMPLETED)
+        return began
+
+    async def _end_stream(self, answer: asyncio.Task[SampledTurn], model: str, created: int) -> None:
+        error = answer.exception()
+        if isinstance(error, RequestRefused):
+            told = json.dumps(self._api.error(error)).encode()
+            await self._send_events([b"event: error\ndata: " + told + b"\n\n"])
+            return
+        await self._send_events(self._api.events(answer.result(), self._body, model, created, self._id))
+
+    async def _send_events(self, events: Sequence[bytes]) -> None:
+        await self._send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+async def _read_body(receive: Receive, most: int, deadline_s: float) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(deadline_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestRefused(400, "disconnected", "the connection was closed before the end of the body")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > most:
+                    raise RequestRefused(413, "request_too_large", f"the body has more than {most} bytes")
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise RequestRefused(408, "request_timeout", f"the body did not arrive within {deadline_s:g} s") from None
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+        data.decode()
+    except (ValueError, RecursionError) as err:
+        raise invalid(f"the body is not JSON in UTF-8: {str(err)[:200]}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise invalid(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
+    return body
+
+
+def _check_messages(request: AgentRequest, most: int) -> None:
+    if not 0 < len(request.messages) <= most:
+        raise invalid(f"{len(request.messages)} messages, expected 1 to {most}", "messages")
+    if request.messages[-1].role == "assistant":
+        raise invalid(
+            "the last message is an answer, and nothing follows it that could be answered: end with a user's or a tool's message",
+            "messages",
+        )
+    if request.messages[-1].role == "system" and len(request.messages) == 1:
+        raise invalid("a system message alone has no answer: add a user's message", "messages")
+
+
+def _mark(headers: Sequence[tuple[bytes, bytes]], name: str, data: bytes) -> RetryMark:
+    digest = hashlib.blake2b(name.encode() + b"\0" + data, digest_size=16).digest()
+    retry_headers = {key: value for key, value in headers if key in (b"idempotency-key", b"x-stainless-retry-count")}
+    key = retry_headers.get(b"idempotency-key", b"").decode("latin-1")
+    if len(key) > _MAX_KEY:
+        raise invalid(f"Idempotency-Key of {len(key)} characters, at most {_MAX_KEY}")
+    count = retry_headers.get(b"x-stainless-retry-count", b"0")
+    return RetryMark(digest, key or None, is_retry=count.isdigit() and count.strip(b"0") != b"")
+
+
+async def _send_json(send: Send, status: int, value: Any) -> None:
+    data = json.dumps(value).encode()
+    headers = [_JSON, (b"content-length", str(len(data)).encode())]
+    if status in (429, 503):
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
 
 
 @contextlib.asynccontextmanager

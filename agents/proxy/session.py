@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
+from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.rows import TreeRows, build_rows
-from penstock.agents.proxy.settings import EpisodeLimits
-from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
+from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
+from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
 from penstock.protocol.groups import MAX_IMAGES, Sampling, derived_seed
 from penstock.protocol.images.processor import ImageProcessor
@@ -28,21 +29,51 @@ from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRef
 from penstock.rollout_service.run_images import RunImages
 
 log = structlog.get_logger("rollout.episode")
-
 _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told so
-
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
 
 
-class Samples(Protocol):
-    """Samples from the policy version that was chosen for the episode's task."""
+class EpisodeLimits(Section):
+    history_match: HistoryMatch = Field(
+        "echo",
+        description="When a client's copy of an answer is that answer: strict (equal texts), json (arguments equal as JSON), "
+        "echo (outer white space may differ, and the reasoning may be left out).",
+    )
+    max_turns: int = Field(1000, ge=1, description="Answers of one episode.")
+    max_running: int = Field(64, ge=1, description="Requests of one episode that are sampled at once.")
+    max_messages: int = Field(4096, ge=1, description="Messages of one request.")
+    max_body_bytes: int = Field(16 * 1024**2, ge=1, description="Bytes of one request.")
+    max_stored_tokens: int = Field(
+        4_000_000, ge=1, description="Tokens that are recorded of one episode, at 8 to 12 bytes each."
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Versions between the oldest sampled token of an episode and the newest; beyond it requests are refused as expired, "
+        "before a reward is paid for. None: no limit.",
+    )
+    answer_deadline_s: float = Field(900.0, gt=0, description="Seconds for one answer.")
+    body_deadline_s: float = Field(60.0, gt=0, description="Seconds for a client to send a request.")
+    stream_wait_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds before the status 200 of a stream is sent; an error until then has its own status.",
+    )
+    stream_comment_s: float = Field(3.0, gt=0, description="Seconds between the comments that keep a stream open.")
+    retry_grace_s: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds that a call goes on after its client has disconnected, in which a retry may join it.",
+    )
+    kept_answers: int = Field(64, ge=1, description="Finished answers that a retry may ask for again.")
+    kept_answers_s: float = Field(600.0, ge=0, description="Seconds for which it may.")
 
+
+class Samples(Protocol):
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
-    ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt, with a seed for each where they are given; raises EngineError."""
-        ...
+    ) -> list[list[Completion]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +87,9 @@ class EpisodeSession:
     """The record of one episode. For one event loop."""
 
     def __init__(
-        self,
-        episode_id: str,
-        model: AgentModel,
-        sampler: Samples,
-        sampling: Sampling,
-        limits: EpisodeLimits,
-        seed: int | None = None,
-        images: RunImages | None = None,
-    ) -> None:
+        self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, limits: EpisodeLimits,
+        seed: int | None = None, images: RunImages | None = None,
+    ) -> None:  # fmt: skip
         """Begin without a turn; ``sampling`` is the task's, which overrules the agent's. Without a ``seed`` answers are random.
 
         Images of messages are stored with ``images``; None: they are refused.
@@ -111,7 +136,6 @@ class EpisodeSession:
         return turn
 
     def end(self) -> TreeRows:
-        """Refuse further requests, cancel running ones, and return the rows."""
         self.ended = True
         self.calls.cancel()
         return build_rows(self.tree.turns)
@@ -190,7 +214,6 @@ class EpisodeSession:
             raise invalid(str(err), "messages", code="image_refused") from None
 
     async def _admitted(self, messages: Sequence[Message]) -> tuple[Sequence[Message], ImageProcessor | None]:
-        """Return messages with their images decoded and stored, and what places these; raises ImageRefused."""
         num_images = sum(len(message.images) for message in messages)
         if not num_images:
             return messages, None
@@ -206,7 +229,6 @@ class EpisodeSession:
         return found, processor
 
     async def _prompt(self, plan: PromptPlan) -> Sequence[int]:
-        """Return what the engine is asked to continue: the prompt's ids, and its images if there are some."""
         token_ids = plan.prompt_ids.tolist()
         if plan.images is None:
             return token_ids
@@ -267,7 +289,6 @@ class EpisodeSession:
     def _read(
         self, completion: Completion, sampling: Sampling, plan: PromptPlan, *, reads_calls: bool
     ) -> tuple[Message, bool, int]:
-        """Return the answer as the client gets it, whether it was cut inside its reasoning, and its invalid calls."""
         ids = completion.token_ids
         ends = ids[-1] in sampling.stop_token_ids
         text = self._model.planner.renderer.text_of(ids[:-1] if ends else ids)
@@ -289,8 +310,6 @@ def episode_ended(episode_id: str) -> RequestRefused:
 
 
 class AgentProxy:
-    """The open episodes. For one event loop."""
-
     def __init__(self, limits: EpisodeLimits, images: RunImages | None = None) -> None:
         """Start without episodes; ``images`` stores those of their messages, None: they are refused."""
         self.limits = limits
@@ -308,7 +327,6 @@ class AgentProxy:
         return episode
 
     def end(self, episode: EpisodeSession) -> TreeRows:
-        """End an episode: its secret is refused from now on."""
         self._open.pop(episode.secret, None)
         self._ended[episode.secret] = episode.id
         while len(self._ended) > _ENDED_KEPT:
@@ -316,7 +334,6 @@ class AgentProxy:
         return episode.end()
 
     def find(self, secret: str) -> EpisodeSession:
-        """Return the episode of a secret; raises RequestRefused with 401, or 404 once it has ended."""
         episode = self._open.get(secret)
         if episode is not None:
             return episode
@@ -328,5 +345,4 @@ class AgentProxy:
 
 
 def path(episode: EpisodeSession) -> str:
-    """Return the path of an episode's base URL; an OpenAI client appends ``/chat/completions`` to it."""
     return f"/episodes/{episode.secret}/v1"

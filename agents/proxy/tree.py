@@ -6,9 +6,7 @@ token, or behind an earlier one where the template continues with another token 
 
 Messages find the turn, tokens verify it. A request that continues no turn begins a new root, or a branch of an older turn.
 
-Whether a client's copy of an answer is the answer that was sent to it; pure.
-
-The answer that was sent is the reference: its token ids are used, and its text where a history is rendered again.
+`is_copy` compares a client's copy of an answer with the one that was sent, which is the reference: its token ids are used, and its text where a history is rendered again.
 """
 
 from __future__ import annotations
@@ -28,6 +26,8 @@ from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
 
 HistoryMatch = Literal["strict", "json", "echo"]
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
 
 
 def is_copy(sent: Message, received: Message, rule: HistoryMatch) -> bool:
@@ -59,14 +59,8 @@ def _is_same_call(sent: ToolCall, received: ToolCall, rule: HistoryMatch) -> boo
     return sent.id == received.id and similar_arguments(sent.arguments, received.arguments)
 
 
-Int32s = npt.NDArray[np.int32]
-Float32s = npt.NDArray[np.float32]
-
-
 @dataclass(eq=False, slots=True)
 class SampledTurn:
-    """One sampled answer and the context before it."""
-
     number: int
     follows: SampledTurn | None  # the turn whose answer the messages continue
     # the turn whose tokens the prompt continues; another one where the history was rendered again
@@ -89,7 +83,6 @@ class SampledTurn:
 
     @property
     def key(self) -> bytes:
-        """The key of the conversation that ends with this answer."""
         return b"turn:%d" % self.number
 
     @property
@@ -98,7 +91,6 @@ class SampledTurn:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens from the root to the end of the answer."""
         return self.prompt_tokens + len(self.token_ids)
 
     def chain(self) -> list[SampledTurn]:
@@ -144,7 +136,6 @@ class SampledTurn:
 
 
 def _own_experts(choices: ExpertChoices, turn: SampledTurn) -> ExpertChoices:
-    """Return a copy of the choices for the tokens that a turn has added; raises ReplyRefused for those of another sequence."""
     if len(choices.ids) != turn.num_tokens - 1:
         raise ReplyRefused(
             f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its conversation, expected "
@@ -155,8 +146,6 @@ def _own_experts(choices: ExpertChoices, turn: SampledTurn) -> ExpertChoices:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a request's messages lead in the tree."""
-
     base: SampledTurn | None  # the turn that is continued
     num_matched: int  # messages up to the end of its answer
     key: bytes  # of all messages
@@ -166,8 +155,6 @@ class Found:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """The prompt of one request: which recorded tokens it continues, and with what."""
-
     found: Found
     parent: SampledTurn | None
     parent_tokens: int
@@ -197,8 +184,6 @@ class _Path:
 
 @dataclass(slots=True)
 class ConversationTree:
-    """The turns of one episode. For one event loop."""
-
     rule: HistoryMatch = "echo"
     turns: list[SampledTurn] = field(default_factory=list)
     num_stored_tokens: int = 0
@@ -246,12 +231,7 @@ class ConversationTree:
         return best, best.num_tokens if best is not None else 0
 
     def commit(
-        self,
-        plan: PromptPlan,
-        completion: Completion,
-        answer: Message,
-        *,
-        in_reasoning: bool = False,
+        self, plan: PromptPlan, completion: Completion, answer: Message, *, in_reasoning: bool = False
     ) -> SampledTurn:
         """Add an answer; raises ReplyRefused if its prompt is not the recorded path, or what is said of its tokens is of others."""
         base, parent_tokens, prompt_ids = plan.parent, plan.parent_tokens, plan.prompt_ids
@@ -265,21 +245,12 @@ class ConversationTree:
                 f"{len(completion.logprobs)} log-probabilities for {len(completion.token_ids)} tokens of an answer"
             )
         turn = SampledTurn(
-            number=len(self.turns),
-            follows=plan.found.base,
-            parent=base,
-            parent_tokens=parent_tokens,
-            context_ids=prompt_ids[parent_tokens:].copy(),
-            token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-            logprobs=np.asarray(completion.logprobs, dtype=np.float32),
-            version_runs=completion.version_runs,
-            finish_reason=completion.finish_reason,
-            text=completion.text,
-            answer=answer,
-            prompt_key=plan.found.key,
-            in_reasoning=in_reasoning,
-            images=plan.images,
-        )
+            number=len(self.turns), follows=plan.found.base, parent=base, parent_tokens=parent_tokens,
+            context_ids=prompt_ids[parent_tokens:].copy(), token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+            logprobs=np.asarray(completion.logprobs, dtype=np.float32), version_runs=completion.version_runs,
+            finish_reason=completion.finish_reason, text=completion.text, answer=answer, prompt_key=plan.found.key,
+            in_reasoning=in_reasoning, images=plan.images,
+        )  # fmt: skip
         if completion.experts is not None:
             turn.experts = _own_experts(completion.experts, turn)
         self.turns.append(turn)

@@ -141,15 +141,10 @@ class Spread(BaseModel):
         distinct = len(set(values))
         same = f"all {len(values)} scores are {values[0]:g}: equal scores give no training signal"
         return cls(
-            num_scores=len(values),
-            num_errors=num_errors,
-            mean=statistics.fmean(values),
-            std=statistics.pstdev(values),
-            min=min(values),
-            max=max(values),
-            num_distinct=distinct,
+            num_scores=len(values), num_errors=num_errors, mean=statistics.fmean(values),
+            std=statistics.pstdev(values), min=min(values), max=max(values), num_distinct=distinct,
             warning=same if distinct == 1 and len(values) > 1 else "",
-        )
+        )  # fmt: skip
 
 
 class GroupByHand(GroupToScore):

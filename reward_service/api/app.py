@@ -19,26 +19,101 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.heartbeats import Activity
+from penstock.protocol.heartbeats import Activity, cpu_seconds
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import Samples
-from penstock.reward_service.api import metrics_samples, routes
+from penstock.reward_service.api import routes
 from penstock.reward_service.api.api_models import Refusal
-from penstock.reward_service.api.metrics_samples import EndpointState
-from penstock.reward_service.endpoints.access import Access, Caller, Role
+from penstock.reward_service.endpoints.endpoint import Access, Caller, Role
+from penstock.reward_service.endpoints.endpoint_call import BreakerState
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import CALL_HEADER
 from penstock.reward_service.errors import EndpointRefused, NameTaken, NotAllowed
-from penstock.reward_service.metrics import ServiceMetrics
+from penstock.reward_service.metrics import ServiceMetrics, Timings
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.serving.request_checks import LOOPBACK_NAMES, BodyLimit, StrictRoute, head_problem, name_problem, refuse
 
+_PREFIX = "penstock_reward_"
 CALLER = "penstock.caller"  # key of the scope: the Caller of the request, for the routes' check of its role
 _OPEN = (
     "without tokens the Host header must be localhost or 127.0.0.1; set reward_service.tokens_file to allow other names"
 )
 _PUBLIC = frozenset({"/healthz", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+_SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Refusal, "description": text}
+    for status, text in {
+        400: "The body is not JSON, or has a key twice.",
+        401: "A token is needed.",
+        403: "The token's role does not allow it.",
+        408: "The request did not arrive in time.",
+        413: "The body is longer than reward_service.max_request_bytes.",
+        422: "A value breaks a rule.",
+        503: "NATS is unreachable, all connections are in use, or the bodies of other requests fill the memory for them.",
+        508: "A reward service called this API as an endpoint.",
+    }.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointState:
+    metrics: EndpointMetrics
+    timings: Timings
+
+
+def collect_samples(
+    samples: Samples, metrics: ServiceMetrics, activity: Activity, endpoints: Mapping[str, EndpointState], *,
+    num_held: int,
+) -> None:  # fmt: skip
+    def add(name: str, value: float, **labels: str) -> None:
+        samples.add(_PREFIX + name, value, **labels)
+
+    for scorer, number in metrics.scored.items():
+        add("groups_scored_total", number, scorer=scorer)
+    samples.add("penstock_groups_total", metrics.scored.total(), outcome="scored", reason="")
+    add("completions_scored_total", metrics.completions)
+    for reason, number in metrics.dead.items():
+        add("groups_dead_total", number, reason=reason)
+        samples.add("penstock_groups_total", number, outcome="dead_lettered", reason=reason)
+    for reason, number in metrics.waited.items():
+        add("groups_waited_total", number, reason=reason)
+        samples.add("penstock_groups_total", number, outcome="requeued", reason=reason)
+    packs = metrics.packs
+    add("packs_total", packs.num_calls)
+    add("pack_errors_total", packs.num_failed + metrics.num_errors)
+    samples.add_quantiles(
+        f"{_PREFIX}pack_seconds",
+        {"0.5": packs.quantile(0.5), "0.99": packs.quantile(0.99), "sum": packs.total_s, "count": packs.num_calls},
+    )
+    add("packs_held", num_held)
+    add("packs_waiting", metrics.queue)
+    busy_s, idle_s = activity.totals()
+    add("busy_seconds_total", busy_s)
+    add("idle_seconds_total", idle_s)
+    add("cpu_seconds_total", cpu_seconds())
+    for name, state in endpoints.items():
+        _endpoint_samples(samples, name, state)
+
+
+def _endpoint_samples(samples: Samples, name: str, state: EndpointState) -> None:
+    live = state.metrics
+    for metric, value in {
+        "calls_total": live.calls,
+        "errors_total": live.errors,
+        "under_way": live.under_way,
+        "waiting": live.waiting,
+        "retries_total": live.retries,
+        "hedges_total": live.hedges,
+        "turned_away_total": live.turned_away,
+        "breaker_open": float(live.breaker is not BreakerState.CLOSED),
+    }.items():
+        samples.add(f"{_PREFIX}endpoint_{metric}", value, endpoint=name)
+    quantiles = {"0.5": live.latency_p50_s, "0.99": live.latency_p99_s}
+    samples.add_quantiles(f"{_PREFIX}endpoint_seconds", quantiles, endpoint=name)
+    for outcome, histogram in state.timings.by_outcome.items():
+        samples.add_histogram(f"{_PREFIX}request_seconds", histogram, endpoint=name, outcome=outcome)
 
 
 class AccessGate:
@@ -55,7 +130,6 @@ class AccessGate:
         await (self._app if refusal is None else refuse(*refusal))(scope, receive, send)
 
     def _refusal(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
-        """Return status and reason for a request that is refused; else store its caller and return None."""
         if CALL_HEADER in request.headers:
             text = "a reward service calls its own API, or another one's, as an endpoint; register another URL"
             return 508, text
@@ -72,25 +146,8 @@ class AccessGate:
 
 
 def bearer(values: Sequence[str]) -> str | None:
-    """Return the token of the Authorization header, None for another scheme or none."""
     scheme, _, token = values[0].partition(" ") if values else ("", "", "")
     return token.strip() if scheme.lower() == "bearer" else None
-
-
-_SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Refusal, "description": text}
-    for status, text in {
-        400: "The body is not JSON, or has a key twice.",
-        401: "A token is needed.",
-        403: "The token's role does not allow it.",
-        408: "The request did not arrive in time.",
-        413: "The body is longer than reward_service.max_request_bytes.",
-        422: "A value breaks a rule.",
-        503: "NATS is unreachable, all connections are in use, or the bodies of other requests fill the memory for them.",
-        508: "A reward service called this API as an endpoint.",
-    }.items()
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +185,6 @@ def build(
 
 
 def needs(role: Role) -> Callable[..., Caller]:
-    """Return a dependency that checks a role and gives the route its caller."""
-
     def check(request: Request, _scheme: Annotated[object, Depends(_SCHEME)]) -> Caller:
         caller: Caller = request.scope[CALLER]
         if caller.role < role:
@@ -177,17 +232,12 @@ def _metrics(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller])
             name: EndpointState(context.client.metrics(endpoint), context.client.timings(endpoint))
             for name, endpoint in context.registry.endpoints.items()
         }
-        metrics_samples.collect(samples, context.metrics, context.activity, endpoints, num_held=context.num_held())
+        collect_samples(samples, context.metrics, context.activity, endpoints, num_held=context.num_held())
 
     exporter = Exporter(
-        "reward",
-        run_id=context.run_id,
-        service_id=context.replica,
-        heartbeat=context.heartbeat,
-        collect=collect,
-        spans=context.spans,
-        certificates=context.certificates,
-    )
+        "reward", run_id=context.run_id, service_id=context.replica, heartbeat=context.heartbeat, collect=collect,
+        spans=context.spans, certificates=context.certificates,
+    )  # fmt: skip
 
     @app.get("/metrics", dependencies=[Depends(may_read)], response_class=Response)
     async def metrics(request: Request) -> Response:

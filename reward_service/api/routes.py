@@ -24,8 +24,7 @@ from penstock.reward_service.api.api_models import (
     ScoreByHand,
     TestRequest,
 )
-from penstock.reward_service.endpoints.access import Caller, Role
-from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Endpoint
+from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Caller, Endpoint, Role
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import example_groups
@@ -43,7 +42,6 @@ Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 def add_endpoints(
     app: FastAPI, registry: EndpointRegistry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
 ) -> None:
-    """Add the routes; ``needs`` returns a dependency that checks a role."""
     router = APIRouter(
         prefix="/v1/endpoints",
         route_class=StrictRoute,
@@ -154,7 +152,6 @@ def _change(
 
 
 def _owner(registration: Registration, caller: Caller) -> str:
-    """Return the owner of a new endpoint; only an admin may register for another one."""
     if caller.role is Role.ADMIN:
         return registration.owner or caller.name
     if registration.owner not in {"", caller.name}:
@@ -163,7 +160,6 @@ def _owner(registration: Registration, caller: Caller) -> str:
 
 
 def _check(endpoint: Endpoint, caller: Caller) -> None:
-    """Raise EndpointRefused for a name, data source or secret that an endpoint may not have."""
     if endpoint.name in BUILT_INS or endpoint.name == AUTO:
         raise EndpointRefused(f"{endpoint.name!r} is a built-in reward; choose another name")
     taken = [source for source in endpoint.data_sources if source in BY_SOURCE]
@@ -184,8 +180,6 @@ def add_scoring(
     reward_registry: RewardRegistry,
     needs: Callable[[Role], Callable[..., Caller]],
 ) -> None:
-    """Add the routes; ``needs`` returns a dependency that checks a role."""
-
     @app.get("/v1/rewards", dependencies=[Depends(needs(Role.READ))])
     async def rewards() -> RewardList:
         """List every reward that rows may request."""
@@ -232,10 +226,7 @@ def _texts(reward: str, group: GroupByHand) -> GroupTexts:
     except ValidationError as err:
         raise HTTPException(422, f"reward {reward!r}: {err.errors()[0]['msg']}") from None
     return GroupTexts(
-        group_id=group.group_id,
-        prompt_text=group.prompt,
-        completions=tuple(group.completions),
-        finish_reasons=("stop",) * len(group.completions),
-        reward=request,
+        group_id=group.group_id, prompt_text=group.prompt, completions=tuple(group.completions),
+        finish_reasons=("stop",) * len(group.completions), reward=request,
         completion_tokens=tuple(group.completion_tokens),
-    )
+    )  # fmt: skip

@@ -1,11 +1,27 @@
-"""A registered endpoint: its address, its dialect and its limits.
+"""A registered endpoint (its address, its dialect, its limits), and who may change it: tokens, roles, owners.
 
 Of dialects only the files of `dialects` are searched: a registration arrives over HTTP and must not name code to import.
+
+| role | may |
+|---|---|
+| `read` | read endpoints, rewards and metrics |
+| `register` | also score and test, and register, renew, drain and remove its own endpoints |
+| `admin` | also change the endpoints of all owners |
+
+A token is given as it is, or as ``sha256:`` and the 64 hexadecimal digits of its SHA-256, so that the service's file lets
+nobody in. A token has a name; endpoints belong to the name that registered them. Without any token (loopback only) every
+process on this machine is admin, and secrets are refused: a process that takes over the name of an endpoint could
+have its signed requests sent elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import Annotated
 
@@ -14,26 +30,27 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from penstock.protocol.extensions import Registry
 from penstock.protocol.groups import Finite
 from penstock.reward_service.endpoints.dialects.dialect import Dialect, DialectKind
+from penstock.reward_service.errors import NotAllowed
 from penstock.serving.lease import lease_key, server_id
 
 DIALECTS = Registry(
     "dialect", DialectKind, package="penstock.reward_service.endpoints.dialects", group="penstock.dialects"
 )
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
+_MIN_CHARS = 16  # a shorter token can be guessed
+_HASHED = "sha256:"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 def known_dialect(name: str) -> str:
-    """Return the name; raises ValueError when no dialect has it."""
     if name not in DIALECTS.built_in:
         raise ValueError(f"unknown dialect {name!r}; known are {', '.join(DIALECTS.built_in)}")
     return name
 
 
 def create_dialect(name: str, options: Mapping[str, JsonValue]) -> Dialect:
-    """Return a dialect with its options; raises pydantic's ValidationError for options it does not know."""
     return DIALECTS.built_in[name].options.model_validate(dict(options))
-
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 
 
 class EndpointSpec(BaseModel):
@@ -58,11 +75,9 @@ class EndpointSpec(BaseModel):
         None, gt=0, le=1e6, description="Calls per second, for each replica; null: no limit."
     )
     hedge_after_s: float | None = Field(
-        None,
-        gt=0,
-        le=3600,
+        None, gt=0, le=3600,
         description="Send a second request after this long without an answer, and take the first answer.",
-    )
+    )  # fmt: skip
     min_score: Finite = Field(-1e6, description="A lower score is an error.")
     max_score: Finite = Field(1e6, description="A higher score is an error.")
     data_sources: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = Field(
@@ -96,8 +111,6 @@ class EndpointSpec(BaseModel):
 
 
 class Endpoint(EndpointSpec):
-    """A registered endpoint as it is stored and listed."""
-
     secret_id: str = Field("", max_length=64, description="Changes with its secrets; empty when it has none.")
 
     @cached_property
@@ -106,7 +119,6 @@ class Endpoint(EndpointSpec):
 
     @property
     def scorer(self) -> str:
-        """Name and version, as recorded in scored groups."""
         return f"{self.name}@{self.version}"
 
     @property
@@ -116,13 +128,97 @@ class Endpoint(EndpointSpec):
 
     @property
     def address_id(self) -> str:
-        """A short id of this version at this URL."""
         return server_id(self.version, self.url)
 
     @property
     def lease_key(self) -> str:
-        """The key of its lease in the registry's bucket; another version or URL has another one."""
         return lease_key(self.name, self.address_id)
 
     def __hash__(self) -> int:
         return hash((self.name, self.version, self.url))
+
+
+class Role(IntEnum):
+    """What a caller may do; each role includes the lower ones."""
+
+    READ = 1
+    REGISTER = 2
+    ADMIN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    name: str
+    role: Role
+    has_token: bool = True
+
+    def check_owns(self, endpoint: Endpoint) -> None:
+        if self.role is not Role.ADMIN and endpoint.owner != self.name:
+            raise NotAllowed(
+                f"endpoint {endpoint.name!r} belongs to {endpoint.owner!r}, your token is {self.name!r}; use its owner's token"
+            )
+
+
+ANONYMOUS = Caller("", Role.ADMIN, has_token=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    digest: bytes
+    caller: Caller
+
+
+class Access:
+    def __init__(self, tokens: Sequence[tuple[str, Role, str]]) -> None:
+        """``tokens``: name, role and token of each caller, or its hash; none: every caller is admin."""
+        self._tokens = [_Token(_digest_of(token), Caller(name, role)) for name, role, token in tokens]
+
+    @property
+    def is_open(self) -> bool:
+        return not self._tokens
+
+    def caller(self, token: str | None) -> Caller | None:
+        """Return the caller with this token, compared in constant time; None for an unknown token."""
+        if self.is_open:
+            return ANONYMOUS
+        given, found = _digest(token or ""), None
+        for known in self._tokens:
+            if hmac.compare_digest(known.digest, given):
+                found = known.caller
+        return found
+
+
+def read_tokens(text: str) -> list[tuple[str, Role, str]]:
+    """Read lines ``NAME ROLE TOKEN``; empty lines and those that begin with # are skipped.
+
+    Raises ValueError with the number of the line, never its text.
+    """
+    found: list[tuple[str, Role, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 3 or words[1].upper() not in Role.__members__ or not _NAME.fullmatch(words[0]):
+            raise ValueError(f"line {number} is not NAME ROLE TOKEN, with a role of read, register or admin")
+        if len(words[2]) < _MIN_CHARS:
+            raise ValueError(f"line {number}: the token has fewer than {_MIN_CHARS} characters")
+        if words[2].startswith(_HASHED) and not _DIGEST.fullmatch(words[2].removeprefix(_HASHED)):
+            raise ValueError(f"line {number}: after {_HASHED} come 64 hexadecimal digits, as sha256sum prints them")
+        if any(words[0] == name for name, _, _ in found):
+            raise ValueError(f"line {number}: {words[0]} has a token already")
+        found.append((words[0], Role[words[1].upper()], words[2]))
+    return found
+
+
+def hashed(token: str) -> str:
+    return _HASHED + _digest(token).hex()
+
+
+def _digest_of(given: str) -> bytes:
+    """Return the digest of a token that was configured, as it is or hashed; what a caller sends is never taken for a hash."""
+    digest = given.removeprefix(_HASHED)
+    return bytes.fromhex(digest) if digest != given and _DIGEST.fullmatch(digest) else _digest(given)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,10 +1,16 @@
-"""One call of an endpoint: several tries, an optional hedged try, one deadline, and a check of the answer.
+"""One call of an endpoint (several tries, an optional hedged try, one deadline, a check of the answer), and its circuit breaker.
 
 No connection, 429 and 5xx are tried again. The pause before a try is random between zero and a bound that doubles
 (full jitter), or ``Retry-After`` if that is longer. A time-out is not tried again here, because the group is delivered
 again anyway. All tries of a call carry the same idempotency key.
 
 A group is cut into what one request of the endpoint's dialect carries, and its scores are joined again.
+
+An endpoint that mostly fails is not called for a while, then tried with one call. `Breaker` is pure:
+
+closed ──(of the last calls, at least `MIN_CALLS`, half or more failed)──▶ open
+open ──(its pause is over)──▶ half-open: one call at a time goes through
+half-open ──(it succeeds)──▶ closed            half-open ──(it fails)──▶ open, for twice as long
 """
 
 from __future__ import annotations
@@ -14,8 +20,10 @@ import hashlib
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Payload
@@ -28,6 +36,11 @@ from penstock.reward_service.scores import GroupScores, Outcome
 from penstock.serving import signature
 from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
+WINDOW = 20  # most recent calls that are looked at
+MIN_CALLS = 5  # fewer do not open the breaker
+FAILED_SHARE = 0.5
+FIRST_PAUSE_S = 1.0  # a restart of a small server
+LONGEST_PAUSE_S = 30.0
 _PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time
 _LONGEST_PAUSE_S = 10.0
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -36,10 +49,96 @@ _MAX_REASON = 300  # characters of `ERROR_HEADER`
 _MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9.+-]{1,40}")
 
 
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    def __init__(self) -> None:
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._open_until: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._probing = False
+        self.num_opened = 0
+
+    def state(self, now: float) -> BreakerState:
+        if self._open_until is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
+
+    def admit(self, now: float) -> bool:
+        state = self.state(now)
+        if state is BreakerState.CLOSED:
+            return True
+        if state is BreakerState.OPEN or self._probing:
+            return False
+        self._probing = True
+        return True
+
+    def withdraw(self) -> None:
+        self._probing = False
+
+    def retry_in_s(self, now: float) -> float:
+        if self._open_until is None:
+            return 0.0
+        return max(self._open_until - now, FIRST_PAUSE_S / 2)
+
+    def record(self, now: float, *, failed: bool) -> bool:
+        """Record how a call ended; returns True when this opened the breaker."""
+        state = self.state(now)
+        if state is BreakerState.OPEN:
+            return False  # a call that began before it opened
+        if state is BreakerState.HALF_OPEN:
+            self._probing = False
+            if failed:
+                self._open(now, min(2 * self._pause_s, LONGEST_PAUSE_S))
+                return True
+            self.close()
+            return False
+        self._recent.append(failed)
+        if len(self._recent) >= MIN_CALLS and sum(self._recent) >= FAILED_SHARE * len(self._recent):
+            self._open(now, FIRST_PAUSE_S)
+            return True
+        return False
+
+    def close(self) -> None:
+        self._open_until, self._probing, self._pause_s = None, False, FIRST_PAUSE_S
+        self._recent.clear()
+
+    def trip(self, now: float) -> None:
+        self._open(now, min(2 * self._pause_s, LONGEST_PAUSE_S) if self._open_until is not None else FIRST_PAUSE_S)
+
+    def _open(self, now: float, pause_s: float) -> None:
+        self._pause_s, self._open_until, self._probing = pause_s, now + pause_s, False
+        self._recent.clear()
+        self.num_opened += 1
+
+
+class TokenBucket:
+    """Tokens that are refilled at ``rate_per_s``; None means no limit. Clock readings are monotonic seconds."""
+
+    def __init__(self, rate_per_s: float | None, now: float) -> None:
+        """Start full: a second's worth of tokens, at least one."""
+        self._rate = rate_per_s
+        self._size = max(1.0, rate_per_s or 0.0)
+        self._tokens = self._size
+        self._at = now
+
+    def take(self, now: float) -> float:
+        if self._rate is None:
+            return 0.0
+        self._tokens = min(self._size, self._tokens + max(now - self._at, 0.0) * self._rate)
+        self._at = now
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
+            return 0.0
+        return (1.0 - self._tokens) / self._rate
+
+
 @dataclass(slots=True)
 class CallCounts:
-    """Counts of the HTTP requests that the calls of an endpoint needed."""
-
     requests: int = 0
     retries: int = 0
     hedges: int = 0
@@ -155,7 +254,6 @@ def describe(answer: Answer) -> str:
 
 
 def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> str:
-    """Return the id of a call, equal for all its tries, so that an endpoint can repeat an answer it has stored."""
     digest = hashlib.sha256(f"{endpoint.scorer}\n{attempt}\n".encode())
     for group in groups:
         digest.update(group.model_dump_json().encode())
@@ -163,7 +261,6 @@ def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int)
 
 
 def outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
-    """Return the rewards of a group, or the error that its scores contain."""
     who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
     if len(scores) != len(group.completions):
         return EndpointNonsense(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
@@ -189,7 +286,6 @@ def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) ->
 
 
 def cut_group(endpoint: Endpoint, group: GroupToScore) -> list[GroupToScore]:
-    """Return the pieces of a group, each of which fits into one request."""
     if endpoint.speaker.carries == "completion":
         return [
             group.model_copy(update={"group_id": f"{group.group_id}#{number}", "completions": [text]})
@@ -199,7 +295,6 @@ def cut_group(endpoint: Endpoint, group: GroupToScore) -> list[GroupToScore]:
 
 
 def join_pieces(pieces: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of a group from those of its pieces, in order; the first error is the group's."""
     if len(pieces) == 1:
         return pieces[0]
     error = next((piece for piece in pieces if isinstance(piece, RewardError)), None)

@@ -21,22 +21,22 @@ from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import TargetPolicy
 
 _KEEP_S = 5.0  # an idle connection
+log = structlog.get_logger("reward_service.health")
+PERIOD_S = 3.0
+_DEADLINE_S = 2.0
+_FAILURES = 2  # in a row before the breaker opens
 
 
 class EndpointClient:
-    """Calls endpoints. Use it as an async context manager; one for the whole process."""
-
     def __init__(self, policy: TargetPolicy, *, max_response_bytes: int, secrets: SecretStore | None = None) -> None:
         """``policy`` decides which addresses may be called; longer answers than the maximum are not read."""
         self._secrets = secrets
         self._queues: dict[str, EndpointQueue] = {}
         self._finishing: list[EndpointQueue] = []  # earlier versions with calls in progress
         self.http = HttpConnections(
-            keep_s=_KEEP_S,
-            policy=policy,
-            max_answer_bytes=max_response_bytes,
+            keep_s=_KEEP_S, policy=policy, max_answer_bytes=max_response_bytes,
             max_answer_key="reward_service.max_response_bytes",
-        )
+        )  # fmt: skip
 
     async def __aenter__(self) -> EndpointClient:
         return self
@@ -71,7 +71,6 @@ class EndpointClient:
         return queue
 
     def metrics(self, endpoint: Endpoint, state: str = "ok") -> EndpointMetrics:
-        """Return the metrics of an endpoint; ``state`` comes from the registry."""
         finishing = {
             queue.endpoint.scorer: queue.num_in_progress
             for queue in self._finishing
@@ -86,16 +85,7 @@ class EndpointClient:
         return await self.queue(endpoint).call_now(groups)
 
 
-log = structlog.get_logger("reward_service.health")
-
-PERIOD_S = 3.0
-_DEADLINE_S = 2.0
-_FAILURES = 2  # in a row before the breaker opens
-
-
 class HealthChecks:
-    """Requests every health URL and reports the result to the endpoint's queue."""
-
     def __init__(self, registry: EndpointRegistry, client: EndpointClient) -> None:
         self._registry = registry
         self._client = client

@@ -21,11 +21,15 @@ from pydantic import BaseModel
 
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import Value
-from penstock.reward_service import pack_trace
 from penstock.reward_service.endpoints import endpoint_call
-from penstock.reward_service.endpoints.breaker import Breaker, BreakerState, TokenBucket
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_call import CallCounts, EndpointCaller
+from penstock.reward_service.endpoints.endpoint_call import (
+    Breaker,
+    BreakerState,
+    CallCounts,
+    EndpointCaller,
+    TokenBucket,
+)
 from penstock.reward_service.endpoints.endpoint_registry import NOTHING, EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
@@ -37,8 +41,7 @@ from penstock.reward_service.errors import (
     RewardCrashed,
     RewardError,
 )
-from penstock.reward_service.metrics import Timings
-from penstock.reward_service.pack_trace import PackTrace
+from penstock.reward_service.metrics import CURRENT_TRACE, PackTrace, Timings
 from penstock.reward_service.scores import Outcome
 from penstock.serving.http_connections import HttpConnections
 
@@ -80,8 +83,6 @@ class QueuedGroup:
 
 
 class EndpointQueue:
-    """The queue before one version of one endpoint; a `Scorer`."""
-
     slow = True
 
     def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: HttpConnections) -> None:
@@ -116,7 +117,6 @@ class EndpointQueue:
                     waiting.outcome.cancel()
 
     async def call_now(self, groups: Sequence[GroupToScore]) -> list[Outcome]:
-        """Call the endpoint at once, past queue, breaker and rate limit, as a manual test does."""
         outcomes: list[Outcome] = []
         size = self.endpoint.batch_size if self.endpoint.speaker.carries == "groups" else 1
         pieces = [endpoint_call.cut_group(self.endpoint, group) for group in groups]
@@ -138,22 +138,14 @@ class EndpointQueue:
     def metrics(self) -> EndpointMetrics:
         now = time.monotonic()
         return EndpointMetrics(
-            calls=self.timings.num_calls,
-            errors=self.timings.num_failed,
+            calls=self.timings.num_calls, errors=self.timings.num_failed,
             error_rate=round(self.timings.num_failed / max(self.timings.num_calls, 1), 4),
-            under_way=self._num_in_progress,
-            waiting=len(self._waiting),
-            turned_away=self._num_rejected,
-            retries=self.counts.retries,
-            hedges=self.counts.hedges,
-            batch_limit=self._batch_limit,
-            breaker=self.breaker.state(now),
-            breaker_opened=self.breaker.num_opened,
-            retry_in_s=round(self.breaker.retry_in_s(now), 3),
-            latency_p50_s=round(self.timings.quantile(0.5), 6),
-            latency_p99_s=round(self.timings.quantile(0.99), 6),
-            last_error=self._last_error,
-        )
+            under_way=self._num_in_progress, waiting=len(self._waiting), turned_away=self._num_rejected,
+            retries=self.counts.retries, hedges=self.counts.hedges, batch_limit=self._batch_limit,
+            breaker=self.breaker.state(now), breaker_opened=self.breaker.num_opened,
+            retry_in_s=round(self.breaker.retry_in_s(now), 3), latency_p50_s=round(self.timings.quantile(0.5), 6),
+            latency_p99_s=round(self.timings.quantile(0.99), 6), last_error=self._last_error,
+        )  # fmt: skip
 
     def transfer_to(self, to: EndpointQueue) -> None:
         """Move the queued groups to another version's queue; calls in progress finish here."""
@@ -162,12 +154,10 @@ class EndpointQueue:
         to._start_calls()
 
     def reject_waiting(self, err: NotCalled) -> None:
-        """Answer everything in the queue with an error; calls in progress continue."""
         while self._waiting:
             self._answer(self._waiting.popleft(), err)
 
     def healthy(self) -> None:
-        """Record a passed health check: close the breaker if failed health checks opened it."""
         if self._unhealthy:
             self._unhealthy = False
             self.breaker.close()
@@ -175,7 +165,6 @@ class EndpointQueue:
             self._start_calls()
 
     def unhealthy(self, problem: str) -> None:
-        """Record failed health checks: open the breaker."""
         self._unhealthy = True
         self._last_error = f"health check: {problem}"
         self.breaker.trip(time.monotonic())
@@ -195,7 +184,7 @@ class EndpointQueue:
             refused = QueuedGroup(group, attempt, new_future())
             refused.outcome.set_result(refusal)
             return [refused]
-        trace = pack_trace.CURRENT.get()
+        trace = CURRENT_TRACE.get()
         pieces = endpoint_call.cut_group(self.endpoint, group)
         entered = [QueuedGroup(piece, attempt, new_future(), trace, group.group_id) for piece in pieces]
         self._waiting.extend(entered)
@@ -239,7 +228,6 @@ class EndpointQueue:
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._start_calls)
 
     def _next_batch(self, most: int) -> list[QueuedGroup]:
-        """Take the first group of the queue, and those behind it that may share its call."""
         batch: list[QueuedGroup] = []
         names: set[str] = set()
         while self._waiting and len(batch) < most:

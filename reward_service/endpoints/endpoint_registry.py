@@ -21,12 +21,17 @@ import structlog
 from pydantic import ValidationError
 
 from penstock.protocol.transport.key_value import KeyValue, change_value
-from penstock.reward_service.endpoints.access import Caller
-from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint import Caller, Endpoint
 from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotCalled
 from penstock.serving import lease
 
-secrets_log = structlog.get_logger("reward_service.secret_store")
+log_of_secrets = structlog.get_logger("reward_service.secret_store")
+log = structlog.get_logger("reward_service.registry")
+KEY = "endpoints"
+MAX_ENDPOINTS = 256
+MAX_RETIRED = 256
+_MAX_BYTES = 900_000  # a value of the bucket is a message, and the broker takes one of 1 MiB
+_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +72,8 @@ class SecretStore:
                 return False
             found = EndpointSecrets(tuple(document["signing"]), document["api_key"])
         except (ValueError, KeyError, TypeError):
-            secrets_log.error(
-                "the secrets of an endpoint are missing or unreadable", endpoint=endpoint.name
-            )  # the error shows them
+            # without the error, which shows them
+            log_of_secrets.error("the secrets of an endpoint are missing or unreadable", endpoint=endpoint.name)  # noqa: TRY400
             return False
         self._known[_identity(endpoint)] = found
         return True
@@ -88,15 +92,6 @@ def _identity(endpoint: Endpoint) -> tuple[str, str, str]:
     return (endpoint.name, endpoint.url, endpoint.secret_id)
 
 
-log = structlog.get_logger("reward_service.registry")
-
-KEY = "endpoints"
-MAX_ENDPOINTS = 256
-MAX_RETIRED = 256
-_MAX_BYTES = 900_000  # a value of the bucket is a message, and the broker takes one of 1 MiB
-_RETRY_S = 2.0
-
-
 @dataclass(frozen=True, slots=True)
 class Directory:
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
@@ -113,7 +108,6 @@ class Directory:
 
     @classmethod
     def from_json(cls, value: bytes) -> Directory:
-        """Read what was stored; raises ValueError, KeyError or TypeError for anything else."""
         document: dict[str, Any] = json.loads(value)
         found = [Endpoint.model_validate(row) for row in document["endpoints"]]
         return cls(
@@ -123,7 +117,6 @@ class Directory:
         )
 
     def with_endpoint(self, endpoint: Endpoint) -> Directory:
-        """Return the directory with an endpoint registered; a drain of its name ends."""
         return Directory(
             endpoints={**self.endpoints, endpoint.name: endpoint},
             retired=tuple(name for name in self.retired if name != endpoint.name),
@@ -139,8 +132,6 @@ class Directory:
 
 
 class EndpointRegistry:
-    """The registered endpoints as of the last `refresh`."""
-
     def __init__(
         self, store: KeyValue, secrets: SecretStore, on_change: Callable[[Mapping[str, Endpoint]], None] | None = None
     ) -> None:
@@ -154,7 +145,6 @@ class EndpointRegistry:
 
     @property
     def endpoints(self) -> Mapping[str, Endpoint]:
-        """The registered endpoints by name, those out of service included."""
         return self._directory.endpoints
 
     @property
@@ -165,7 +155,6 @@ class EndpointRegistry:
         return {name: endpoint for name, endpoint in self.endpoints.items() if self.problem(endpoint) is None}
 
     def problem(self, endpoint: Endpoint) -> NotCalled | None:
-        """Return the reason why an endpoint may not be called now, None when it may."""
         if endpoint.name in self._directory.draining:
             return EndpointDrained(
                 f"endpoint {endpoint.name} is drained; put it back into service with: "
@@ -279,7 +268,6 @@ class EndpointRegistry:
         return True
 
     async def drain(self, name: str, *, caller: Caller, on: bool) -> bool:
-        """Take an endpoint out of service, or put it back; False when the name is not registered."""
         found = False
 
         def change(state: Directory) -> Directory:

@@ -41,13 +41,10 @@ class GroupToScore(BaseModel):
     @classmethod
     def of(cls, group: GroupTexts) -> GroupToScore:
         return cls(
-            group_id=group.group_id,
-            prompt=group.prompt_text,
-            completions=list(group.completions),
-            data_source=group.reward.data_source,
-            ground_truth=ground_truth(group.reward),
+            group_id=group.group_id, prompt=group.prompt_text, completions=list(group.completions),
+            data_source=group.reward.data_source, ground_truth=ground_truth(group.reward),
             extra_info=extra_info(group.reward),
-        )
+        )  # fmt: skip
 
 
 class ScoreRequest(BaseModel):

@@ -50,11 +50,9 @@ class JsonProcess:
     Every wait ends: `start` has a deadline, and the caller of `read` sets one.
     """
 
-    def __init__(self, command: Sequence[str], *, environ: Mapping[str, str], own_group: bool = False) -> None:
-        """Describe it; nothing is started yet. With ``own_group`` `kill` ends its own children too."""
+    def __init__(self, command: Sequence[str], *, environ: Mapping[str, str]) -> None:
         self._command = command
         self._environ = environ
-        self._own_group = own_group
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -63,20 +61,14 @@ class JsonProcess:
         return process.pid if process is not None and process.returncode is None else None
 
     async def start(self) -> dict[str, Any]:
-        """Start the process and return its first line; raises TimeoutError, or EOFError when it ends instead."""
         async with asyncio.timeout(_START_S):
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=dict(self._environ),
-                limit=_LINE_BYTES,
-                start_new_session=self._own_group,
-            )
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                env=dict(self._environ), limit=_LINE_BYTES, start_new_session=True,
+            )  # fmt: skip
             return await self.read()
 
     async def write(self, message: Mapping[str, Any]) -> None:
-        """Send one line; raises ConnectionError when the process has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -106,19 +98,17 @@ class JsonProcess:
                 await asyncio.wait_for(process.wait(), after_s)
         if process.returncode is None:  # of one that has exited, the process id may belong to another by now
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL) if self._own_group else process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # what it started too
         return await process.wait()
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process ended, for a message."""
     if code is not None and code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with code {code}"
 
 
 def command(kind: str) -> list[str]:
-    """Return the command of a grader process, `graders/KIND_grader.py`."""
     return [sys.executable, "-P", "-m", f"penstock.reward_service.graders.{kind}_grader"]
 
 
@@ -130,8 +120,6 @@ class _GraderEnded(Exception):
 
 
 class GraderPool:
-    """``num_workers`` grader processes, started with the first job. Close it."""
-
     def __init__(self, num_workers: int, *, cpu_s: float, kind: str = "math") -> None:
         """Grant every answer ``cpu_s`` seconds of CPU time; ``graders/KIND_grader.py`` is what runs."""
         self._cpu_s = cpu_s
@@ -147,7 +135,6 @@ class GraderPool:
         return [grader.pid for grader in self._all if grader.pid]
 
     async def equal(self, gold: str, answer: str) -> Graded:
-        """Return whether an answer equals the gold answer; raises GraderFailed."""
         graded, _ = await self.equal_within(gold, answer, self._cpu_s)
         return graded
 
@@ -200,11 +187,9 @@ class GraderPool:
 
 
 class _Grader:
-    """One process, started when it is needed and started again after it ended."""
-
     def __init__(self, command: Sequence[str]) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_PREFIX)}
-        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"}, own_group=True)
+        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"})
 
     @property
     def pid(self) -> int | None:

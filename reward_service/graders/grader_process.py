@@ -71,7 +71,6 @@ def _child(parent: int, read_gold: Callable[[str], Any], is_equal: Callable[[Any
 
 
 def _do_jobs(read_gold: Callable[[str], Any], is_equal: Callable[[Any, str], bool]) -> int:
-    """Answer jobs until stdin ends; return the exit code."""
     for line in sys.stdin:
         job = json.loads(line)
         _allow(job["gold_cpu_s"])

@@ -25,7 +25,6 @@ def read_gold(text: str) -> tuple[Any, ...]:
 
 
 def is_equal(gold: tuple[Any, ...], answer: str) -> bool:
-    """Return True if an answer equals the gold answer; False for one that does not parse."""
     parsed = _parse(answer)
     return bool(parsed) and verify(list(gold), parsed, timeout_seconds=None)
 

@@ -79,7 +79,7 @@ def serve(
     Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
     Then:     penstock reward test my_reward
     """
-    from penstock.reward_service.hosting.serve import serve_file
+    from penstock.reward_service.hosting.served_reward import serve_file
 
     return serve_file(file, function, options, conversational=conversational, timeout_s=timeout_s)
 
@@ -89,7 +89,7 @@ def serve_judge(
 ) -> int:
     """Serve a language model as a judge endpoint, scoring single answers or comparing pairs.
 
-    The file names the judge's model and settings; reward_service/hosting/judge/settings.py describes every key:
+    The file names the judge's model and settings; reward_service/hosting/judge_settings.py describes every key:
 
       base_url = "http://127.0.0.1:30000/v1"     # any server with OpenAI's /chat/completions
       model = "Qwen/Qwen3-32B"
@@ -105,7 +105,7 @@ def serve_judge(
     Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
     Then:     penstock reward test judge "a good answer" "a bad one"
     """
-    from penstock.reward_service.hosting.serve_judge import JudgeReward
+    from penstock.reward_service.hosting.chat_rewards import JudgeReward
     from penstock.reward_service.hosting.served_reward import serve_reward
 
     return serve_reward(JudgeReward(file), file.stem, options)
@@ -136,7 +136,7 @@ def serve_grader(
     Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
     Then:     penstock reward test grader
     """
-    from penstock.reward_service.hosting.serve_grader import GraderReward, model_settings
+    from penstock.reward_service.hosting.chat_rewards import GraderReward, model_settings
     from penstock.reward_service.hosting.served_reward import serve_reward
 
     return serve_reward(GraderReward(file, reference_key, model_settings(chat)), file.stem, options)

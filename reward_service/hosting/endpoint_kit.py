@@ -32,18 +32,9 @@ from penstock.serving import signature, strict_json
 from penstock.serving.signature import BadSignature
 
 __all__ = [
-    "BadRequest",
-    "BadSignature",
-    "GroupToScore",
-    "NotRegistered",
-    "Offer",
-    "Score",
-    "ScoreRequest",
-    "ServiceAddress",
-    "answer",
-    "read",
-    "registered",
-]
+    "BadRequest", "BadSignature", "GroupToScore", "NotRegistered", "Offer", "Score", "ScoreRequest", "ServiceAddress",
+    "answer", "read", "registered",
+]  # fmt: skip
 
 
 class BadRequest(ValueError):

@@ -60,7 +60,6 @@ class Offer:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the registration's body, which replaces one of an earlier process with the same name."""
         own = {"name": self.name, "url": self.url, "version": self.version, "lease_s": self.lease_s, "replace": True}
         return {**self.more, **own, "secrets": list(self.secrets)}
 
@@ -178,7 +177,6 @@ async def _asking(service: ServiceAddress) -> AsyncIterator[_Ask]:
 
 
 def _problem(answer: Answer, num_chars: int) -> str:
-    """Return what is wrong with an answer; empty for one of success."""
     return "" if 200 <= answer.status < 300 else f"HTTP {answer.status}: {_text(answer)[:num_chars]}"
 
 

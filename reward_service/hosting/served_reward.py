@@ -3,34 +3,156 @@
 What ``serve``, ``serve-judge``, ``serve-grader`` and ``serve-model`` have in common. The reward runs on the main
 thread, one request at a time (what it awaits overlaps), and HTTP in a second thread: libraries like math-verify
 use alarms, which only the main thread may set, and a reward that computes for minutes must not let its lease expire.
+
+`HostedFunction` is user code, as ``serve FILE.py`` and the Python client serve it. It runs here, in a process that its
+user started, or in the worker processes of a reward service (`user_code/worker.py`), and in no other process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
-from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting import hosted_app, registration
-from penstock.reward_service.hosting.commands import ServeOptions
+from penstock.reward_service.endpoints.wire import (
+    ERROR_HEADER,
+    GroupScore,
+    GroupToScore,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+)
+from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
+from penstock.reward_service.user_code import user_file
+from penstock.reward_service.user_code.user_function import UserReward
 from penstock.serving import signature, web_server
-from penstock.serving.host import allowed_hosts, stopping_by_signal
+from penstock.serving.request_checks import StrictRequest, check_signature, guard
+from penstock.serving.web_server import allowed_hosts, stopping_by_signal
 
+if TYPE_CHECKING:
+    from penstock.reward_service.hosting.commands import ServeOptions
+
+_MAX_REQUEST_BYTES = 256 * 1024 * 1024
 _LEASE_S = 15.0  # a killed process is out of service after this time
+
+
+@dataclass(frozen=True, slots=True)
+class HostedFunction:
+    reward: UserReward
+    version: str  # a hash of the source that was loaded, whatever its file holds later
+    terms: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"{self.reward.file.name}: {self.reward.name}"
+
+    @property
+    def batched(self) -> bool:
+        return self.reward.batched
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    async def open(self) -> None:
+        await self.reward.open()
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Call the function; what it raises is the error of the score."""
+        return await self.reward.score_all(groups)
+
+    async def close(self) -> None:
+        await self.reward.close()
+
+
+class Calls:
+    """Count the calls in progress, on the event loop where the reward runs."""
+
+    def __init__(self, home: asyncio.AbstractEventLoop) -> None:
+        self.home = home
+        self.num_in_progress = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    async def wait_for_none(self) -> None:
+        await self._none.wait()
+
+    async def score(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Score groups on the main thread; called in the server's thread."""
+        work = asyncio.run_coroutine_threadsafe(self._counted(reward, groups), self.home)
+        return await asyncio.wrap_future(work)
+
+    async def _counted(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        self.num_in_progress += 1
+        self._none.clear()
+        try:
+            return await reward.score(groups)
+        finally:
+            self.num_in_progress -= 1
+            if not self.num_in_progress:
+                self.home.call_later(0.1, self._maybe_none)  # the response is not written yet
+
+    def _maybe_none(self) -> None:
+        if not self.num_in_progress:
+            self._none.set()
+
+
+def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Sequence[str] | None = None) -> FastAPI:
+    """Return the endpoint's app.
+
+    With ``secrets``, a request without a valid signature is refused with 401. A Host header must be one of ``hosts`` or of the
+    loopback, unless it is None.
+    """
+    app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
+
+    async def signed(request: StrictRequest) -> None:
+        if secrets and request.method == "POST":
+            await check_signature(secrets, request)
+
+    guard(app, signed, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts)
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, err: HTTPException) -> JSONResponse:
+        """Give the reason in a header too: the reward service quotes nothing of a body."""
+        reason = "".join(letter if " " <= letter <= "~" else "?" for letter in str(err.detail))
+        return JSONResponse({"detail": err.detail}, err.status_code, headers={ERROR_HEADER: reason})
+
+    @app.post("/score")
+    async def score(wanted: ScoreRequest, request: Request) -> ScoreResponse:
+        """Score groups; a completion that cannot be scored has an error instead of a score."""
+        if reward.batched:
+            found = await calls.score(reward, wanted.groups)
+        else:
+            found = []
+            for group in wanted.groups:
+                if await request.is_disconnected():  # do not compute scores that no client waits for
+                    raise HTTPException(499, "the client closed the connection")
+                found += await calls.score(reward, [group])
+        named = zip(wanted.groups, found, strict=True)
+        return ScoreResponse(results=[GroupScore(group_id=group.group_id, scores=scores) for group, scores in named])
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        """Return 200 and a description of the served reward."""
+        about = {"reward": reward.title, "version": reward.version, "calls": calls.num_in_progress}
+        return {"ok": True, **about, "figures": dict(reward.figures)}
+
+    return app
 
 
 class Hosted(Protocol):
@@ -57,21 +179,15 @@ class Hosted(Protocol):
         ...
 
     @property
-    def figures(self) -> Mapping[str, float]:
-        """Figures that `/healthz` shows, such as tokens used."""
-        ...
+    def figures(self) -> Mapping[str, float]: ...
 
     async def open(self) -> None:
         """Prepare, before it is registered; raises PenstockError."""
         ...
 
-    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Return the scores of every group; a failure is the error of its score."""
-        ...
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]: ...
 
-    async def close(self) -> None:
-        """Release what `open` took."""
-        ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +202,22 @@ class Address:
 
 
 def address(options: ServeOptions, default_name: str) -> Address:
-    """Check the options and return where to serve; raises ConfigError."""
     name = options.name or re.sub(r"[^A-Za-z0-9_.-]", "_", default_name)
     if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"--name {name!r} must be letters, digits, '_', '.' and '-', starting with a letter or digit")
     if not options.drain_s >= 0:
         raise ConfigError(f"--drain-s {options.drain_s} must not be negative")
-    token = read_secret(options.token_file, "--token-file") if options.token_file is not None else ""
+    token = (
+        signature.read_text(options.token_file, f"--token-file {options.token_file}").strip()
+        if options.token_file is not None
+        else ""
+    )
     secrets = () if options.secret_file is None else signature.read_secrets(options.secret_file, "--secret-file")
     service = ServiceAddress(options.register, token) if options.register else None
     return Address(name, options.host, options.port, options.url, service, options.drain_s, secrets)
 
 
-def read_secret(file: Path, option: str) -> str:
-    """Return the content of a file without surrounding white space; raises ConfigError naming the option."""
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
-        raise ConfigError(f"{option} {file}: not readable ({reason})") from None
-
-
 def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward, an option or the registration is wrong."""
     where = address(options, default_name)
     with web_server.listen(where.host, where.port, key="--port") as bound:
         url = where.url or f"{tls.scheme(where.host)}://{where.host}:{bound.getsockname()[1]}/score"
@@ -118,16 +227,11 @@ def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> in
 
 async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
     stop = asyncio.Event()
-    calls = hosted_app.Calls(asyncio.get_running_loop())
+    calls = Calls(asyncio.get_running_loop())
     hosts = allowed_hosts(where.host, where.url, where.secrets)
-    app = hosted_app.build(reward, calls, secrets=where.secrets, hosts=hosts)
+    app = build_app(reward, calls, secrets=where.secrets, hosts=hosts)
     offer = Offer(
-        name=where.name,
-        url=url,
-        version=reward.version,
-        lease_s=_LEASE_S,
-        secrets=where.secrets,
-        more=reward.terms,
+        name=where.name, url=url, version=reward.version, lease_s=_LEASE_S, secrets=where.secrets, more=reward.terms
     )
     service = where.service
     with stopping_by_signal(stop):
@@ -146,7 +250,7 @@ async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
             await reward.close()
 
 
-async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
+async def _drain(calls: Calls, drain_s: float) -> None:
     """Wait for calls in progress, so that their groups are not scored a second time elsewhere."""
     if calls.num_in_progress:
         sys.stderr.write(
@@ -183,3 +287,11 @@ def _print_next_step(title: str, name: str, url: str, service: ServiceAddress | 
         text = f"{what}, registered at {service.url}. Next: penstock train run.toml reward.name={name}"
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def serve_file(
+    file: Path, function: str | None, options: ServeOptions, *, conversational: bool | None, timeout_s: float
+) -> int:
+    reward = user_file.load(file, function, conversational=conversational)
+    version = hashlib.sha256(reward.file.read_bytes()).hexdigest()[:8]
+    return serve_reward(HostedFunction(reward, version, {"timeout_s": timeout_s}), file.stem, options)

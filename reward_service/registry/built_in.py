@@ -1,24 +1,94 @@
-"""The built-in rewards, found among the files of `reward_service/rewards`, and what scores groups by each of them."""
+"""The built-in rewards, found among the files of `reward_service/rewards`; what scores groups by each; the tables of docs/graders.md.
+
+Rewards are scored in this process, by length, in grader processes, or in a sandbox.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import structlog
+from pydantic_core import PydanticUndefined
+
 from penstock.protocol.config.connection import Section
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
+from penstock.protocol.packs.group_texts import EpisodeTexts, GroupTexts
+from penstock.reward_service.errors import LengthsUnknown, RewardCrashed, RewardError, RewardNotGiven
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.program_tests.grade import SandboxPool
-from penstock.reward_service.registry.scorers import GivenScorer, GradedScorer, LengthScorer, PureScorer, SandboxScorer
-from penstock.reward_service.rewards.reward import GivenReward, GradedReward, LengthReward, Reward, SandboxedReward
-from penstock.reward_service.scores import Scorer
+from penstock.reward_service.rewards import length
+from penstock.reward_service.rewards.reward import (
+    GivenReward,
+    GradedReward,
+    LengthReward,
+    Reward,
+    SandboxedReward,
+    Verdict,
+)
+from penstock.reward_service.scores import GroupScores, Outcome, Scorer, extra_info, ground_truth
+
+log = structlog.get_logger("reward_service.scorers")
 
 AUTO = "auto"  # the reward name that means: by the row's data_source
 ENTRY_POINTS = "penstock.rewards"
-
 REWARDS = Registry("reward", Reward, package="penstock.reward_service.rewards", group=ENTRY_POINTS)
+_COMMAND = "python -m penstock.reward_service rewards --write docs/graders.md"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltInScorer:
+    """Scores each group alone: a reward that raises fails its group, not the pack.
+
+    A ``slow`` one asks processes, whose pool bounds how many work at once.
+    """
+
+    name: str
+    verdicts: Callable[[GroupTexts], list[Verdict] | Awaitable[list[Verdict]]]
+    slow: bool = False
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        if self.slow:
+            return list(await asyncio.gather(*(self._outcome(group) for group in groups)))
+        return [await self._outcome(group) for group in groups]
+
+    async def _outcome(self, group: GroupTexts) -> Outcome:
+        try:
+            verdicts = self.verdicts(group)
+            return GroupScores.of(verdicts if isinstance(verdicts, list) else await verdicts, self.name)
+        except RewardError as err:
+            return err
+        except Exception as err:
+            log.exception("a built-in reward raised", reward=self.name, group_id=group.group_id)
+            return RewardCrashed(
+                f"built-in reward {self.name} raised {type(err).__name__}: {err} (group {group.group_id})"
+            )
+
+
+def _lengths(name: str, group: GroupTexts, unit: length.Unit) -> list[int]:
+    if unit == "tokens" and len(group.completion_tokens) != len(group.completions):
+        raise LengthsUnknown(
+            f"{name} counts the policy's tokens, and group {group.group_id} was sent by hand without them: "
+            'send completion_tokens, or try it with the parameter unit = "words"'
+        )
+    return length.measure(group.completions, group.completion_tokens, unit)
+
+
+def _given(name: str, group: GroupTexts) -> tuple[EpisodeTexts, ...]:
+    missing = [number for number, episode in enumerate(group.given) if episode.reward is None]
+    if missing or not group.given:
+        what = f"episodes {missing[:8]} have no reward" if missing else "the group has no episodes"
+        raise RewardNotGiven(
+            f"{name} reads the reward that an environment gave, and {what} (group {group.group_id}); name a reward "
+            "that scores texts, or an environment that rewards its episodes"
+        )
+    return group.given
+
+
 BUILT_INS: Mapping[str, Reward] = REWARDS.built_in
 
 
@@ -48,26 +118,81 @@ class Graders:
 
 def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
     """Return what scores groups by a reward with parameters; None where this machine cannot run it."""
-    judge = reward.bind(parameters)
+    judge, name = reward.bind(parameters), reward.name
     match reward:
         case LengthReward():
-            return LengthScorer(reward.name, parameters.unit, judge)
+            return BuiltInScorer(name, lambda group: judge(_lengths(name, group, parameters.unit)))
         case GivenReward():
-            return GivenScorer(reward.name, judge)
+            return BuiltInScorer(name, lambda group: judge(_given(name, group)))
         case GradedReward():
             pool = graders.math if reward.grader == "math" else graders.pattern
-            return GradedScorer(reward.name, judge, pool)
+            graded = lambda group: judge(group.completions, ground_truth(group.reward), grade=pool.for_group())  # noqa: E731
+            return BuiltInScorer(name, graded, slow=True)
         case SandboxedReward():
             if graders.sandboxes is None:
                 return None
-            judge = partial(judge, grade=graders.sandboxes.grade, all_or_nothing=graders.all_or_nothing)
-            return SandboxScorer(reward.name, judge)
+            run = partial(judge, grade=graders.sandboxes.grade, all_or_nothing=graders.all_or_nothing)
+            return BuiltInScorer(
+                name,
+                lambda group: run(group.completions, ground_truth(group.reward), extra_info(group.reward)),
+                slow=True,
+            )
         case _:
-            return PureScorer(reward.name, judge)
+            return BuiltInScorer(name, lambda group: judge(group.completions, ground_truth(group.reward)))
 
 
 def scorers(graders: Graders) -> dict[str, Scorer]:
-    """Return the scorer of every built-in reward that works without parameters on this machine, by its name."""
     defaults: dict[str, Section | None] = {name: reward.default for name, reward in BUILT_INS.items()}
     made = {name: scorer(BUILT_INS[name], given, graders) for name, given in defaults.items() if given is not None}
     return {name: one for name, one in made.items() if one is not None}
+
+
+def update_tables(text: str) -> str:
+    for name, lines in (("rewards", _reward_table()), ("data sets", _data_set_table())):
+        begin, end = f"<!-- {name}: generated by {_COMMAND} -->", f"<!-- {name}: end -->"
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not (found and closed):
+            raise ConfigError(f"the page has no lines {begin!r} and {end!r}; add them where the table belongs")
+        text = "\n".join([head + begin, *lines, end + tail])
+    return text
+
+
+def _reward_table() -> Iterator[str]:
+    yield "| name | parameters (default) | returns | parts | how it is scored |"
+    yield "|---|---|---|---|---|"
+    for name, reward in BUILT_INS.items():
+        parameters = ", ".join(
+            f"`{key}` ({_default(field.default)})" for key, field in reward.parameters.model_fields.items()
+        )
+        parts = ", ".join(f"`{part}`" for part in reward.parts)
+        scored = "; ".join(filter(None, (_how(reward), reward.notes)))
+        yield f"| `{name}` | {parameters} | {_escape(reward.description)} | {parts} | {_escape(scored)} |"
+
+
+def _data_set_table() -> Iterator[str]:
+    yield "| reward | data sets (`data_source`) |"
+    yield "|---|---|"
+    for name, reward in BUILT_INS.items():
+        if reward.data_sources:
+            yield f"| `{name}` | {', '.join(f'`{source}`' for source in reward.data_sources)} |"
+
+
+def _how(reward: Reward) -> str:
+    if isinstance(reward, GradedReward):
+        return f"process (`{reward.grader}_timeout_s`)"
+    return "sandbox" if isinstance(reward, SandboxedReward) else "pure"
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if value is None or value in {"", ()}:
+        return "none"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("<", "\\<").replace("|", "\\|")

@@ -36,7 +36,6 @@ class ComposedReward:
 
     @property
     def slow(self) -> bool:
-        """True when another process may score a part."""
         return any(name not in self.own or self.own[name].slow for name in self.definition.parts)
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
@@ -94,16 +93,12 @@ class RewardRegistry:
     """All rewards this replica can give. An endpoint's name never hides a built-in or a defined one; it may hide an alias."""
 
     def __init__(
-        self,
-        built_ins: Mapping[str, Scorer],
-        registry: EndpointRegistry,
-        client: EndpointClient,
-        *,
+        self, built_ins: Mapping[str, Scorer], registry: EndpointRegistry, client: EndpointClient, *,
         notes: Mapping[str, str] = MappingProxyType({}),
         define: Mapping[str, RewardDefinition] = MappingProxyType({}),
         own: Mapping[str, Mapping[str, Scorer]] = MappingProxyType({}),
         user: Mapping[str, Scorer] = MappingProxyType({}),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Look names up in the built-ins, then in the run file's (``define``, ``user``), then among the endpoints, then among the aliases.
 
         ``notes`` say how a built-in works on this machine; one that cannot be given here is not among the built-ins,
@@ -135,12 +130,10 @@ class RewardRegistry:
         return tuple(sorted({*single, *composed}))
 
     def by_source(self) -> dict[str, str]:
-        """Return which reward scores the rows of which data set, when they leave it to us (``auto``)."""
         claimed = {source: e.name for e in self._registry.in_service().values() for source in e.data_sources}
         return {**{source: name for source, name in BY_SOURCE.items() if name in self._built_ins}, **claimed}
 
     def success(self) -> dict[str, float]:
-        """Return the value from which on a completion counts as correct, of the built-in rewards that have one."""
         found = {name: BUILT_INS[name].success for name in self._built_ins if name in BUILT_INS}
         return {name: least for name, least in found.items() if least is not None}
 

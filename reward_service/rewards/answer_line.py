@@ -35,24 +35,17 @@ def last_answer(text: str) -> str | None:
     return with_unit["number"] if with_unit else line or None
 
 
+_DATA_SETS = (
+    "math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime", "aime24", "aime2024", "aime2025",
+    "aime25", "aime_2024", "aime_2025", "HuggingFaceH4/aime_2024",
+)  # fmt: skip
+
 REWARD = GradedReward(
     name=NAME,
     description="1 when the answer on the last line 'Answer: ...', else in the last \\boxed{}, equals the ground truth",
     judge=partial(math_answer.judge, find=last_answer, part="has_answer"),
     grader="math",
-    data_sources=(
-        "math_dapo",
-        "math_dapo_reasoning",
-        "BytedTsinghua-SIA/DAPO-Math-17k",
-        "aime",
-        "aime24",
-        "aime2024",
-        "aime2025",
-        "aime25",
-        "aime_2024",
-        "aime_2025",
-        "HuggingFaceH4/aime_2024",
-    ),
+    data_sources=_DATA_SETS,
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",
     success=1.0,

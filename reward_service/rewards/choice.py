@@ -30,10 +30,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's choice with the truth, a letter written as a completion may write it.
-
-    Raises BadGroundTruth when the truth is not one of the letters; a number could count from 0 or from 1.
-    """
+    """Compare every completion's choice with the truth, a letter: a number could count from 0 or from 1."""
     text = truth_text(truth, NAME)
     gold = chosen(text, parameters.letters)
     if gold is None:

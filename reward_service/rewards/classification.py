@@ -32,10 +32,6 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's label with the truth.
-
-    Raises BadGroundTruth when the truth is missing or not one of the labels.
-    """
     text = truth_text(truth, NAME)
     gold, labels = plain(text), tuple(plain(label) for label in parameters.labels)
     if not gold or (labels and gold not in labels):

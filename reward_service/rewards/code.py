@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.reward_service.program_tests import tests_of_row
-from penstock.reward_service.program_tests.test_code import Graded
+from penstock.reward_service.program_tests.grade import Graded
 from penstock.reward_service.program_tests.tests_of_row import Tests
 from penstock.reward_service.rewards.reward import SandboxedReward, Verdict
 from penstock.sandbox.zygote_process import Reason
@@ -23,10 +23,7 @@ Grade = Callable[[str, Tests, int], Awaitable[Graded]]  # program, tests, how ma
 async def judge(
     completions: tuple[str, ...], truth: Any, extra: Any, grade: Grade, *, all_or_nothing: bool
 ) -> list[Verdict]:
-    """Run every completion's program against the row's tests; equal programs run once.
-
-    Raises BadGroundTruth when the row has no tests that can be run, SandboxFailed when the sandbox failed.
-    """
+    """Run every completion's program against the row's tests; equal programs run once."""
     tests = tests_of_row.read(truth, extra)
     programs = [tests_of_row.program(completion) for completion in completions]
     different = dict.fromkeys(program for program in programs if program is not None)
@@ -49,25 +46,17 @@ def _verdict(graded: Graded, *, all_or_nothing: bool) -> Verdict:
     return Verdict(float(share == 1.0) if all_or_nothing else share, parts)
 
 
+_DATA_SETS = (
+    "code", "code_generation", "codecontests", "apps", "codeforces", "taco", "livecodebench", "humaneval",
+    "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp",
+    "PrimeIntellect/verifiable-coding-problems",
+)  # fmt: skip
+
 REWARD = SandboxedReward(
     name=NAME,
     description="the share of the row's tests that the completion's Python program passes",
     judge=judge,
-    data_sources=(
-        "code",
-        "code_generation",
-        "codecontests",
-        "apps",
-        "codeforces",
-        "taco",
-        "livecodebench",
-        "humaneval",
-        "openai_humaneval",
-        "openai/openai_humaneval",
-        "mbpp",
-        "google-research-datasets/mbpp",
-        "PrimeIntellect/verifiable-coding-problems",
-    ),
+    data_sources=_DATA_SETS,
     parts=("passed", "tests", "has_code", "failed_<reason>"),
     notes="set with `reward_service.code_*`; see `reward_service/program_tests/README.md`",
     success=1.0,

@@ -9,7 +9,6 @@ NAME = "environment"
 
 
 def judge(episodes: tuple[EpisodeTexts, ...]) -> list[Verdict]:
-    """Return the reward and the parts of every episode as its environment gave them."""
     return [Verdict(episode.reward or 0.0, dict(episode.reward_parts)) for episode in episodes]
 
 

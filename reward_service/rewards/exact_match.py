@@ -12,10 +12,6 @@ _RIGHT, _WRONG = Verdict(1.0), Verdict(0.0)
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion with the truth: a text, a number, or a list of such alternatives.
-
-    Raises BadGroundTruth when the truth is missing or has another type.
-    """
     alternatives = truth if isinstance(truth, list) else [truth]
     if not alternatives:
         raise BadGroundTruth("exact_match: the row's ground_truth is an empty list of alternatives")

@@ -16,7 +16,6 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Check the format of every completion; the truth is not used."""
     return [Verdict(float(is_well_formed(completion))) for completion in completions]
 
 

@@ -38,37 +38,30 @@ def last_answer(text: str) -> Fraction | None:
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's answer with the truth: a number, or a solution that ends in ``#### number``.
-
-    Raises BadGroundTruth when the truth contains no number.
-    """
-    text = truth_text(truth, NAME)
-    gold = last_answer(text) if "####" in text else read_number(text)
-    if gold is None:
-        raise BadGroundTruth(f"gsm8k: the row's ground_truth must be a number, got {text[:80]!r}")
+    gold = _gold(truth, NAME)
     return [_verdict(last_answer(completion), gold) for completion in completions]
 
 
 def judge_flexible(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare the last number of every completion, wherever it stands (verl's flexible method), by value.
-
-    Raises BadGroundTruth when the truth contains no number.
-    """
-    text = truth_text(truth, FLEXIBLE)
-    gold = last_answer(text) if "####" in text else read_number(text)
-    if gold is None:
-        raise BadGroundTruth(f"{FLEXIBLE}: the row's ground_truth must be a number, got {text[:80]!r}")
+    """Compare the last number of every completion, wherever it stands (verl's flexible method), by value."""
+    gold = _gold(truth, FLEXIBLE)
     return [_verdict(last_number(completion), gold) for completion in completions]
 
 
+def _gold(truth: Any, name: str) -> Fraction:
+    text = truth_text(truth, name)
+    gold = last_answer(text) if "####" in text else read_number(text)
+    if gold is None:
+        raise BadGroundTruth(f"{name}: the row's ground_truth must be a number, got {text[:80]!r}")
+    return gold
+
+
 def last_number(text: str) -> Fraction | None:
-    """Return the last number of a text, else None."""
     found = last_number_text(text)
     return None if found is None else read_number(found)
 
 
 def last_number_text(text: str) -> str | None:
-    """Return the last number of a text as it is written, else None."""
     found = None
     for match in _ANY.finditer(text):
         found = match

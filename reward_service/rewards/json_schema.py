@@ -76,16 +76,11 @@ def rule(given: str, truth: Any) -> str:
 
 
 async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
-    """Validate every completion's JSON.
-
-    Raises BadGroundTruth when the schema is missing or wrong, GraderFailed when a grader failed.
-    """
     wanted = rule(parameters.text, truth)
     return [await _verdict(find(text, parameters.where), wanted, grade) for text in completions]
 
 
 def find(text: str, where: str) -> str | None:
-    """Return the text that should be JSON; None if its place is missing."""
     fenced = _last_fenced(text) if where in {"auto", "fenced"} else None
     if where == "fenced" or fenced is not None:
         return fenced

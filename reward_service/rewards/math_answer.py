@@ -27,6 +27,7 @@ from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_
 
 NAME, FLEXIBLE = "math", "math_flexible"
 MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
+Find = Callable[[str], str | None]  # a completion's answer, None if it has none
 
 
 class Graded(enum.Enum):
@@ -37,17 +38,12 @@ class Graded(enum.Enum):
 
 
 Grade = Callable[[str, str], Awaitable[Graded]]  # (gold, answer)
-Find = Callable[[str], str | None]  # a completion's answer, None if it has none
 
 
 async def judge(
     completions: tuple[str, ...], truth: Any, grade: Grade, *, find: Find = latex.last_boxed, part: str = "boxed"
 ) -> list[Verdict]:
-    """Compare every completion's answer with the truth: an answer, or a solution with a ``\\boxed{}``.
-
-    ``find`` reads the answer; the part named ``part`` is 1 if there was one.
-    Raises BadGroundTruth when the truth cannot be read, GraderFailed when a grader failed.
-    """
+    """Compare what ``find`` reads with the truth, a solution or an answer; the part named ``part`` is 1 if there was one."""
     gold = _gold(truth)
     return [await _verdict(find(completion), gold, grade, part) for completion in completions]
 
@@ -102,33 +98,19 @@ async def _equal(gold: str, answer: str, grade: Grade) -> Graded:
     return graded
 
 
+_DATA_SETS = (
+    "math", "MATH", "math500", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
+    "hendrycks/competition_math", "EleutherAI/hendrycks_math", "agentica-org/DeepScaleR-Preview-Dataset",
+    "AI-MO/NuminaMath-CoT", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
+    "numina_cn_k12", "numina_olympiads", "hiyouga/geometry3k", "amc23", "minerva_math", "olympiadbench",
+)  # fmt: skip
+
 REWARD = GradedReward(
     name=NAME,
     description="1 when the last \\boxed{} has the value of the ground truth (math-verify)",
     judge=judge,
     grader="math",
-    data_sources=(
-        "math",
-        "MATH",
-        "math500",
-        "lighteval/MATH",
-        "DigitalLearningGmbH/MATH-lighteval",
-        "HuggingFaceH4/MATH-500",
-        "hendrycks/competition_math",
-        "EleutherAI/hendrycks_math",
-        "agentica-org/DeepScaleR-Preview-Dataset",
-        "AI-MO/NuminaMath-CoT",
-        "numina_aops_forum",
-        "numina_synthetic_math",
-        "numina_amc_aime",
-        "numina_synthetic_amc",
-        "numina_cn_k12",
-        "numina_olympiads",
-        "hiyouga/geometry3k",
-        "amc23",
-        "minerva_math",
-        "olympiadbench",
-    ),
+    data_sources=_DATA_SETS,
     parts=("boxed", "timeout"),
     notes=f"an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
     success=1.0,

@@ -41,10 +41,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's number with the truth's: a number, with a unit or not, or a solution with ####.
-
-    Raises BadGroundTruth when the truth contains no number.
-    """
+    """Compare every completion's number with the truth's, which may have a unit, or be a solution with ####."""
     text = truth_text(truth, NAME)
     gold = quantity.read(final_answer.after_hashes(text) or final_answer.find(text, "boxed") or text)
     if gold is None:

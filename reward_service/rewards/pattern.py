@@ -51,7 +51,6 @@ class Parameters(Section):
 
 
 def rule(parameters: Parameters, truth: Any) -> str:
-    """Return expression and flags for a grader process, as JSON; raises BadGroundTruth when the row has no expression."""
     text = parameters.pattern or truth_text(truth, NAME)
     if not text or len(text) > MAX_PATTERN_CHARS:
         raise BadGroundTruth(
@@ -64,10 +63,6 @@ def rule(parameters: Parameters, truth: Any) -> str:
 
 
 async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
-    """Match the expression against every completion.
-
-    Raises BadGroundTruth when it is missing or not a regular expression, GraderFailed when a grader failed.
-    """
     wanted = rule(parameters, truth)
     return [await _verdict(final_answer.find(text, parameters.where), wanted, grade) for text in completions]
 

@@ -32,16 +32,11 @@ class Parameters(Section):
 
 
 def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's answer with the truth: a text, a number, or a list of such alternatives.
-
-    Raises BadGroundTruth when the truth is missing or has another type.
-    """
     accepted = _accepted(truth, EXACT)
     return [_verdict(answer, float(answer in accepted)) for answer in _answers(completions, parameters)]
 
 
 def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Look for an accepted answer inside every completion's; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, INSIDE)
     return [
         _verdict(answer, float(answer is not None and any(one in answer for one in accepted)))
@@ -50,7 +45,6 @@ def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: An
 
 
 def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Return the F1 of every completion's answer and the truth; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, F1)
     return [
         _verdict(answer, 0.0 if answer is None else max(f1(one, answer) for one in accepted))
@@ -90,22 +84,17 @@ def _verdict(answer: str | None, reward: float) -> Verdict:
     return Verdict(reward, {"has_answer": float(answer is not None)})
 
 
+_DATA_SETS = (
+    "qa", "trivia", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
+    "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle",
+)  # fmt: skip
+
 EXACT_REWARD = PureReward(
     name=EXACT,
     description="1 when the answer in the last <answer> tags is an accepted one, by its words (SQuAD's normalisation)",
     judge=judge_exact,
     parameters=Parameters,
-    data_sources=(
-        "qa",
-        "trivia",
-        "searchR1_nq",
-        "searchR1_triviaqa",
-        "searchR1_popqa",
-        "searchR1_hotpotqa",
-        "searchR1_2wikimultihopqa",
-        "searchR1_musique",
-        "searchR1_bamboogle",
-    ),
+    data_sources=_DATA_SETS,
     parts=("has_answer",),
     success=1.0,
 )

@@ -26,7 +26,6 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Return the punishment of every completion's repetition; the truth is not used."""
     shares = [repeated_share(words(text), parameters.ngram) for text in completions]
     return [Verdict(parameters.factor * share if share else 0.0, {"repeated": share}) for share in shares]
 

@@ -34,7 +34,6 @@ class Verdict(NamedTuple):
 
 
 def truth_text(truth: Any, reward: str) -> str:
-    """Return a ground truth that is a text or a number as text; raises BadGroundTruth for anything else."""
     if isinstance(truth, bool) or not isinstance(truth, str | int | float):
         raise BadGroundTruth(
             f"{reward}: the row's ground_truth must be a text or a number, got {_kind(truth)}; "

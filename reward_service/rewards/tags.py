@@ -36,7 +36,6 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Check the format of every completion; the truth is not used."""
     return [Verdict(_score(parameters, completion)) for completion in completions]
 
 
@@ -64,7 +63,6 @@ def right_tags(text: str, names: tuple[str, ...]) -> int:
 
 
 def outside(text: str, names: tuple[str, ...]) -> str:
-    """Return the text outside the tags, without surrounding white space, if all tags are right."""
     rest, at = [], 0
     for name in names:
         rest.append(text[at : text.find(f"<{name}>")])

@@ -69,7 +69,7 @@ def _python(value: Any) -> FunctionType | None:
 def load(file: Path, function: str | None = None, *, conversational: bool | None = None) -> UserReward:
     """Load a file and find its reward function (``function``, when it has several).
 
-    ``conversational``: texts as lists of messages; None: as the function was written (`message_style`).
+    ``conversational``: texts as lists of messages; None: as the function was written (`takes_messages`).
     Raises UserFileError saying what is wrong with the file, and where.
     """
     if not os.path.isfile(file):  # noqa: PTH113  False, not an error, for a name that no file can have
@@ -80,14 +80,9 @@ def load(file: Path, function: str | None = None, *, conversational: bool | None
 
 
 def of(
-    found: Any,
-    name: str,
-    file: Path,
-    *,
-    conversational: bool | None = None,
-    full_tracebacks: bool = False,
+    found: Any, name: str, file: Path, *, conversational: bool | None = None, full_tracebacks: bool = False,
     arguments: Mapping[str, Any] = MappingProxyType({}),
-) -> UserReward:
+) -> UserReward:  # fmt: skip
     """Return what is called for a function, a callable object, or a class that is built without arguments.
 
     ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``. ``arguments`` are given to
@@ -209,7 +204,6 @@ def _fits(value: Any) -> bool:
 def _refuse_arguments(
     file: Path, name: str, parameters: Mapping[str, inspect.Parameter], style: Style, arguments: Mapping[str, Any]
 ) -> None:
-    """Raise UserFileError for arguments that the function does not take, or that the reward service gives itself."""
     own = {*_GIVEN.get(style, ("prompts", "completions"))}
     taken = [n for n, p in parameters.items() if p.kind in _BY_NAME and n not in own]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -220,7 +214,6 @@ def _refuse_arguments(
 
 
 def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:
-    """Raise UserFileError for parameters that are never given; a TRL function's columns are known only row by row."""
     empty = inspect.Parameter.empty
     needed = [p.name for p in parameters.values() if p.default is empty and p.kind in _BY_NAME]
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]

@@ -43,8 +43,6 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UserReward:
-    """A loaded reward and how it is called."""
-
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any
@@ -52,14 +50,13 @@ class UserReward:
     takes_any: bool  # has **kwargs
     style: Style
     file: Path
-    conversational: bool = False  # TRL: texts as lists of messages (`message_style`)
+    conversational: bool = False  # TRL: texts as lists of messages (`user_file.takes_messages`)
     arguments: Mapping[str, Any] = field(default_factory=dict)  # the same at every call: the run file's parameters
     full_tracebacks: bool = False  # the error of a score has the traceback from the user's code on
     shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already
 
     @property
     def batched(self) -> bool:
-        """Whether it is called once for many groups."""
         return self.style in {Style.BATCH, Style.QUERIES}
 
     async def open(self) -> None:
@@ -70,7 +67,6 @@ class UserReward:
             raise UserFileError(f"{self.file}: setup() of {self.name} failed: {self._explain(err)}") from err
 
     async def close(self) -> None:
-        """Call its ``close()``, if it is an object that has one; what it raises is only shown."""
         try:
             await self._hook("close")
         except (Exception, SystemExit) as err:  # noqa: BLE001 the endpoint ends anyway
@@ -83,7 +79,6 @@ class UserReward:
             await result
 
     async def score_all(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Return the scores of every group; failures are in the scores."""
         if not self.batched:
             return [await self.score(group) for group in groups]
         rows = [(group, text) for group in groups for text in group.completions]
@@ -92,7 +87,6 @@ class UserReward:
         return [[next(scores) for _ in group.completions] for group in groups]
 
     async def score(self, group: GroupToScore) -> list[Score]:
-        """Return one score for every completion; failures are in the scores."""
         if self.batched:
             return (await self.score_all([group]))[0]
         if self.style is Style.COMPLETION:
@@ -110,12 +104,9 @@ class UserReward:
 
     async def _one(self, group: GroupToScore, completion: str) -> Score:
         given = {
-            "data_source": group.data_source,
-            "solution_str": completion,
-            "ground_truth": group.ground_truth,
-            "extra_info": group.extra_info,
-            "prompt": group.prompt,
-        }
+            "data_source": group.data_source, "solution_str": completion, "ground_truth": group.ground_truth,
+            "extra_info": group.extra_info, "prompt": group.prompt,
+        }  # fmt: skip
         try:
             return _score_of(await self._call(given))
         except (Exception, SystemExit) as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error
@@ -190,7 +181,6 @@ def _queries(rows: Sequence[tuple[GroupToScore, str]]) -> dict[str, Any]:
 
 
 def _listed(value: Any, *, openrlhf: bool) -> tuple[Any, dict[str, Any]]:
-    """Return a list of scores and columns of parts; tensors and arrays become lists."""
     if not openrlhf or not isinstance(value, dict):
         return _plain(value), {}
     if "rewards" not in value:
@@ -206,7 +196,6 @@ def _plain(value: Any) -> Any:
 
 
 def _score_of(value: Any) -> Score:
-    """Turn what a reward returned into a score; raises TypeError or ValueError when it is none."""
     parts: dict[str, float] = {}
     if isinstance(value, dict):
         if "score" not in value:

@@ -36,17 +36,11 @@ from penstock.reward_service.user_code import user_file
 
 
 class Loaded(Protocol):
-    """User code that is ready to score."""
-
     async def open(self) -> None: ...
 
-    async def score(self, group: GroupToScore) -> list[Score]:
-        """Return a score for every completion; raises BadGroundTruth."""
-        ...
+    async def score(self, group: GroupToScore) -> list[Score]: ...
 
-    async def close(self) -> None:
-        """Release what `open` took."""
-        ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,6 @@ class JudgeReward:
 
 
 def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
-    """Import a reward and return it with the digest of its source; raises PenstockError saying what is wrong."""
     found = Registry("reward", object, package="penstock.reward_service.rewards", group="penstock.rewards").find(name)
     if isinstance(found.value, Reward):
         if not isinstance(found.value, PureReward):
@@ -94,7 +87,6 @@ def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
 
 
 def _file_of(value: Any) -> Path:
-    """Return the file that defines a function, a class or the class of an object; a name where it is written in C."""
     home: Any = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
     try:
         return Path(inspect.getfile(inspect.unwrap(home))).resolve()
@@ -125,7 +117,6 @@ async def _serve(name: str, parameters: dict[str, Any], incoming: BinaryIO, outg
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve one reward until stdin ends; returns the exit code."""
     name, parameters, parent = arguments
     if not end_with_parent(int(parent)):
         sys.exit(1)

@@ -23,7 +23,7 @@ from penstock.deploy.s3_policies import access_key
 from penstock.protocol.command_line import application
 from penstock.protocol.config.run_file import load
 from penstock.reward_model.commands import serve_model
-from penstock.reward_service.endpoints.access import Access, Role, read_tokens
+from penstock.reward_service.endpoints.endpoint import Access, Role, read_tokens
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings

@@ -17,7 +17,7 @@ SERVICES = {
     "": ["console.cli.main", "client"],
     "console": ["console.web.app", "console.web.serve"],
     "engine": ["rollout_service.embedded_engine.run_engine", "rollout_service.embedded_engine.http.app"],
-    "reward": ["reward_service.service", "reward_service.hosting.serve", "reward_service.hosting.serve_judge", "reward_service.hosting.serve_grader"],
+    "reward": ["reward_service.service", "reward_service.hosting.served_reward", "reward_service.hosting.chat_rewards"],
     "reward-model": ["reward_model.served_model", "reward_service.hosting.served_reward"],
     "rollout": ["rollout_service.__main__", "agents.hosting.serve", "agents.proxy.server"],
     "trainer": ["trainer.__main__", "trainer.assemble", "fine_tuning.__main__"],

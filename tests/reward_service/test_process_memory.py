@@ -8,9 +8,9 @@ from pathlib import Path
 
 _PROGRAM = """
 import ctypes, sys, threading
-from penstock.reward_service import process_memory
+from penstock.serving.web_server import use_one_heap
 
-if sys.argv[1] == "shared" and not process_memory.use_one_heap():
+if sys.argv[1] == "shared" and not use_one_heap():
     sys.exit(3)
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p

@@ -24,7 +24,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_progress
 from penstock.reward_service.errors import RewardCrashed
-from penstock.reward_service.registry.scorers import PureScorer
+from penstock.reward_service.registry.built_in import BuiltInScorer
 from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
@@ -173,7 +173,9 @@ async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
         )
         for truth in ("good", "bad")
     ]
-    good, bad = await PureScorer("ours", judge).score(groups, attempt=1)
+    good, bad = await BuiltInScorer(
+        "ours", lambda group: judge(group.completions, json.loads(group.reward.ground_truth or ""))
+    ).score(groups, attempt=1)
     assert isinstance(good, GroupScores)
     assert isinstance(bad, RewardCrashed)
     assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)

@@ -14,9 +14,9 @@ from typing import Any
 from penstock.agents.environments.over_http.http_environment import Http
 from penstock.agents.environments.over_http.registry import Lease
 from penstock.agents.environments.turn_environment import TurnEnvironment
-from penstock.agents.hosting import app, registrar
+from penstock.agents.hosting import registration, serve
 from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
+from penstock.agents.hosting.registration import Offer, Registrar, RegistrySettings
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -47,9 +47,9 @@ async def registered(
 ) -> AsyncIterator[tuple[str, Episodes, Registrar]]:
     """Serve and register an environment as `penstock env serve --register` does."""
     episodes = Episodes(environment, version, capacity=capacity, reply_deadline_s=30.0, idle_s=60.0)
-    client = await registrar.client_of(RegistrySettings(), secrets=secrets, ca_file=ca_file, allowed=())
+    client = await registration.client_of(RegistrySettings(), secrets=secrets, ca_file=ca_file, allowed=())
     try:
-        async with serving_app(app.build(episodes, secrets=secrets), host, 0, key="--port") as bound:
+        async with serving_app(serve.build_app(episodes, secrets=secrets), host, 0, key="--port") as bound:
             url = bound.replace("0.0.0.0", "localhost")
             keeper = Registrar(store, client, Offer(name, url, 60.0, replace))
             async with keeper.registered():

@@ -14,25 +14,25 @@ from fastapi import FastAPI
 from tests.agents.environments.test_over_http import SECRET
 from tests.agents.environments.test_turn_environment import Script
 
-from penstock.agents.hosting import app as environment_app
+from penstock.agents.hosting import serve
 from penstock.agents.hosting.episodes import Episodes
 from penstock.protocol.errors import ConfigError
-from penstock.reward_service.hosting import hosted_app
-from penstock.reward_service.hosting.hosted_app import Calls
-from penstock.serving.host import allowed_hosts
+from penstock.reward_service.hosting import served_reward
+from penstock.reward_service.hosting.served_reward import Calls
 from penstock.serving.signature import read_secrets
+from penstock.serving.web_server import allowed_hosts
 
 Build = Callable[..., FastAPI]
 
 
 def reward(secrets: Sequence[str], hosts: Sequence[str] | None) -> FastAPI:
     served = SimpleNamespace(title="none", version="1", batched=True, figures={})
-    return hosted_app.build(cast(Any, served), Calls(asyncio.get_running_loop()), secrets=secrets, hosts=hosts)
+    return served_reward.build_app(cast(Any, served), Calls(asyncio.get_running_loop()), secrets=secrets, hosts=hosts)
 
 
 def environment(secrets: Sequence[str], hosts: Sequence[str] | None) -> FastAPI:
     episodes = Episodes(Script(), "1", capacity=1, reply_deadline_s=1.0, idle_s=60.0)
-    return environment_app.build(episodes, secrets=secrets, hosts=hosts)
+    return serve.build_app(episodes, secrets=secrets, hosts=hosts)
 
 
 JSON = {"content-type": "application/json"}

@@ -35,7 +35,6 @@ class GemOptions(StepOptions):
 
 class _GemWorld(World):
     def __init__(self, options: GemOptions) -> None:
-        """Make it; raises ConfigError without the library."""
         first = random.Random(0).getstate()  # noqa: S311 - a game, no secret
         self._drawn: tuple[Any, Any] = (first, np.random.RandomState(0).get_state())
         self._env = self._with_generators(lambda: _gem().make(options.id, **options.make))
@@ -81,7 +80,6 @@ def _seen(observation: Any, info: Mapping[str, Any]) -> str:
 
 
 def _gem() -> Any:
-    """Return the library; raises ConfigError without it."""
     try:
         gem = importlib.import_module("gem")  # here: only a worker that plays one of its environments needs it
         importlib.import_module("gem.envs")  # registers them
@@ -91,13 +89,10 @@ def _gem() -> Any:
 
 
 class Gem(StepEnvironment):
-    """The environment ``gem``."""
-
     name = "gem"
     options = GemOptions
 
     def make(self, options: GemOptions) -> World:
-        """Return the environment, made for one episode."""
         return _GemWorld(options)
 
 

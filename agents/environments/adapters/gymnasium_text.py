@@ -106,7 +106,6 @@ class _GymnasiumWorld(World):
             )
 
     def _action(self, text: str) -> Any:
-        """Return the action that a text names; raises NoAction."""
         space, names = self._env.action_space, self._options.actions
         if names:
             lowered = [name.strip().lower() for name in names]
@@ -125,7 +124,6 @@ class _GymnasiumWorld(World):
 
 
 def _numbers(text: str, dtype: Any) -> Any:
-    """Return the array that a JSON text of numbers holds; raises NoAction."""
     try:
         value = np.asarray(json.loads(text))
         made = value.astype(dtype)
@@ -137,7 +135,6 @@ def _numbers(text: str, dtype: Any) -> Any:
 
 
 def _gymnasium() -> Any:
-    """Return the library; raises ConfigError without it."""
     try:
         import gymnasium  # noqa: PLC0415 - only a worker that plays one of its environments needs it
     except ImportError as err:
@@ -146,13 +143,10 @@ def _gymnasium() -> Any:
 
 
 class Gymnasium(StepEnvironment):
-    """The environment ``gymnasium``."""
-
     name = "gymnasium"
     options = GymnasiumOptions
 
     def make(self, options: GymnasiumOptions) -> World:
-        """Return the environment, made for one episode."""
         return _GymnasiumWorld(options)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from pydantic import Field, JsonValue
 
 from penstock.agents.environments.adapters.text_steps import text_of
 from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
-from penstock.agents.environments.over_http.servers import Server, Servers, take_place
+from penstock.agents.environments.over_http.servers import Server, ServerFull, Servers, open_session
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.agents.environments.turn_environment import ServerEnvironment
@@ -29,6 +28,10 @@ from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
 from penstock.serving.http_connections import ConnectionFailed, HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+
+_KEEP_S = 60.0
+_OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
+_CLOSE_S = 5.0
 
 
 class OpenEnvOptions(ActionOptions):
@@ -60,11 +63,9 @@ class OpenEnvOptions(ActionOptions):
         description="The environment has tools: the policy calls them, and an answer without a call ends the episode.",
     )
     place_deadline_s: float = Field(
-        50.0,
-        gt=0,
-        le=86_400,
+        50.0, gt=0, le=86_400,
         description="Seconds that an episode waits for a free session; less than reply_deadline_s.",
-    )
+    )  # fmt: skip
     max_message_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest message of the server that is read."
     )
@@ -72,17 +73,6 @@ class OpenEnvOptions(ActionOptions):
         PRIVATE_TARGETS,
         description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
     )
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The URLs, without a slash at the end."""
-        return urls_of(self.url)
-
-
-_KEEP_S = 60.0
-_OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
-_CLOSE_S = 5.0
-_FULL_S = 1.0  # between two questions of a server without a free session
 
 
 class OpenEnvFailed(PenstockError):
@@ -98,7 +88,6 @@ class OpenEnvSession:
         self._socket, self._server = socket, server
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data of the answer to one message; raises OpenEnvFailed, and ActionRefused."""
         url = self._server.url
         try:
             await self._socket.send_str(json.dumps({"type": kind, "data": data}))
@@ -120,70 +109,45 @@ class OpenEnvSession:
             )
             if kind == "step" and said.get("code") == "VALIDATION_ERROR":
                 raise ActionRefused(text)
-            raise (
-                _Full(text)
-                if said.get("code") == "CAPACITY_REACHED"
-                else OpenEnvFailed(f"{url} answers {kind} with {text}")
-            )
+            if said.get("code") == "CAPACITY_REACHED":
+                raise ServerFull(text)
+            raise OpenEnvFailed(f"{url} answers {kind} with {text}")
         return said
 
     async def close(self) -> None:
-        """End the session; the server ends the episode. The connection of one that does not answer is cut."""
         self._server.running -= 1
+        await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """End the session; the server ends the episode. The connection of one that does not answer is cut."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._socket.close()
 
 
-class _Full(PenstockError):
-    """The server has no free session."""
-
-
 class Sessions:
-    """The servers of one environment, and the connections to them."""
-
     def __init__(self, options: OpenEnvOptions, own: Sequence[OwnServer]) -> None:
         policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
         self._connections = HttpConnections(keep_s=_KEEP_S, policy=policy)
-        self._servers = Servers(options.urls)
+        self._servers = Servers(urls_of(options.url))
         self._options = options
 
     async def open(self, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
-        """Return a session and the answer to its reset; waits for a free one. Raises OpenEnvFailed."""
-        ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
-        while (server := await take_place(self._servers, ends)) is not None:
+        async def start(server: Server) -> tuple[OpenEnvSession, dict[str, Any]]:
+            url = f"{server.url}/ws"
             try:
-                return await self._open_at(server, reset)
-            except _Full as err:
-                server.is_full(time.monotonic(), _FULL_S)
-                last = str(err)
-            except ConnectionFailed as err:
-                server.failed(time.monotonic())
-                last = str(err)
-        raise OpenEnvFailed(
-            f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}"
-        )
-
-    async def _open_at(self, server: Server, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
-        url = f"{server.url}/ws"
-        try:
-            async with asyncio.timeout(_OPEN_S):
-                socket = await self._connections.websocket(url, max_message_bytes=self._options.max_message_bytes)
-        except BaseException as err:
-            server.running -= 1  # of the place that was taken; later the session gives it back
-            if isinstance(err, TimeoutError):
+                async with asyncio.timeout(_OPEN_S):
+                    socket = await self._connections.websocket(url, max_message_bytes=self._options.max_message_bytes)
+            except TimeoutError:
                 raise ConnectionFailed(url, f"no session was opened within {_OPEN_S:g} s") from None
-            raise
-        session = OpenEnvSession(socket, server)
-        try:
-            first = await session.ask("reset", reset)
-        except BaseException as err:
-            if not isinstance(err, _Full):  # cancelled: the reset took longer than a reply may
-                server.failed(time.monotonic())
-            await session.close()
-            raise
-        server.works()
-        return session, first
+            session = OpenEnvSession(socket, server)
+            try:
+                return session, await session.ask("reset", reset)
+            except BaseException:
+                await session.disconnect()
+                raise
+
+        return await open_session(self._servers, start, self._options.place_deadline_s, OpenEnvFailed)
 
     async def close(self) -> None:
         await self._connections.close()
@@ -191,7 +155,6 @@ class Sessions:
 
 class OpenEnvPlay(Play):
     def __init__(self, seed: int, row: Row, options: OpenEnvOptions, sessions: Sessions) -> None:
-        """Note the row; raises ValueError for one that lacks what `row_reset` names."""
         missing = [name for name in options.row_reset if name not in row.extra_info]
         if missing:
             raise ValueError(f"options.row_reset: its extra_info has no {', '.join(missing)}")
@@ -200,7 +163,6 @@ class OpenEnvPlay(Play):
         self._shown = ""
 
     async def start(self) -> tuple[Message, ...]:
-        """Begin a session, and return its first observation behind the rules; raises OpenEnvFailed."""
         own = {name: self._row.extra_info[name] for name in self._options.row_reset}
         episode = secrets.token_hex(8)
         reset = {**self._options.reset, **own, "seed": self._seed % 2**32, "episode_id": episode}
@@ -213,7 +175,6 @@ class OpenEnvPlay(Play):
         return opening(self._row, self._options, self._options.rules, self._shown)
 
     async def step(self, answer: Message) -> Reply:
-        """Send the policy's action, or its calls of tools; raises OpenEnvFailed."""
         return await (self._called(answer) if self._options.tools else self._acted(answer))
 
     async def close(self) -> None:
@@ -231,25 +192,23 @@ class OpenEnvPlay(Play):
             return malformed(self._options, f"The answer is no action: {err}\n{self._shown}", self._shown, {})
         self._shown = self._text(result)
         reward = _reward(result)
-        return (
-            Reply(reward=reward, is_done=True) if result.get("done") else Reply((Message("user", self._shown),), reward)
-        )
+        if result.get("done"):
+            return Reply(reward=reward, is_done=True)
+        return Reply((Message("user", self._shown),), reward)
 
     async def _called(self, answer: Message) -> Reply:
         messages: list[Message] = []
-        reward, errors = 0.0, 0
+        reward, errors, is_done = 0.0, 0, False
         for call in answer.tool_calls:
             text, result = await self._result(call)
             reward += _reward(result)
             errors += text.startswith("error: ")
             messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
-            if result.get("done"):
-                return Reply(
-                    reward=reward,
-                    is_done=True,
-                    parts={"tool_calls": float(len(messages)), "tool_errors": float(errors)},
-                )
+            if is_done := bool(result.get("done")):
+                break
         parts = {"tool_calls": float(len(messages)), "tool_errors": float(errors)}
+        if is_done:
+            return Reply(reward=reward, is_done=True, parts=parts)
         return Reply(tuple(messages), reward, is_done=not messages, parts=parts)
 
     async def _result(self, call: ToolCall) -> tuple[str, dict[str, Any]]:
@@ -292,7 +251,6 @@ class OpenEnvPlay(Play):
         return await self._session.ask(kind, data)
 
     def _text(self, result: Mapping[str, Any]) -> str:
-        """Return the part of an observation that the policy reads; raises OpenEnvFailed if it is not there."""
         observation = result.get("observation")
         try:
             return text_of(_at(observation, self._options.observation))
@@ -302,7 +260,6 @@ class OpenEnvPlay(Play):
 
 
 def _at(observation: Any, path: str) -> Any:
-    """Return a field of an observation; for an empty path all of it but its metadata."""
     if not path and isinstance(observation, dict):
         return {name: one for name, one in observation.items() if name != "metadata"}
     for step in filter(None, path.split(".")):
@@ -311,7 +268,6 @@ def _at(observation: Any, path: str) -> Any:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object; None for other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -320,7 +276,6 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _reward(result: Mapping[str, Any]) -> float:
-    """Return the reward of an answer, 0 where it has none; raises OpenEnvFailed for what is no number."""
     value = result.get("reward")
     if value is None:
         return 0.0
@@ -330,7 +285,6 @@ def _reward(result: Mapping[str, Any]) -> float:
 
 
 def _tool_text(result: Any) -> str:
-    """Return the result of a tool as text: the text of its blocks, or the value as JSON."""
     blocks = result.get("content") if isinstance(result, dict) else None
     if isinstance(blocks, list) and all(
         isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks
@@ -340,8 +294,6 @@ def _tool_text(result: Any) -> str:
 
 
 class OpenEnv(ServerEnvironment):
-    """The environment ``openenv``."""
-
     name = "openenv"
     options = OpenEnvOptions
 

@@ -67,14 +67,12 @@ class StepPlay(Play):
         self._observation = ""
 
     def start(self) -> tuple[Message, ...]:
-        """Return the row's system messages, and one of the user: the rules and the first observation."""
         self._world = self._make(self._options)
         self.version = self._world.version
         self._observation = self._world.reset(self._seed)
         return opening(self._row, self._options, self._options.rules, self._observation)
 
     def step(self, answer: Message) -> Reply:
-        """Reply with the next observation; an answer without an action costs ``format_penalty`` and moves nothing."""
         assert self._world is not None
         action = find_action(answer.content, self._options)
         try:
@@ -96,14 +94,11 @@ class StepPlay(Play):
 
 
 class StepEnvironment(TurnEnvironment):
-    """An environment type whose episodes are each a `World` of a library."""
-
     @abstractmethod
     def make(self, options: Any) -> World:
         """Return a new world; raises ConfigError without the library, or for options that it cannot be made of."""
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and make a world once; raises ConfigError if none can be made, or played as text."""
         super().use_model(folder, context_tokens)
         if self.chosen is None:
             return
@@ -135,14 +130,12 @@ def text_of(observation: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or a number of NumPy as Python's lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"an observation holds a {type(value).__name__}, which is neither text nor JSON")
 
 
 def checked_reward(value: Any) -> float:
-    """Return a step's reward; raises ValueError for one that is not finite."""
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"the environment's reward is {reward}, expected a finite number")

@@ -38,17 +38,13 @@ class TrlOptions(PlayOptions):
 
 
 def methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an instance by name; listed on its class, as TRL does, since properties are none."""
     methods = inspect.getmembers(type(instance), predicate=inspect.isfunction)
     names = [name for name, _ in methods if name not in ("reset", "get_reward") and not name.startswith("_")]
     return {name: getattr(instance, name) for name in names}
 
 
 class TrlPlay(Play):
-    """One episode of an instance of its own."""
-
     def __init__(self, seed: int, row: Row, make: Callable[[], Any]) -> None:
-        """Note the row; raises ValueError for one that does not end with a message of the user."""
         if not row.messages or row.messages[-1].role != "user":
             raise ValueError("its messages are none, or do not end with one of the user")
         self._seed, self._row, self._make = seed, row, make
@@ -56,7 +52,6 @@ class TrlPlay(Play):
         self._methods: dict[str, Callable[..., Any]] = {}
 
     async def start(self) -> tuple[Message, ...]:
-        """Reset an instance with the row's columns; return the prompt, with what `reset` returned behind it."""
         self._instance = await _called(self._make, {})
         self._methods = methods_of(self._instance)
         self.tools = tuple(_schema(method) for method in self._methods.values())
@@ -69,7 +64,6 @@ class TrlPlay(Play):
         return (*before, Message("user", last.content + said))
 
     async def step(self, answer: Message) -> Reply:
-        """Call the methods of an answer, one after another; an answer without a call is the last one."""
         if not answer.tool_calls:
             return done(await self.score())
         messages: list[Message] = []
@@ -81,7 +75,6 @@ class TrlPlay(Play):
         return Reply(tuple(messages), parts={"tool_calls": float(len(messages)), "tool_errors": float(failed)})
 
     async def score(self) -> float:
-        """Return what `get_reward` says of the episode; 0 without that method."""
         method = getattr(self._instance, "get_reward", None)
         if method is None:
             return 0.0
@@ -91,7 +84,6 @@ class TrlPlay(Play):
         return reward
 
     def _columns(self) -> dict[str, Any]:
-        """Return what `reset` gets: the prompt, the columns of extra_info, the ground truth, and the seed if it has a parameter for it."""
         columns: dict[str, Any] = {
             "prompt": [{"role": message.role, "content": message.content} for message in self._row.messages],
             **self._row.extra_info,
@@ -115,14 +107,12 @@ class TrlPlay(Play):
 
 
 async def _called(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return what a method returns; a plain one runs on a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(**arguments)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, functools.partial(method, **arguments))
 
 
 def _schema(method: Callable[..., Any]) -> dict[str, Any]:
-    """Return a method as the chat completions API describes a function; raises ConfigError for one without hints or docstring."""
     try:
         from transformers.utils import get_json_schema  # noqa: PLC0415 - only a worker that plays such a class needs it
     except ImportError as err:
@@ -134,13 +124,10 @@ def _schema(method: Callable[..., Any]) -> dict[str, Any]:
 
 
 class Trl(TurnEnvironment):
-    """The environment ``trl``."""
-
     name = "trl"
     options = TrlOptions
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and make one instance; raises ConfigError for what is no such class."""
         super().use_model(folder, context_tokens)
         if self.chosen is None:
             return
@@ -161,7 +148,6 @@ class Trl(TurnEnvironment):
             _schema(method)
 
     def play(self, seed: int, row: Row, options: TrlOptions) -> TrlPlay:
-        """Return the play of one episode; raises ConfigError for a class that cannot be imported."""
         make = load_attribute(options.factory, "options.factory")
         assert callable(make)
         return TrlPlay(seed, row, make)

@@ -37,13 +37,10 @@ class VerifiersOptions(PlayOptions):
 
 
 class Verifiers(Program):
-    """The environment ``verifiers``."""
-
     name = "verifiers"
     options = VerifiersOptions
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
-        """Return the program of this environment under another name; raises ConfigError for wrong options."""
         other = super().defined(name, definition)
         chosen: VerifiersOptions = other.chosen
         folder = str(Path(chosen.folder).absolute())

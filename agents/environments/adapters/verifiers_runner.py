@@ -43,7 +43,6 @@ def chosen(taskset: Any, task: dict[str, Any]) -> Any:
 
 
 def result_of(episode: Any) -> dict[str, Any]:
-    """Return the result file of an episode: the mean of its traces' rewards, and each reward and metric as a part."""
     parts: dict[str, float] = {}
     for trace in episode.traces:
         named = {name: one.value for name, one in trace.rewards.items() if one is not None}
@@ -55,7 +54,6 @@ def result_of(episode: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play, and write the result; exit with 1 and the errors if there are some."""
     task = json.loads(pathlib.Path(os.environ["PENSTOCK_TASK"]).read_text())
     episode = asyncio.run(play(json.loads(sys.argv[1]), task))
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

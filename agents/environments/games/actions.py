@@ -22,11 +22,9 @@ class PatternOptions(PlayOptions):
         "`<answer>(.*?)</answer>`. Empty: the whole answer is the action.",
     )
     format_penalty: float = Field(
-        0.0,
-        le=0,
-        allow_inf_nan=False,
+        0.0, le=0, allow_inf_nan=False,
         description="Reward of a turn whose answer is malformed: no action of the game, no call that can be made; 0 or less.",
-    )
+    )  # fmt: skip
 
     @field_validator("action_pattern")
     @classmethod
@@ -58,7 +56,6 @@ def find_action(answer: str, options: PatternOptions) -> str:
 
 
 def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[Message, ...]:
-    """Return the first messages: the row's system messages, then one of the user with the instructions and the state."""
     system = tuple(message for message in row.messages if message.role == "system")
     prompt = row.messages[-1].content if row.messages else ""
     text = rules if options.instructions == "rules" else prompt
@@ -66,5 +63,4 @@ def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[M
 
 
 def malformed(options: ActionOptions, text: str, state: str, parts: Mapping[str, float]) -> Reply:
-    """Return the reply to an answer that holds no action of the game: a text, the penalty, and the state as it was."""
     return Reply((Message("user", text),), options.format_penalty, False, {**parts, "malformed": 1.0}, state)

@@ -63,11 +63,6 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: lambda left, right: Fraction(left // right),
-    ast.Mod: operator.mod,
-    ast.Pow: _power,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right), ast.Mod: operator.mod, ast.Pow: _power,
+}  # fmt: skip

@@ -26,11 +26,7 @@ _TOOL: dict[str, Any] = {
     "function": {
         "name": "calculator",
         "description": "Return the value of an expression of whole numbers, + - * / and parentheses.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
 
@@ -44,7 +40,6 @@ class CalculatorOptions(ActionOptions):
 
 
 def draw_expression(seed: int, numbers: int, largest: int) -> str:
-    """Return an expression of as many numbers joined by +, - and *, by the seed alone."""
     draw = random.Random(seed)  # noqa: S311  a game, no secret
     text = str(draw.randint(1, largest))
     for _ in range(numbers - 1):
@@ -64,7 +59,6 @@ class CalculatorPlay(Play):
         return opening(self._row, self._options, rules, self._expression)
 
     def step(self, answer: Message) -> Reply:
-        """Answer calls with values or with what is wrong with them; an answer without calls ends the episode."""
         calls = answer.tool_calls
         if calls:
             replies = [self._called(call, n) for n, call in enumerate(calls)]
@@ -88,7 +82,6 @@ class CalculatorPlay(Play):
 
 
 def _calculate(call: ToolCall) -> str:
-    """Return the value of the expression that a call names; raises ValueError with a sentence for the policy."""
     if call.name != "calculator":
         raise ValueError(f"there is no tool {call.name[:50]!r}, only calculator")
     try:
@@ -102,8 +95,6 @@ def _calculate(call: ToolCall) -> str:
 
 
 class Calculator(TurnEnvironment):
-    """The environment ``calculator``."""
-
     name = "calculator"
     version = "1"
     options = CalculatorOptions

@@ -49,7 +49,6 @@ class Place(NamedTuple):
 
 
 def draw_lake(seed: int, size: int, hole_chance: float) -> frozenset[Place]:
-    """Return the holes of the first map drawn from the seed that can be crossed; raises ValueError if none is found."""
     draw = random.Random(seed)  # noqa: S311  a game, no secret
     for _ in range(_DRAWS):
         fields = [Place(row, column) for row in range(size) for column in range(size)]
@@ -78,7 +77,6 @@ def shortest_path(holes: frozenset[Place], size: int) -> list[str] | None:
 
 class FrozenLakePlay(Play):
     def __init__(self, seed: int, row: Row, options: FrozenLakeOptions) -> None:
-        """Draw the lake; raises ValueError for options that allow none."""
         self._row, self._options = row, options
         self._holes = draw_lake(seed, options.size, options.hole_chance)
         self._goal = Place(options.size - 1, options.size - 1)
@@ -89,7 +87,6 @@ class FrozenLakePlay(Play):
         return opening(self._row, self._options, _RULES, self.lake())
 
     def step(self, answer: Message) -> Reply:
-        """Move; the goal gives 1 and ends the episode, a hole gives 0 and ends it."""
         move = _MOVES.get(find_action(answer.content, self._options).lower())
         if move is None:
             text = f"Answer with left, right, up or down.\n{self.lake()}"
@@ -114,14 +111,11 @@ class FrozenLakePlay(Play):
 
 
 def _moved(at: Place, move: str, size: int) -> Place:
-    """Return the field after a move; the edge of the lake stops it."""
     down, right = _STEPS[move]
     return Place(min(max(at.row + down, 0), size - 1), min(max(at.column + right, 0), size - 1))
 
 
 class FrozenLake(TurnEnvironment):
-    """The environment ``frozen_lake``."""
-
     name = "frozen_lake"
     version = "1"
     options = FrozenLakeOptions

@@ -32,7 +32,6 @@ class GuessNumberPlay(Play):
         return opening(self._row, self._options, rules, "")
 
     def step(self, answer: Message) -> Reply:
-        """Compare a guess: 1 for the number, which ends the episode; otherwise say where it is."""
         action = find_action(answer.content, self._options)
         if not _NUMBER.fullmatch(action) or not 1 <= int(action) <= self._options.highest:
             text = f"Answer with a number from 1 to {self._options.highest} and nothing else."
@@ -52,8 +51,6 @@ class GuessNumberPlay(Play):
 
 
 class GuessNumber(TurnEnvironment):
-    """The environment ``guess_number``."""
-
     name = "guess_number"
     version = "1"
     options = GuessNumberOptions

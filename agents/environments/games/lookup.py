@@ -19,14 +19,12 @@ _KEY = re.compile(r"\d{1,9}")
 
 
 def value_of(seed: int, key: str) -> str:
-    """Return the value of a key: two digits, by the seed alone."""
     digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
     return f"{int.from_bytes(digest[:4]) % 100:02d}"
 
 
 class LookupPlay(Play):
     def __init__(self, seed: int, prompt: tuple[Message, ...], key: str) -> None:
-        """``key`` is what the prompt asks for."""
         self._seed = seed
         self._prompt = prompt
         self._key = key
@@ -36,7 +34,6 @@ class LookupPlay(Play):
         return self._prompt
 
     def step(self, answer: Message) -> Reply:
-        """Answer a question with a value; anything else ends the episode, with 1 for the right value."""
         question = _QUESTION.fullmatch(answer.content.strip())
         if question is not None and not self._asked:
             self._asked = True
@@ -46,13 +43,10 @@ class LookupPlay(Play):
 
 
 class Lookup(TurnEnvironment):
-    """The environment ``lookup``."""
-
     name = "lookup"
     version = "1"
 
     def play(self, seed: int, row: Row, options: Any) -> LookupPlay:
-        """Return the play of a row whose last message holds the key; raises ValueError without one."""
         text = row.messages[-1].content if row.messages else ""
         keys = _KEY.findall(text)
         if len(keys) != 1:

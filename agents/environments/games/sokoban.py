@@ -20,6 +20,11 @@ _DRAWS = 1_000  # rooms that are drawn before the options are refused
 _WALK = 60  # moves backwards from the solved room, for each box
 
 DIRECTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+_MOVES = {name[:end]: name for name in DIRECTIONS for end in (1, len(name))}
+_RULES = (
+    "Push every box onto a target. # is a wall, _ floor, O a target, X a box, * a box on a target, P you, S you on a target. "
+    "You push a box by walking against it; it moves if the field behind it is free. Answer with one move: left, right, up or down."
+)
 
 
 class Place(NamedTuple):
@@ -35,8 +40,6 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A room at its start, and moves that solve it."""
-
     size: int
     floor: frozenset[Place]  # every other field is a wall
     targets: frozenset[Place]
@@ -46,7 +49,6 @@ class Level:
 
 
 def draw_level(seed: int, size: int, boxes: int, wall_chance: float) -> Level:
-    """Return a level by the seed alone, none of its boxes on a target; raises ValueError if none is found."""
     draw = random.Random(seed)  # noqa: S311  a game, no secret
     for _ in range(_DRAWS):
         floor = _draw_floor(draw, size, wall_chance)
@@ -58,7 +60,6 @@ def draw_level(seed: int, size: int, boxes: int, wall_chance: float) -> Level:
 
 
 def _draw_floor(draw: random.Random, size: int, wall_chance: float) -> frozenset[Place]:
-    """Return the fields inside the outer wall that are no walls and can be reached from the first of them."""
     inside = [Place(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
     free = {place for place in inside if draw.random() >= wall_chance}
     waiting = [place for place in inside if place in free][:1]
@@ -91,13 +92,6 @@ def _walk_back(draw: random.Random, size: int, floor: frozenset[Place], boxes: i
     return None
 
 
-_MOVES = {name[:end]: name for name in DIRECTIONS for end in (1, len(name))}
-_RULES = (
-    "Push every box onto a target. # is a wall, _ floor, O a target, X a box, * a box on a target, P you, S you on a target. "
-    "You push a box by walking against it; it moves if the field behind it is free. Answer with one move: left, right, up or down."
-)
-
-
 class SokobanOptions(ActionOptions):
     """Options of ``sokoban``."""
 
@@ -120,7 +114,6 @@ class SokobanPlay(Play):
         return opening(self._row, self._options, _RULES, self.room())
 
     def step(self, answer: Message) -> Reply:
-        """Move, and push the box that is there; the episode ends when every box is on a target."""
         move = _MOVES.get(find_action(answer.content, self._options).lower())
         if move is None:
             text = f"Answer with left, right, up or down.\n{self.room()}"
@@ -160,14 +153,11 @@ class SokobanPlay(Play):
 
 
 class Sokoban(TurnEnvironment):
-    """The environment ``sokoban``."""
-
     name = "sokoban"
     version = "1"
     options = SokobanOptions
 
     def play(self, seed: int, row: Row, options: SokobanOptions) -> SokobanPlay:
-        """Return the seed's room; raises ValueError for options that allow none."""
         level = draw_level(seed, options.size, options.boxes, options.wall_chance)
         return SokobanPlay(level, row, options)
 

@@ -31,6 +31,9 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separa
 MAX_SERVERS = 256
 MAX_NAMES = 256
 ENVIRONMENT = "environment."
+State = Literal["in service", "drained", "stopping", "replaced", "lease expired"]
+log = structlog.get_logger("rollout.environment")
+_PERIOD_S = 1.0
 
 
 class RegistrationRefused(PenstockError):
@@ -48,9 +51,8 @@ class _Stored(BaseModel):
 class RegisteredServer(_Stored):
     url: Annotated[str, Field(max_length=2000), AfterValidator(checked_url)]
     version: str = Field(min_length=1, max_length=100)
-    capacity: int = Field(
-        ge=1, le=1_000_000
-    )  # episodes at once, of all workers together; the server itself refuses more
+    # episodes at once, of all workers together; the server itself refuses more
+    capacity: int = Field(ge=1, le=1_000_000)
     draining: bool = False
 
     @property
@@ -77,19 +79,15 @@ class Lease(_Stored):
 
 
 _Kind = TypeVar("_Kind", bound=_Stored)
-State = Literal["in service", "drained", "stopping", "replaced", "lease expired"]
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One name: its servers and their leases, or why its value cannot be used."""
-
     registered: Registered | None
     leases: Mapping[str, Lease]  # by the id of a server
     problem: str = ""
 
     def state(self, server: RegisteredServer) -> State:
-        """Return whether a server gets new episodes, and why not."""
         lease = self.leases.get(server.id)
         if lease is None:
             return "lease expired"
@@ -105,12 +103,10 @@ def key(name: str) -> str:
 
 
 def read_registered(value: bytes) -> Registered:
-    """Return what is stored under `key`; raises ValueError for anything else."""
     return _parsed(value, Registered)
 
 
 def read_lease(value: bytes) -> Lease:
-    """Return what is stored under `lease_key`; raises ValueError for anything else."""
     return _parsed(value, Lease)
 
 
@@ -147,20 +143,15 @@ def admit(
 
 
 def without(state: Registered, server_id: str, leased: Collection[str]) -> Registered:
-    """Return the state without a server, and without those that have no lease."""
     kept = tuple(one for one in state.servers if one.id != server_id and one.id in leased)
     return state.model_copy(update={"servers": kept})
 
 
 def drained(state: Registered, url: str | None, *, on: bool) -> Registered:
-    """Return the state with the servers at a URL (None: all) drained, or put back into service."""
     servers = (one.model_copy(update={"draining": on}) if url in (None, one.url) else one for one in state.servers)
     return state.model_copy(update={"servers": tuple(servers)})
 
 
-log = structlog.get_logger("rollout.environment")
-
-_PERIOD_S = 1.0
 _EMPTY = Registered(version="none", servers=())
 
 
@@ -228,11 +219,7 @@ async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> No
         return found
 
     state, _ = await change_value(
-        store,
-        key(name),
-        read,
-        lambda state: without(state, server.id, leased),
-        Registered.to_json,
+        store, key(name), read, lambda state: without(state, server.id, leased), Registered.to_json
     )
     if not state.servers and state is not _EMPTY:
         await _delete_if_empty(store, name)
@@ -254,7 +241,6 @@ async def _put_lease(store: KeyValue, name: str, server: RegisteredServer, lease
 
 
 async def _read(store: KeyValue, name: str) -> tuple[Registered, int | None]:
-    """Return what is registered, `_EMPTY` if nothing is, and the revision; raises RegistrationRefused for what is unreadable."""
     entry = await store.get(key(name))
     if entry is None:
         return _EMPTY, None
@@ -272,15 +258,12 @@ async def _change(store: KeyValue, name: str, change: Callable[[Registered], Reg
 
 
 async def _delete_if_empty(store: KeyValue, name: str) -> None:
-    """Delete a name without servers; one that registers at this moment finds its name gone, and registers again."""
     state, _ = await _read(store, name)
     if not state.servers:
         await store.delete(key(name))
 
 
 class RegistryFollower:
-    """Reads the registry every second, and tells it to those who asked for a name."""
-
     def __init__(self, store: KeyValue) -> None:
         self._store = store
         self._wanted: list[tuple[str, Callable[[Listed], None]]] = []
@@ -288,13 +271,11 @@ class RegistryFollower:
         self._problems: dict[str, str] = {}
 
     def follow(self, name: str, on_read: Callable[[Listed], None]) -> None:
-        """Call ``on_read`` with what is registered under a name, now and after each reading."""
         self._wanted.append((name, on_read))
         if self._listed is not None:
             on_read(self._of(name))
 
     async def refresh(self) -> None:
-        """Read what is registered; raises PenstockError."""
         self._listed = await list_environments(self._store)
         for name, on_read in self._wanted:
             listed = self._of(name)
@@ -308,7 +289,6 @@ class RegistryFollower:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Read inside the block; while NATS is unreachable the last reading stays valid."""
         await self.refresh()
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(self._run())

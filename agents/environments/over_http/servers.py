@@ -1,4 +1,4 @@
-"""Which of several servers of one environment gets the next episode; the caller gives the time. And the wait for a place at one."""
+"""Calls to environment servers, each safe to repeat, and which of several servers of one environment gets the next episode."""
 
 from __future__ import annotations
 
@@ -6,13 +6,134 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from penstock.agents.environments.over_http.registry import Listed
+from penstock.agents.environments.over_http.wire import Problem
+from penstock.protocol.errors import PenstockError
+from penstock.serving import signature, strict_json
+from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections, retry_after_s
 
+Body = TypeVar("Body", bound=BaseModel)
+Session = TypeVar("Session")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+PASSING = frozenset({429, 502, 503, 504})  # another try may succeed
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
+_FULL_S = 1.0  # between two questions of a server that takes no session
 _WAIT_S = 0.25  # for a registration, or for an episode to end
+
+
+class ServerUnreachable(PenstockError):
+    """No answer: what became of the call is not known."""
+
+
+class ServerFull(PenstockError):
+    """It takes no session now."""
+
+
+class ServerRefused(PenstockError):
+    def __init__(self, text: str, *, status: int, code: str, retry_after_s: float) -> None:
+        """``code`` is that of `Problem`, empty if the answer was none."""
+        super().__init__(text)
+        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+
+    @property
+    def is_passing(self) -> bool:
+        """True where the server is busy, or something before it failed."""
+        return self.status in PASSING
+
+
+class AnswerUnfit(PenstockError):
+    """The server answered what the protocol does not allow; no part of it is used."""
+
+
+class EnvironmentClient:
+    def __init__(self, connections: HttpConnections, secrets: Sequence[str] = ()) -> None:
+        """With ``secrets`` (``whsec_...``) every call is signed by Standard Webhooks."""
+        self._connections = connections
+        self._secrets = tuple(secrets)
+
+    async def close(self) -> None:
+        await self._connections.close()
+
+    async def call(self, method: str, url: str, call_id: str, body: BaseModel | None, expected: type[Body]) -> Body:
+        """Return the answer to one call; the caller sets the deadline.
+
+        ``call_id`` is signed with the body: it binds a call to its episode and its step.
+        Raises ServerUnreachable, ServerRefused, AnswerUnfit, and what `HttpConnections.send` raises.
+        """
+        answer = await self._send(method, url, call_id, body)
+        if answer.status != 200:
+            raise _refusal(answer, url)
+        try:
+            return expected.model_validate(strict_json.loads(answer.body, strict_json.MAX_DEPTH))
+        except strict_json.AmbiguousJson as err:
+            raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {err}") from None
+        except ValidationError as err:
+            first = err.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))[:200] or "the body"
+            raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {where}: {first['msg'][:200]}") from None
+
+    async def call_until_answered(
+        self, url: str, call_id: str, body: BaseModel, expected: type[Body], deadline_s: float,
+        may_repeat: Callable[[], bool],
+    ) -> Body:  # fmt: skip
+        """Post a body until it is answered: the server knows a repeated one, and answers it without acting twice.
+
+        Raises as `call` does; after ``deadline_s`` the last failure, and sooner if it is not to be repeated any more.
+        """
+        ends, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                async with asyncio.timeout(ends - time.monotonic()):
+                    return await self.call("POST", url, call_id, body, expected)
+            except TimeoutError:
+                raise ServerUnreachable(f"{url} gave no answer within {deadline_s:g} s") from None
+            except ServerUnreachable as err:
+                if not may_repeat():
+                    raise ServerUnreachable(f"{err}; its lease has expired, or it is registered no more") from None
+                if time.monotonic() + pause_s > ends:
+                    raise
+            except ServerRefused as err:
+                pause_s = max(pause_s, err.retry_after_s)
+                if not err.is_passing or time.monotonic() + pause_s > ends:
+                    raise
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
+            pause_s = min(pause_s * 2.0, _LONGEST_PAUSE_S)
+
+    async def delete(self, url: str, call_id: str) -> None:
+        """Send a DELETE; one that does not find its target has succeeded. Raises as `call` does."""
+        answer = await self._send("DELETE", url, call_id, None)
+        if answer.status not in (200, 204, 404):
+            raise _refusal(answer, url)
+
+    async def _send(self, method: str, url: str, call_id: str, body: BaseModel | None) -> Answer:
+        data = None if body is None else body.model_dump_json().encode()
+        headers: dict[str, str] = {}
+        if self._secrets:
+            headers = signature.headers(self._secrets, message_id=call_id, timestamp=int(time.time()), body=data or b"")
+        try:
+            return await self._connections.send(method, url, data, headers)
+        except ConnectionFailed as err:
+            raise ServerUnreachable(str(err)) from None
+
+
+def _refusal(answer: Answer, url: str) -> ServerRefused:
+    try:
+        problem = Problem.model_validate(strict_json.loads(answer.body))
+        said = "".join(letter if letter.isprintable() else "?" for letter in problem.message[:500])
+        code, text = problem.code, f": {problem.code}: {said}"
+    except (strict_json.AmbiguousJson, ValidationError):
+        code, text = "", f", {len(answer.body)} bytes that are no Problem"
+    return ServerRefused(
+        f"{url} answers HTTP {answer.status}{text}", status=answer.status, code=code,
+        retry_after_s=retry_after_s(answer.headers),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -28,7 +149,6 @@ class Server:
 
     @property
     def has_place(self) -> bool:
-        """True unless this worker alone has filled it."""
         return self.takes_new and (self.capacity is None or self.running < self.capacity)
 
     def failed(self, now: float) -> None:
@@ -47,8 +167,6 @@ class Server:
 
 
 class Servers:
-    """The servers of one environment. For one event loop."""
-
     def __init__(self, urls: Sequence[str] = (), *, registered: str = "", version: str = "") -> None:
         """Start with the URLs of a run file, or with none of a name, to which `read` gives those that are registered.
 
@@ -77,18 +195,15 @@ class Servers:
         )
 
     def choose(self, now: float) -> Server | None:
-        """Return the one that this worker fills least; None while none has a place."""
         ready = [one for one in self._servers.values() if one.has_place and one.rests_until <= now]
         return min(ready, key=lambda one: one.running / (one.capacity or 1)) if ready else None
 
     def ready_in_s(self, now: float) -> float:
-        """Return the seconds until it is worth to `choose` again."""
         rests = [one.rests_until - now for one in self._servers.values() if one.has_place]
         soonest = max(0.0, min(rests)) if rests else _WAIT_S
         return min(soonest, _WAIT_S) if self._name else soonest  # another one may register meanwhile
 
     def why_none(self, last: str) -> str:
-        """Return why there is no place; ``last`` is the last failure of a call."""
         if not self._name:
             return last
         wanted = f", of which the run expects version {self._version!r} (options.version)" if self._version else ""
@@ -112,3 +227,32 @@ async def take_place(servers: Servers, ends: float) -> Server | None:
                 wait_s = max(servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
                 await asyncio.sleep(wait_s)
     return None
+
+
+async def open_session(
+    servers: Servers,
+    start: Callable[[Server], Awaitable[Session]],
+    place_deadline_s: float,
+    failed: type[PenstockError],
+) -> Session:
+    """Return what ``start`` returns of a server that takes a session, and wait for one; raises ``failed``.
+
+    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. The place is given back where it raises.
+    """
+    ends, last = time.monotonic() + place_deadline_s, "all servers rest"
+    while (server := await take_place(servers, ends)) is not None:
+        try:
+            session = await start(server)
+        except BaseException as err:
+            server.running -= 1
+            if isinstance(err, ServerFull):
+                server.is_full(time.monotonic(), _FULL_S)
+            else:  # cancelled: it took longer than a reply may
+                server.failed(time.monotonic())
+            if not isinstance(err, (ServerFull, ConnectionFailed)):
+                raise
+            last = str(err)
+        else:
+            server.works()
+            return session
+    raise failed(f"no session within {place_deadline_s:g} s (options.place_deadline_s): {last}")

@@ -60,11 +60,9 @@ class WireRow(_Body):
     @classmethod
     def of(cls, row: Row) -> WireRow:
         return cls(
-            messages=[written(one) for one in row.messages],
-            ground_truth=row.ground_truth,
-            extra_info=dict(row.extra_info),
-            data_source=row.data_source,
-        )
+            messages=[written(one) for one in row.messages], ground_truth=row.ground_truth,
+            extra_info=dict(row.extra_info), data_source=row.data_source,
+        )  # fmt: skip
 
 
 class Start(_Body):
@@ -140,18 +138,15 @@ def written(message: Message) -> Object:
 
 
 def read(messages: list[Object], tools: list[Object] | None = None) -> AgentRequest:
-    """Return messages and tools; raises RequestRefused for what the chat completions API does not know."""
     return read_request({"messages": messages, "tools": tools or []}, temperature=1.0)
 
 
 def read_reply(stepped: Stepped) -> Reply:
-    """Return the reply of a play; raises RequestRefused."""
     messages = read(stepped.messages).messages if stepped.messages else ()
     return Reply(messages, stepped.reward, stepped.done, stepped.parts, stepped.state, stepped.truncated)
 
 
 def write_reply(reply: Reply) -> Stepped:
-    """Return the reply of a play as a body; raises pydantic's ValidationError for what the protocol does not allow."""
     return Stepped(
         messages=[written(one) for one in reply.messages],
         reward=float(reply.reward),
@@ -163,7 +158,6 @@ def write_reply(reply: Reply) -> Stepped:
 
 
 def _written_part(part: Part) -> Object:
-    """Return a text, or an image as a data URL."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     data = base64.b64encode(part if isinstance(part, bytes) else part.data).decode()

@@ -73,7 +73,6 @@ class Tool(ABC):
         self.chosen: Any = None  # an instance of ``options``; None: they were not given yet
 
     def with_options(self, given: Mapping[str, Any], place: str) -> Self:
-        """Return this tool with options; raises ConfigError that names ``place``, the key of the run file."""
         try:
             chosen = self.options.model_validate(dict(given))
         except ValidationError as err:

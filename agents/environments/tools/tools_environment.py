@@ -14,20 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from penstock.agents.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S
-from penstock.agents.environments.adapters.mcp_servers.mcp_tool import McpTool
-from penstock.agents.environments.adapters.mcp_servers.sessions import (
-    McpSessions,
-    Reached,
-    ServerTool,
-    sweep,
-)
+from penstock.agents.environments.adapters.mcp_connection import LISTS_WITHIN_S
+from penstock.agents.environments.adapters.mcp_sessions import McpSessions, McpTool, Reached, ServerTool, sweep
 from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.tools.options import ToolsOptions, is_right
 from penstock.agents.environments.tools.tool import TOOLS, Tool, ToolEpisode
-from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox
+from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox, ToolsOptions, is_right
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall, canonical_arguments
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -36,13 +29,9 @@ from penstock.protocol.errors import ConfigError
 
 class ToolsPlay(Play):
     def __init__(
-        self,
-        toolbox: Toolbox,
-        options: ToolsOptions,
-        max_turns: int,
-        episode: ToolEpisode,
+        self, toolbox: Toolbox, options: ToolsOptions, max_turns: int, episode: ToolEpisode,
         servers: McpSessions | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``max_turns``: answers of the episode. ``servers``: its own sessions with MCP servers, whose tools it has besides."""
         self._toolbox, self._options, self._max_turns, self._episode = toolbox, options, max_turns, episode
         self._servers = servers
@@ -52,7 +41,6 @@ class ToolsPlay(Play):
         self._made: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> Sequence[Message]:
-        """Return the row's prompt; raises ServerFailed, or ConfigError for a tool that its server does not have."""
         await asyncio.to_thread(self._toolbox.prepare)
         if self._servers is not None:
             self._own = self._chosen_of(await self._servers.open())
@@ -71,7 +59,6 @@ class ToolsPlay(Play):
             await self._servers.close()
 
     def _chosen_of(self, listed: Sequence[ServerTool]) -> dict[str, Tool]:
-        """Return those tools of the servers that the run file chooses, by name; raises ConfigError."""
         own: dict[str, Tool] = {}
         for server, chosen in self._options.servers.items():
             tools = {tool.name: McpTool(tool) for tool in listed if tool.server == server}
@@ -87,7 +74,6 @@ class ToolsPlay(Play):
         return own
 
     async def step(self, answer: Message) -> Reply:
-        """Answer calls with texts; an answer without a call ends the episode."""
         self._turn += 1
         if answer.tool_calls:
             return await self._called(answer)
@@ -132,7 +118,6 @@ class ToolsPlay(Play):
         return Reply(reward=success, is_done=True, parts={"success": success})
 
     def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
-        """Return a reply after which the policy answers again; its state is what the tools said, without the note."""
         said = "\0".join(f"{message.role}\0{message.content}" for message in messages)
         state = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
         if self._options.note:
@@ -145,8 +130,6 @@ class ToolsPlay(Play):
 
 
 class Tools(TurnEnvironment):
-    """The environment ``tools``."""
-
     name = "tools"
     version = "1"
     options = ToolsOptions
@@ -157,7 +140,6 @@ class Tools(TurnEnvironment):
         self._reached: Reached | None = None
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
-        """Return this environment with the tools of a definition; raises ConfigError for wrong options, and unknown tools."""
         made = super().defined(name, definition)
         chosen: ToolsOptions = made.chosen
         place = f"environment.define.{name}"
@@ -181,14 +163,12 @@ class Tools(TurnEnvironment):
         return made
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and prepare the tools; raises ConfigError for one that cannot work here."""
         super().use_model(folder, context_tokens)
         if self._toolbox is not None:
             self._toolbox.prepare()
             self._reach()
 
     def play(self, seed: int, row: Row, options: PlayOptions) -> ToolsPlay:
-        """Return the conversation of a row; raises ValueError for one without a prompt, or without a ground truth to compare with."""
         if self._toolbox is None:
             raise ValueError(
                 'tools are chosen in the run file: write [environment.define.NAME] with type = "tools" and options.tools, and name that'
@@ -203,7 +183,6 @@ class Tools(TurnEnvironment):
         return ToolsPlay(self._toolbox, chosen, self.settings.max_turns, ToolEpisode(seed, row), servers)
 
     def _reach(self) -> Reached | None:
-        """Return what reaches the MCP servers, if there are any; raises ConfigError."""
         if self._reached is None and self.chosen.servers:
             self._reached = Reached.of(self.chosen, self.own_servers)
         return self._reached

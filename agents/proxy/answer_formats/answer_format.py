@@ -21,8 +21,6 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call found in an answer."""
-
     name: str
     arguments: str  # a JSON object
     id: str = ""  # where it is part of the answer's tokens; empty: the client gets one of ours
@@ -67,7 +65,6 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str, bool]:
 
 
 def read_call(value: Any, *, arguments_keys: tuple[str, ...] = ("arguments",)) -> Call | None:
-    """Return the call that a JSON object describes; None if it describes none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = next((value[key] for key in arguments_keys if key in value), {})
@@ -111,7 +108,6 @@ def marked_calls(text: str, marks: Marks, read: Callable[[str], Call]) -> Parsed
 
 
 def call_of(name: str, arguments: str, call_id: str = "") -> Call:
-    """Return a call of a name and the JSON text of an object; raises ValueError for what is none."""
     value = read_json(arguments.strip())
     if not name.strip() or not isinstance(value, dict):
         raise ValueError("expected a name and an object")

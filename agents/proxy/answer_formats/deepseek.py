@@ -19,12 +19,9 @@ _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n?```\s*", re.DOTALL)  # to the l
 
 
 class DeepSeek(AnswerFormat):
-    """The answer format ``deepseek``."""
-
     name = "deepseek"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Return the calls of the section, and the text before it."""
         return marked_calls(text, _MARKS, _call)
 
 

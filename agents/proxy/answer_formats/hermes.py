@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 
-from penstock.agents.proxy.answer_formats.answer_format import (
-    AnswerFormat,
-    Call,
-    ParsedAnswer,
-    read_call,
-    read_json,
-)
+from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Call, ParsedAnswer, read_call, read_json
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 class Hermes(AnswerFormat):
-    """The answer format ``hermes``."""
-
     name = "hermes"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Return the calls between tags, and the text around them."""
         calls: list[Call] = []
         kept: list[str] = []
         position = num_unparsed = 0

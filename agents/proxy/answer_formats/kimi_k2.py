@@ -22,12 +22,9 @@ _ID = re.compile(r"(?:functions\.)?([^\s:]+):([0-9]+)")
 
 
 class KimiK2(AnswerFormat):
-    """The answer format ``kimi_k2``."""
-
     name = "kimi_k2"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Return the calls of the section, and the text before it."""
         return marked_calls(text, _MARKS, _call)
 
 

@@ -11,12 +11,9 @@ _TAG = "<|python_tag|>"
 
 
 class Llama(AnswerFormat):
-    """The answer format ``llama``."""
-
     name = "llama"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Return the calls if the whole text consists of calls."""
         begun = text.strip().startswith(_TAG)
         body = text.strip().removeprefix(_TAG).strip()
         if not begun and not body.startswith("{"):
@@ -32,7 +29,6 @@ class Llama(AnswerFormat):
 
 
 def _first_value(text: str) -> tuple[Any, str]:
-    """Return the JSON value that a text begins with and the text behind the separator; None and nothing if there is none."""
     try:
         value, end = json.JSONDecoder(parse_constant=_refuse).raw_decode(text)
     except (ValueError, RecursionError):

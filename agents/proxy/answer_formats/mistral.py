@@ -15,12 +15,9 @@ _BEGIN, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 
 class Mistral(AnswerFormat):
-    """The answer format ``mistral``."""
-
     name = "mistral"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Return the calls behind the first mark, and the text before it; one that is invalid leaves all of them in the text."""
         before, begun, rest = text.partition(_BEGIN)
         if not begun:
             return ParsedAnswer(text)

@@ -6,8 +6,6 @@ from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Par
 
 
 class Plain(AnswerFormat):
-    """The answer format ``plain``."""
-
     name = "plain"
 
     def parse(self, text: str) -> ParsedAnswer:

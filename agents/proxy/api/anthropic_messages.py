@@ -14,7 +14,6 @@ _SIGNATURE = "penstock"
 
 
 def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    """Return what a body asks; raises RequestRefused."""
     fields.refuse_constraints(body)
     fields.refuse_present(body, "mcp_servers", "container")
     messages: list[Message] = []
@@ -25,13 +24,10 @@ def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
         messages += _messages(one, f"messages[{number}]")
     tools = [_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]
     return AgentRequest(
-        messages=tuple(messages),
-        tools=fields.check_tools(tools),
-        stop=fields.stop_strings(body, "stop_sequences"),
-        max_tokens=fields.max_tokens(body, "max_tokens"),
-        reads_calls=fields.tool_choice(body.get("tool_choice")),
+        messages=tuple(messages), tools=fields.check_tools(tools), stop=fields.stop_strings(body, "stop_sequences"),
+        max_tokens=fields.max_tokens(body, "max_tokens"), reads_calls=fields.tool_choice(body.get("tool_choice")),
         overruled=fields.overruled(body, temperature),
-    )
+    )  # fmt: skip
 
 
 def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -109,15 +105,10 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
 def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
     del created
     return {
-        "id": request_id,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": _blocks(turn),
-        "stop_reason": _stop_reason(turn),
-        "stop_sequence": None,
+        "id": request_id, "type": "message", "role": "assistant", "model": model, "content": _blocks(turn),
+        "stop_reason": _stop_reason(turn), "stop_sequence": None,
         "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.token_ids)},
-    }
+    }  # fmt: skip
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
@@ -152,11 +143,8 @@ def _block_events(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[s
 
 def error(refused: RequestRefused) -> dict[str, Any]:
     kinds = {
-        401: "authentication_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
+        401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
         504: "timeout_error",
-    }
+    }  # fmt: skip
     kind = kinds.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": f"{refused.code}: {refused}"}}

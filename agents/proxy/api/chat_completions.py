@@ -15,7 +15,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    """Return what a body asks; raises RequestRefused."""
     fields.refuse_constraints(body)
     fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "web_search_options")
     if body.get("n") not in (None, 1):
@@ -43,7 +42,6 @@ def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def read_message(value: Mapping[str, Any], where: str) -> Message:
-    """Return one message of a body or of a row; raises RequestRefused that begins with ``where``."""
     role = value.get("role")
     if role not in _ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:40]!r}", f"{where}.role")
@@ -63,11 +61,9 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
     calls = fields.objects(value, "tool_calls", f"{where}.")
     reasoning = next((name for name in ("reasoning_content", "reasoning") if value.get(name) is not None), None)
     return Message(
-        role="assistant",
-        content=content,
-        reasoning=fields.text(value, reasoning, f"{where}.") if reasoning else "",
+        role="assistant", content=content, reasoning=fields.text(value, reasoning, f"{where}.") if reasoning else "",
         tool_calls=tuple(_call(one, f"{where}.tool_calls[{n}]") for n, one in enumerate(calls)),
-    )
+    )  # fmt: skip
 
 
 def _call(value: Mapping[str, Any], where: str) -> Any:
@@ -99,13 +95,9 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
         message["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(turn)}
     return {
-        "id": request_id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [choice],
+        "id": request_id, "object": "chat.completion", "created": created, "model": model, "choices": [choice],
         "usage": usage(turn),
-    }
+    }  # fmt: skip
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:

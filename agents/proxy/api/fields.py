@@ -13,38 +13,18 @@ _MAX_STOP_CHARACTERS = 200
 _MAX_TOOLS = 512
 # Fields that only the task's sampling decides, with the value that requests nothing.
 _SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "temperature": (None,),
-    "top_p": (None, 1),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0),
-    "seed": (None,),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "reasoning_effort": (None,),
-    "reasoning": (None,),
-    "thinking": (None,),
-    "parallel_tool_calls": (None, True),
-    "truncation": (None, "disabled"),
-    "output_config": (None,),
-}
+    "temperature": (None,), "top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0), "seed": (None,),
+    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "repetition_penalty": (None, 1),
+    "reasoning_effort": (None,), "reasoning": (None,), "thinking": (None,), "parallel_tool_calls": (None, True),
+    "truncation": (None, "disabled"), "output_config": (None,),
+}  # fmt: skip
 _CONSTRAINTS = (
-    "logit_bias",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding_backend",
-    "structured_outputs",
-    "regex",
-    "ebnf",
-    "json_schema",
-    "output_format",
-)
+    "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
+    "structured_outputs", "regex", "ebnf", "json_schema", "output_format",
+)  # fmt: skip
 
 
 def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
-    """Return a text; raises RequestRefused for another type."""
     value = body.get(name)
     if not isinstance(value, str):
         raise invalid(f"{where}{name} must be a text, got {type(value).__name__}", f"{where}{name}")
@@ -57,7 +37,6 @@ def optional_text(body: Mapping[str, Any], name: str, where: str = "") -> str:
 
 
 def objects(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[str, Any]]:
-    """Return a list of objects, empty if the field is absent or null."""
     value = body.get(name)
     if value is None:
         return []
@@ -67,7 +46,6 @@ def objects(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[st
 
 
 def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return the text of a message's content: a text, null, or a list of parts of text."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -144,29 +122,26 @@ def stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def overruled(body: Mapping[str, Any], temperature: float) -> tuple[str, ...]:
-    """Return the fields with which the client asks for another sampling than the task's."""
     changed = [name for name, nothing in _SAMPLING_FIELDS.items() if name in body and body[name] not in nothing]
     return tuple(name for name in changed if name != "temperature" or body[name] != temperature)
 
 
 def refuse_constraints(body: Mapping[str, Any]) -> None:
-    """Raise RequestRefused for fields that would constrain decoding."""
     for name in _CONSTRAINTS:
         if body.get(name):
             raise constrained(name)
 
 
 def refuse_present(body: Mapping[str, Any], *names: str) -> None:
-    """Raise RequestRefused for fields that ask for what the proxy does not do."""
     for name in names:
         if body.get(name):
             raise unsupported(name, name)
 
 
-def tool_choice(value: Any, free: Sequence[str] = ("auto",)) -> bool:
+def tool_choice(value: Any) -> bool:
     """Return whether calls are read; raises RequestRefused for a choice that forces one."""
     kind = value.get("type") if isinstance(value, dict) else value
-    if kind is None or kind in free:
+    if kind in (None, "auto"):
         return True
     if kind == "none":
         return False
@@ -174,7 +149,6 @@ def tool_choice(value: Any, free: Sequence[str] = ("auto",)) -> bool:
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """Return one tool as the chat completions API writes it, and as chat templates read it."""
     if not isinstance(name, str) or not 0 < len(name) <= 256:
         raise invalid(f"{where}.name must be a text of 1 to 256 characters", where)
     if description is not None and not isinstance(description, str):
@@ -189,7 +163,6 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> d
 
 
 def check_tools(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
-    """Return tools as a tuple; raises RequestRefused above the limit."""
     if len(tools) > _MAX_TOOLS:
         raise invalid(f"{len(tools)} tools, at most {_MAX_TOOLS}", "tools")
     return tuple(tools)

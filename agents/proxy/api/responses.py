@@ -17,7 +17,6 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    """Return what a body asks; raises RequestRefused."""
     fields.refuse_constraints(body)
     fields.refuse_present(body, "previous_response_id", "conversation", "background", "prompt")
     form = body.get("text")
@@ -33,12 +32,10 @@ def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
         messages += _messages(fields.objects(body, "input"))
     tools = [_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]
     return AgentRequest(
-        messages=tuple(messages),
-        tools=fields.check_tools(tools),
+        messages=tuple(messages), tools=fields.check_tools(tools),
         max_tokens=fields.max_tokens(body, "max_output_tokens"),
-        reads_calls=fields.tool_choice(body.get("tool_choice")),
-        overruled=fields.overruled(body, temperature),
-    )
+        reads_calls=fields.tool_choice(body.get("tool_choice")), overruled=fields.overruled(body, temperature),
+    )  # fmt: skip
 
 
 def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -49,7 +46,6 @@ def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Return the messages of input items; an answer's reasoning, text and calls are separate items here, and one message there."""
     messages: list[Message] = []
     answer: dict[str, Any] = {}
 
@@ -121,7 +117,7 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
         **_head(model, created, request_id),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _output(turn, request_id),
+        "output": output_items(turn.answer, request_id),
         "usage": {
             "input_tokens": turn.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -134,31 +130,23 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
 
 def _head(model: str, created: int, request_id: str) -> dict[str, Any]:
     return {
-        "id": request_id,
-        "object": "response",
-        "created_at": created,
-        "model": model,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
-    }
+        "id": request_id, "object": "response", "created_at": created, "model": model, "error": None,
+        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "temperature": None, "top_p": None,
+        "tool_choice": "auto", "tools": [],
+    }  # fmt: skip
 
 
-def _output(turn: SampledTurn, request_id: str) -> list[dict[str, Any]]:
-    answer, items = turn.answer, []
+def output_items(answer: Message, of: str) -> list[dict[str, Any]]:
+    """Return an answer as items of the Responses API, with ids that end with ``of``; those of calls end with the calls' own."""
+    items: list[dict[str, Any]] = []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
-        items.append({"id": f"rs_{request_id}", "type": "reasoning", "summary": [], "content": content})
+        items.append({"id": f"rs_{of}", "type": "reasoning", "summary": [], "content": content})
     if answer.content or not answer.tool_calls:
         content = [{"type": "output_text", "text": answer.content, "annotations": []}]
         items.append(
             {
-                "id": f"msg_{request_id}",
+                "id": f"msg_{of}",
                 "type": "message",
                 "role": "assistant",
                 "status": "completed",
@@ -171,13 +159,9 @@ def _output(turn: SampledTurn, request_id: str) -> list[dict[str, Any]]:
 
 def _call_item(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": f"fc_{call.id}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
+        "id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": call.name,
+        "arguments": call.arguments, "status": "completed",
+    }  # fmt: skip
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:

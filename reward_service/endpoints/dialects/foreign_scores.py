@@ -20,7 +20,6 @@ _MAX_PART_NAME = 64
 
 
 def parse(answer: bytes) -> JsonValue:
-    """Return a response as JSON; raises BadAnswer."""
     try:
         return strict_json.loads(answer, strict_json.MAX_DEPTH)
     except strict_json.AmbiguousJson as err:
@@ -28,7 +27,6 @@ def parse(answer: bytes) -> JsonValue:
 
 
 def number(value: object, where: str) -> float:
-    """Return a finite number (a bool counts as 0 or 1, as in Python); raises BadAnswer naming the place."""
     if not isinstance(value, int | float):
         raise BadAnswer(f"answers {_kind(value)} at {where}, expected a number")
     try:
@@ -66,7 +64,6 @@ def parts_of(value: Mapping[str, Any], where: str, *, without: str = "") -> dict
 
 
 def list_of(value: object, size: int, where: str) -> Sequence[Any]:
-    """Return a list of the right length; raises BadAnswer."""
     if not isinstance(value, list):
         raise BadAnswer(f"answers {_kind(value)} at {where}, expected a list")
     if len(value) != size:
@@ -83,10 +80,6 @@ def cut(scores: Sequence[Score], groups: Sequence[GroupToScore]) -> list[list[Sc
 def _kind(value: object) -> str:
     """Name the JSON type of a value without its content."""
     names: dict[type, str] = {
-        str: "a text",
-        bool: "true or false",
-        type(None): "null",
-        dict: "an object",
-        list: "a list",
-    }
+        str: "a text", bool: "true or false", type(None): "null", dict: "an object", list: "a list",
+    }  # fmt: skip
     return names.get(type(value), "a number")

@@ -28,17 +28,13 @@ class NemoGymDialect(Dialect):
     model: str = Field("policy", max_length=200, description="The model name in the response object.")
 
     def request(self, call: Call) -> Payload:
-        """Return a verify request with one assistant message."""
         (group,) = call.groups
         (text,) = group.completions
         row: dict[str, Any] = dict(group.extra_info) if isinstance(group.extra_info, dict) else {}
         message = {
-            "id": f"msg_{call.request_id}",
-            "type": "message",
-            "role": "assistant",
-            "status": "completed",
+            "id": f"msg_{call.request_id}", "type": "message", "role": "assistant", "status": "completed",
             "content": [{"type": "output_text", "text": text, "annotations": []}],
-        }
+        }  # fmt: skip
         response = {
             "id": f"resp_{call.request_id}",
             "object": "response",

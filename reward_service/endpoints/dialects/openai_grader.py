@@ -34,7 +34,6 @@ class OpenAiGraderDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read ``reward``, unless an error is flagged; the numbers of ``sub_rewards`` are parts."""
         value = foreign_scores.parse(answer)
         if not isinstance(value, dict) or "reward" not in value:
             raise BadAnswer("answers no object with 'reward'")
@@ -51,7 +50,6 @@ class OpenAiGraderDialect(Dialect):
 
 
 def item_of(group: GroupToScore, reference_key: str) -> dict[str, Any]:
-    """Return a row as a grader's ``item``: its columns, the ground truth, the prompt and the data set's name."""
     row = dict(group.extra_info) if isinstance(group.extra_info, dict) else {"extra_info": group.extra_info}
     return {"prompt": group.prompt, "data_source": group.data_source, **row, reference_key: group.ground_truth}
 

@@ -17,7 +17,6 @@ class OpenRlhfDialect(Dialect):
     """What a server behind OpenRLHF's ``--remote_rm_url`` expects; it has no options."""
 
     def request(self, call: Call) -> Payload:
-        """Return all completions of the call as one batch; a row without a ground truth has the label ``""``."""
         rows = [(group, text) for group in call.groups for text in group.completions]
         body = {
             "query": [group.prompt + text for group, text in rows],
@@ -27,7 +26,6 @@ class OpenRlhfDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read ``rewards``; ``scores`` and the lists of ``extra_logs`` are parts."""
         value = foreign_scores.parse(answer)
         if not isinstance(value, dict) or "rewards" not in value:
             raise BadAnswer("answers no object with 'rewards'")

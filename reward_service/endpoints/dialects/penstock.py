@@ -14,7 +14,6 @@ class PenstockDialect(Dialect):
         return Payload(request.model_dump_json().encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Match the results to the groups; raises BadAnswer unless their ids are exactly those that were sent."""
         response = read_json(ScoreResponse, answer)
         results = {result.group_id: result.scores for result in response.results}
         sent = [group.group_id for group in call.groups]

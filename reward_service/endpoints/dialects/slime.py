@@ -30,7 +30,6 @@ class SlimeDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read one reward; the other numbers of an object become parts."""
         value = foreign_scores.parse(answer)
         if isinstance(value, dict) and not self.reward_key:
             raise BadAnswer(

@@ -30,7 +30,6 @@ class TrlDialect(Dialect):
         return Payload(json.dumps(columns_of(group, conversational=self.conversational)).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read a list of numbers; null (TRL: the function does not apply to this row) means "not scored"."""
         (group,) = call.groups
         found = foreign_scores.list_of(foreign_scores.parse(answer), len(group.completions), "body")
         return [[foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(found)]]

@@ -32,7 +32,6 @@ class VerlDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read a number, or an object with ``score``; its other numbers become parts."""
         return [[foreign_scores.score_of(foreign_scores.parse(answer), "body")]]
 
 
@@ -40,7 +39,6 @@ class VerlBatchDialect(Dialect):
     """One ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)``; it has no options."""
 
     def request(self, call: Call) -> Payload:
-        """Return the arguments for all completions of the call: four lists of equal length."""
         rows = [(group, text) for group in call.groups for text in group.completions]
         body = {
             "data_sources": [group.data_source for group, _ in rows],

@@ -42,7 +42,6 @@ def find(text: str, where: Where) -> str | None:
 
 
 def in_tags(text: str) -> str | None:
-    """Return the text between the last ``<answer>`` and its ``</answer>``."""
     end = text.rfind(_CLOSE)
     start = text.rfind(_OPEN, 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len(_OPEN) : end].strip()
@@ -63,7 +62,6 @@ def after_phrase(text: str) -> str | None:
 
 
 def last_line(text: str) -> str | None:
-    """Return the last line that is not empty."""
     lines = text.rstrip().rsplit("\n", 1)
     return lines[-1].strip() or None
 

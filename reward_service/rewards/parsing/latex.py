@@ -116,12 +116,10 @@ def normalise(answer: str) -> str:
 
 
 def plain_text(answer: str) -> str:
-    r"""Return an answer without LaTeX formatting:  ``\\text{}`` and its like, spacing, dollar signs."""
     return _SPACING.sub(" ", _TEXT.sub(r"\1", answer)).strip().strip("$").strip()
 
 
 def braced_fractions(text: str) -> str:
-    r"""Rewrite ``\frac12``, ``\dfrac 1 2`` and the like with braces."""
     return _SHORT_FRACTION.sub(_braced, re.sub(r"\\[dtc]frac", r"\\frac", text))
 
 
@@ -160,7 +158,6 @@ def is_set(answer: str) -> bool:
 
 
 def _is_bracketed(answer: str) -> bool:
-    """Return True if a normalised answer is a set, tuple or interval of several items."""
     opening = "\\{" if is_set(answer) else answer[:1]
     return opening in _BRACKETS and answer.endswith((")", "]", "\\}", "\\rbrace")) and "," in answer
 

@@ -88,8 +88,6 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 
 class Unit(NamedTuple):
-    """The measured dimension and the factor to its base unit."""
-
     dimension: str
     factor: Fraction
 
@@ -109,15 +107,12 @@ def read_units(text: str) -> Unit | None:
 
 
 class Quantity(NamedTuple):
-    """A number, whether it has a percent sign, and the text of its unit."""
-
     number: Fraction
     is_percent: bool
     unit: str
 
 
 def read(text: str) -> Quantity | None:
-    """Read a text that is a number and at most a unit after it; None when it begins with no number."""
     plain = _plain(text)
     lead = _LEAD.match(plain)
     plain = plain[lead.end() :] if lead else plain
@@ -126,7 +121,6 @@ def read(text: str) -> Quantity | None:
 
 
 def last(text: str) -> Quantity | None:
-    """Return the last number of a text, wherever it stands, with a percent sign that follows it."""
     found = None
     for match in _ANYWHERE.finditer(text):
         found = match

@@ -23,7 +23,7 @@ from penstock.agents.environments.over_http.http_environment import HTTP, Http
 from penstock.agents.environments.over_http.servers import Server, Servers
 from penstock.agents.environments.play import Reply, done, say
 from penstock.agents.environments.turn_environment import TurnEnvironment
-from penstock.agents.hosting import app
+from penstock.agents.hosting import serve
 from penstock.agents.hosting.episodes import Episodes
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -50,7 +50,7 @@ async def served(
 ) -> AsyncIterator[tuple[str, Episodes]]:
     episodes = Episodes(environment, environment.version, capacity=capacity, reply_deadline_s=20.0, idle_s=idle_s)
     try:
-        async with serving_app(app.build(episodes, secrets=secrets), "127.0.0.1", 0, key="--port") as url:
+        async with serving_app(serve.build_app(episodes, secrets=secrets), "127.0.0.1", 0, key="--port") as url:
             yield url, episodes
     finally:
         await episodes.close()

@@ -19,7 +19,6 @@ from penstock.agents.environments.play import Reply, Row
 from penstock.agents.environments.tools.built_in.calculator import CALCULATOR_TOOL
 from penstock.agents.environments.tools.built_in.python import PYTHON_TOOL
 from penstock.agents.environments.tools.built_in.search import Bm25, Passage, divided, read_corpus
-from penstock.agents.environments.tools.options import is_right
 from penstock.agents.environments.tools.tool import (
     Tool,
     ToolArguments,
@@ -28,7 +27,7 @@ from penstock.agents.environments.tools.tool import (
     ToolUnavailable,
     shortened,
 )
-from penstock.agents.environments.tools.toolbox import CallLimits, Toolbox
+from penstock.agents.environments.tools.toolbox import CallLimits, Toolbox, is_right
 from penstock.agents.environments.tools.tools_environment import Tools, ToolsPlay
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.chat_tokenizer import ChatTokenizer

@@ -19,9 +19,9 @@ from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.http_environment import Http
 from penstock.agents.environments.over_http.registry import RegisteredServer
 from penstock.agents.environments.play import done
-from penstock.agents.hosting import app, commands, registrar
+from penstock.agents.hosting import commands, registration, serve
 from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
+from penstock.agents.hosting.registration import Offer, Registrar, RegistrySettings
 from penstock.deploy.certificates import write_certificates
 from penstock.protocol.command_line import run
 from penstock.protocol.config.connection import NatsSettings
@@ -65,10 +65,10 @@ async def test_an_https_server_is_known_by_its_authority(
 
 async def test_a_server_that_is_none_is_not_registered(store: KeyValue, name: str) -> None:
     """Nothing there, rules without a version, one that is stopping, an address that is never called."""
-    client = await registrar.client_of(RegistrySettings(), secrets=(), ca_file=None, allowed=())
+    client = await registration.client_of(RegistrySettings(), secrets=(), ca_file=None, allowed=())
     episodes = Episodes(Script(), "", capacity=1, reply_deadline_s=1.0, idle_s=60.0)
     try:
-        async with serving_app(app.build(episodes), "127.0.0.1", 0, key="--port") as url:
+        async with serving_app(serve.build_app(episodes), "127.0.0.1", 0, key="--port") as url:
             for offered, said in (
                 ("http://127.0.0.1:9", "ClientConnectorError"),
                 (url, "cannot be registered: version: String should have at least 1 character"),

@@ -16,8 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.plan_prompt import PromptPlanner, Thinking
 from penstock.agents.proxy.renderer import ChatRenderer
-from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeSession
-from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import RouterShape, Sampling
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of

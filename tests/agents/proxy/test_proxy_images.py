@@ -21,8 +21,7 @@ from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import messages_json, stored_rows
-from penstock.agents.proxy.session import AgentModel, AgentProxy
-from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits
 from penstock.agents.proxy.tree import Found, PromptPlan
 from penstock.protocol import blob_keys
 from penstock.protocol.chat_tokenizer import ChatTokenizer

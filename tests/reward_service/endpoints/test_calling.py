@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.reward_service.api.api_models import Registration
-from penstock.reward_service.endpoints.access import ANONYMOUS, Access, Role, hashed, read_tokens
-from penstock.reward_service.endpoints.breaker import (
+from penstock.reward_service.endpoints.endpoint import ANONYMOUS, Access, Endpoint, Role, hashed, read_tokens
+from penstock.reward_service.endpoints.endpoint_call import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MIN_CALLS,
@@ -20,7 +20,6 @@ from penstock.reward_service.endpoints.breaker import (
     BreakerState,
     TokenBucket,
 )
-from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.errors import NotAllowed
 from penstock.serving import signature
 from penstock.serving.lease import Leases

@@ -12,7 +12,7 @@ from starlette.types import Message
 from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.api import app as api
 from penstock.reward_service.api.app import AccessGate
-from penstock.reward_service.endpoints.access import Access, Role
+from penstock.reward_service.endpoints.endpoint import Access, Role
 from penstock.serving import strict_json
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import TargetPolicy

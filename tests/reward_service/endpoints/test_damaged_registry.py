@@ -6,8 +6,7 @@ import pytest
 
 from penstock.protocol.streams import BucketSpec
 from penstock.protocol.transport.bus import Bus
-from penstock.reward_service.endpoints.access import ANONYMOUS
-from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint import ANONYMOUS, Endpoint
 from penstock.reward_service.endpoints.endpoint_registry import KEY, EndpointRegistry, SecretStore
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from tests.reward_service.processes import Answer, Behaviour, EndpointServer, good, raw
 
-from penstock.reward_service.endpoints.breaker import MIN_CALLS, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint_call import MIN_CALLS, BreakerState
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
 from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets

@@ -19,12 +19,10 @@ from tests.servers import wait_for
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting.judge import judge_groups
-from penstock.reward_service.hosting.judge import settings as judge_settings
-from penstock.reward_service.hosting.judge.chat_client import Chat
-from penstock.reward_service.hosting.judge.judge_groups import Panel, pairs
-from penstock.reward_service.hosting.judge.settings import PAIRWISE, POINTWISE, JudgeSettings, Template
-from penstock.reward_service.hosting.serve_judge import JudgeReward
+from penstock.reward_service.hosting import chat_rewards, judge_settings
+from penstock.reward_service.hosting.chat_client import Chat
+from penstock.reward_service.hosting.chat_rewards import JudgeReward, Panel, pairs
+from penstock.reward_service.hosting.judge_settings import PAIRWISE, POINTWISE, JudgeSettings, Template
 
 GROUP = GroupToScore(
     group_id="g", prompt="2+2?", completions=["4", "five", "4!"], ground_truth="4", extra_info={"level": 3}
@@ -143,13 +141,13 @@ def test_scores_are_read_in_the_forms_models_write_them() -> None:
         "x\nSCORE: 7/10.\n\n",
         "<think>a\nSCORE: 1</think>SCORE: 7",
     ):
-        assert judge_groups.read_score(text, lowest=0, highest=10) == 7.0, text
-    assert judge_groups.read_score("SCORE: -0.5", lowest=-1, highest=1) == -0.5
+        assert chat_rewards.read_score(text, lowest=0, highest=10) == 7.0, text
+    assert chat_rewards.read_score("SCORE: -0.5", lowest=-1, highest=1) == -0.5
     for text, winner in {"WINNER: A": "a", "**Winner: answer B**": "b", "WINNER: tie.": "tie"}.items():
-        assert judge_groups.read_winner(text) == winner
+        assert chat_rewards.read_winner(text) == winner
     for text in ("A", "WINNER: both", "WINNER: A or B", "WINNER: A\nmaybe"):
-        with pytest.raises(judge_groups.Unreadable):
-            judge_groups.read_winner(text)
+        with pytest.raises(chat_rewards.Unreadable):
+            chat_rewards.read_winner(text)
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 8])

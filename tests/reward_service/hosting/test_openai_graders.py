@@ -14,11 +14,11 @@ from tests.servers import wait_for
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting.judge.chat_client import Chat
-from penstock.reward_service.hosting.judge.settings import JudgeSettings
-from penstock.reward_service.hosting.openai_graders import grader
-from penstock.reward_service.hosting.openai_graders.evaluate_grader import evaluate, similarity
-from penstock.reward_service.hosting.serve_grader import GraderReward
+from penstock.reward_service.hosting import openai_grader
+from penstock.reward_service.hosting.chat_client import Chat
+from penstock.reward_service.hosting.chat_rewards import GraderReward
+from penstock.reward_service.hosting.evaluate_grader import evaluate, similarity
+from penstock.reward_service.hosting.judge_settings import JudgeSettings
 
 ITEM = {"reference_answer": "Paris", "deep": {"list": [1, "two"]}}
 CHECK = {
@@ -39,7 +39,7 @@ ASK = {
 
 
 async def score(given: dict[str, Any], answer: str, chat: Chat | None = None) -> Score:
-    return await evaluate(grader.read(given), ITEM, answer, chat)
+    return await evaluate(openai_grader.read(given), ITEM, answer, chat)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
         "floor(a) + ceil(a) + abs(-a) + sqrt(b)": 3.25,
         "exp(log(b))": 4.0,
     }.items():
-        grader.check_formula(text, names)
-        assert grader.compute_formula(text, names) == pytest.approx(value), text
+        openai_grader.check_formula(text, names)
+        assert openai_grader.compute_formula(text, names) == pytest.approx(value), text
     for text in (
         "c",
         "a.real",
@@ -118,14 +118,14 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
     ):
         if text in {"max", "sqrt"}:
             with pytest.raises(ValueError, match="there is no grader"):
-                grader.check_formula(text, names)
+                openai_grader.check_formula(text, names)
         else:
             with pytest.raises(ValueError, match="calculate_output"):
-                grader.check_formula(text, names)
+                openai_grader.check_formula(text, names)
     for text in ("1 / (a - a)", "9 ** 9 ** 9 ** 9", "log(a - a)", "exp(10000)", "sqrt(-b)"):
-        grader.check_formula(text, names)
+        openai_grader.check_formula(text, names)
         with pytest.raises(ValueError, match="calculate_output"):
-            grader.compute_formula(text, names)
+            openai_grader.compute_formula(text, names)
 
 
 async def test_a_row_without_the_column_is_an_error_an_answer_without_the_key_is_not() -> None:
@@ -162,7 +162,7 @@ def test_graders_that_cannot_be_evaluated_are_refused_when_they_are_read(given: 
     file = tmp_path / "grader.json"
     file.write_text(json.dumps(given))
     with pytest.raises(ConfigError) as refused:
-        grader.load(file)
+        openai_grader.load(file)
     assert text in str(refused.value)
     assert "grader.json" in str(refused.value)
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.program_tests import test_code, tests_of_row
-from penstock.reward_service.program_tests.grade import Slot, grade
-from penstock.reward_service.program_tests.test_code import Graded, Proof
+from penstock.reward_service.program_tests import tests_of_row
+from penstock.reward_service.program_tests.grade import Graded, Proof, Slot, _num_tests, _verdict, grade
 from penstock.sandbox import canary
 from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits, Reason, Run, Zygote
@@ -229,16 +228,16 @@ def test_what_a_programs_answer_exhausts_is_its_failure(slot: Slot, name: str) -
 def test_tests_that_were_not_reached_are_counted() -> None:
     """A test program that is cut short has as many tests as it announced; a piece that was not reached has one."""
     cut = [{"place": 0, "planned": 3}, {"test": 0, "ok": True}]
-    assert test_code._num_tests(cut, 1) == (3,)
-    assert test_code._num_tests(cut, 2) == (3, 1)
-    assert test_code._num_tests([*cut, *cut[1:] * 4], 1) == (5,), "more were reported than announced"
-    assert test_code._num_tests([{"place": 0, "planned": 0}], 1) == (0,)
+    assert _num_tests(cut, 1) == (3,)
+    assert _num_tests(cut, 2) == (3, 1)
+    assert _num_tests([*cut, *cut[1:] * 4], 1) == (5,), "more were reported than announced"
+    assert _num_tests([{"place": 0, "planned": 0}], 1) == (0,)
     served, tested = (
         Run(status=0),
         Run(status=0, answer=bytearray(b"".join(json.dumps(m).encode() + b"\n" for m in cut))),
     )
     tested.answer += b'{"done": true}\n'
-    graded = test_code._verdict(served, tested, Proof("", (3,), has_finished=True), LIMITS)
+    graded = _verdict(served, tested, Proof("", (3,), has_finished=True), LIMITS)
     assert (graded.passed, graded.total, graded.reason) == (1, 3, Reason.WRONG)
 
 
@@ -246,5 +245,5 @@ def test_a_program_that_leaves_fewer_tests_has_not_passed_all() -> None:
     """The tests count as many as with an empty program, although the answer made them announce fewer."""
     said = [{"place": 0, "planned": 1}, {"test": 0, "ok": True}, {"done": True}]
     tested = Run(status=0, answer=bytearray(b"".join(json.dumps(m).encode() + b"\n" for m in said)))
-    graded = test_code._verdict(Run(status=0), tested, Proof("", (3,), has_finished=True), LIMITS)
+    graded = _verdict(Run(status=0), tested, Proof("", (3,), has_finished=True), LIMITS)
     assert (graded.passed, graded.total, graded.reason) == (1, 3, Reason.WRONG)

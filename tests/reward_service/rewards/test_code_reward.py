@@ -21,8 +21,7 @@ from tests.servers import wait_for
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
 from penstock.reward_service.program_tests import grade, tests_of_row
 from penstock.reward_service.program_tests import grade as sandbox_pool
-from penstock.reward_service.program_tests.grade import SandboxPool
-from penstock.reward_service.program_tests.test_code import Graded
+from penstock.reward_service.program_tests.grade import Graded, SandboxPool
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.reward_service.rewards import code
 from penstock.sandbox import canary

@@ -14,11 +14,11 @@ from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.announce import hash_of
-from penstock.reward_service.endpoints.access import Role
+from penstock.reward_service.endpoints.endpoint import Role
 from penstock.reward_service.errors import BreakerOpen, EndpointBusy
 from penstock.reward_service.metrics import WINDOW, Timings
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
-from penstock.reward_service.retry_policy import RetryPolicy
+from penstock.reward_service.pack_scoring import RetryPolicy
 from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores
 from penstock.reward_service.settings import RewardSettings

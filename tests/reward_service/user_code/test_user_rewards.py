@@ -24,8 +24,7 @@ from penstock.protocol.groups import RewardRequest
 from penstock.protocol.trajectory import Group
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import UserCodeFailed
-from penstock.reward_service.registry.user_rewards import UserRewards
-from penstock.reward_service.user_code.worker_pool import WorkerPool
+from penstock.reward_service.registry.user_rewards import UserRewards, WorkerPool
 
 MODULE = '''
 import os, subprocess, sys, time

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from penstock.agents.proxy.api.app import ProxyApp
+from penstock.agents.proxy.server import ProxyApp
 from penstock.agents.proxy.session import EpisodeSession, path
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

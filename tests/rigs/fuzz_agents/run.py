@@ -34,12 +34,11 @@ from tests.rigs.fuzz_agents.model import (
 )
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.agents.proxy.api.app import ProxyApp
 from penstock.agents.proxy.plan_prompt import PromptPlan, PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows
-from penstock.agents.proxy.session import AgentModel, AgentProxy
-from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.server import ProxyApp
+from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling
 

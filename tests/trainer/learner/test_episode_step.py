@@ -35,10 +35,9 @@ from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
-from penstock.reward_service.pack_scoring import Pack, ScoringContext, score_pack
+from penstock.reward_service.pack_scoring import Pack, RetryPolicy, ScoringContext, score_pack
+from penstock.reward_service.registry.built_in import BuiltInScorer
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.registry.scorers import GivenScorer
-from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.rewards import environment as given
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.environment import Environment, Sampler
@@ -198,7 +197,7 @@ async def _score(bus: Bus, blobs: Blobs, run_id: str) -> None:
     delivery = await _next(bus, streams.generated_consumer(run_id), GroupGenerated)
     nothing: Any = None
     context = ScoringContext(
-        blobs, RewardRegistry({"environment": GivenScorer("environment", given.judge)}, nothing, nothing),
+        blobs, RewardRegistry({"environment": BuiltInScorer("environment", lambda group: given.judge(group.given))}, nothing, nothing),
         Announcer(bus, run_id=run_id, source="r0"), RetryPolicy(3, 0.1, 1.0),
         ProgressStore(await bus.key_value(streams.scoring_bucket(run_id).bucket)), ServiceMetrics(), Activity(),
     )  # fmt: skip

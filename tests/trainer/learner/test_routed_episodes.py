@@ -19,8 +19,7 @@ from penstock.agents.proxy.messages import AgentRequest, Message, RetryMark
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import stored_rows
-from penstock.agents.proxy.session import AgentModel, EpisodeSession
-from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode
 from penstock.protocol.groups import RewardRequest, RouterShape, Sampling

@@ -18,14 +18,11 @@ class CalculatorArguments(ToolArguments):
 
 
 class CalculatorTool(Tool):
-    """The tool ``calculator``."""
-
     name = "calculator"
     description = "Return the value of an arithmetic expression."
     arguments = CalculatorArguments
 
     def call(self, arguments: CalculatorArguments, episode: ToolEpisode) -> str:
-        """Return the value of an expression; raises ToolError for what is none."""
         try:
             return written(evaluate(arguments.expression))
         except ValueError as err:

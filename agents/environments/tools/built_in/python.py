@@ -11,13 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.tools.tool import (
-    Tool,
-    ToolArguments,
-    ToolEpisode,
-    ToolError,
-    ToolUnavailable,
-)
+from penstock.agents.environments.tools.tool import Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
 from penstock.protocol.errors import ConfigError
 from penstock.sandbox import canary
 from penstock.sandbox.slots import Slots
@@ -86,8 +80,6 @@ class _Slot:
 
 
 class PythonTool(Tool):
-    """The tool ``python``."""
-
     name = "python"
     description = (
         "Run a Python program and return what it prints. It has the standard library, no files and no network; nothing is kept "
@@ -102,7 +94,6 @@ class PythonTool(Tool):
         self._limits = Limits()
 
     def prepare(self) -> None:
-        """Find the sandbox that works here; raises ConfigError where none does."""
         chosen: PythonOptions = self.chosen
         probed = canary.probe(chosen.sandbox)
         if probed.kind is None:
@@ -113,7 +104,6 @@ class PythonTool(Tool):
         self._slots = Slots([_Slot(Zygote(launch, next(_NEXT_SLOT) % 15)) for _ in range(chosen.slots)])
 
     async def call(self, arguments: PythonArguments, episode: ToolEpisode) -> str:
-        """Return what a program wrote; raises ToolError where it failed, ToolUnavailable where the sandbox did."""
         assert self._slots is not None
         program = _WRAPPED.format(code=arguments.code)
         try:
@@ -137,7 +127,6 @@ def _run(slot: _Slot, program: str, limits: Limits) -> tuple[Run, Reason | None]
 
 
 def _failed(run: Run, reason: Reason) -> str:
-    """Return what the policy reads of a program that failed: what it printed, and the end of its traceback."""
     printed = run.output.decode(errors="replace").rstrip("\n")
     if reason in _SAYS:
         return f"{_SAYS[reason]}\n{printed}".rstrip("\n")

@@ -1,8 +1,7 @@
 """`search`: passages of a local corpus, by BM25; read into memory once, when the worker starts.
 
-Rank passages by BM25 (Robertson and Zaragoza, "The probabilistic relevance framework", 2009; the idf of Lucene). Pure.
-
-Read the passages of a corpus: a folder of texts, or a file with one JSON object a line.
+BM25: Robertson and Zaragoza, "The probabilistic relevance framework", 2009; the idf of Lucene. A corpus is a folder of texts, or a
+file with one JSON object a line.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ from penstock.protocol.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # of Lucene
+_SUFFIXES = (".txt", ".md", ".rst")
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_LONGEST_QUERY = 1000  # characters
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text: letters, digits and underscores, without regard to case."""
     return _WORD.findall(text.casefold())
 
 
@@ -70,10 +71,6 @@ class Bm25:
         hits = np.flatnonzero(scores)
         order = hits[np.argsort(-scores[hits], kind="stable")[:count]]
         return [(int(one), float(scores[one])) for one in order]
-
-
-_SUFFIXES = (".txt", ".md", ".rst")
-_PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +151,6 @@ def _of_line(line: str, place: str) -> tuple[str, str]:
     return title, text
 
 
-_LONGEST_QUERY = 1000  # characters
-
-
 class SearchOptions(PlayOptions):
     """Options of ``search``."""
 
@@ -174,8 +168,6 @@ class SearchArguments(ToolArguments):
 
 
 class SearchTool(Tool):
-    """The tool ``search``."""
-
     name = "search"
     description = "Search a collection of texts; return the passages that fit best."
     arguments = SearchArguments
@@ -187,7 +179,6 @@ class SearchTool(Tool):
         self._index: Bm25 | None = None
 
     def prepare(self) -> None:
-        """Read the corpus; raises ConfigError for one that cannot be read."""
         chosen: SearchOptions = self.chosen
         self._passages = read_corpus(chosen.corpus, chosen.passage_chars)
         self._index = Bm25(f"{passage.title}\n{passage.text}" for passage in self._passages)

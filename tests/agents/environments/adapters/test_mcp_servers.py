@@ -23,8 +23,8 @@ from tests.agents.environments.test_program import read_pid, wait_until_ended
 from tests.servers import needs
 
 from penstock.agents.environments import program_process
-from penstock.agents.environments.adapters.mcp_servers import connection, transports
-from penstock.agents.environments.adapters.mcp_servers.mcp_environment import MCP
+from penstock.agents.environments.adapters import mcp_connection
+from penstock.agents.environments.adapters.mcp_environment import MCP
 from penstock.deploy import certificates
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -122,7 +122,7 @@ def test_a_server_that_crashes_is_no_reward(tool_model: Path, tmp_path: Path) ->
 
 def test_a_server_that_hangs_has_failed(tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers neither the call nor a list of its tools. What it had started ends with the episode."""
-    monkeypatch.setattr(connection, "LISTS_WITHIN_S", 0.3)
+    monkeypatch.setattr(mcp_connection, "LISTS_WITHIN_S", 0.3)
     refused, engine = tools(
         tool_model, [call("start_process"), call("stop_answering")], attempts=1, call_deadline_s=8.0
     )
@@ -270,11 +270,11 @@ def test_an_answer_that_is_too_much_is_not_read(tool_model: Path, content: bytes
 
 _WORKER = """
 import asyncio, os, pathlib, sys
-from penstock.agents.environments.adapters.mcp_servers import transports
+from penstock.agents.environments.adapters import mcp_connection
 shell = f"setsid sleep 600 & echo $! > {sys.argv[1]}/escaped; echo $$ > {sys.argv[1]}/direct; exec sleep 600"
 async def main():
-    known = transports.ServerProcess()
-    async with transports.over_process(["sh", "-c", shell], pathlib.Path("."), {"PATH": os.environ["PATH"]}, max_message_bytes=65536, known=known):
+    known = mcp_connection.ServerProcess()
+    async with mcp_connection.over_process(["sh", "-c", shell], pathlib.Path("."), {"PATH": os.environ["PATH"]}, max_message_bytes=65536, known=known):
         await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -349,9 +349,9 @@ def test_a_server_that_does_not_exit_is_killed(tmp_path: Path) -> None:
     code = f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     async def run() -> None:
-        known = transports.ServerProcess()
+        known = mcp_connection.ServerProcess()
         command = [sys.executable, "-S", "-c", code]
-        async with transports.over_process(command, tmp_path, {}, max_message_bytes=65_536, known=known):
+        async with mcp_connection.over_process(command, tmp_path, {}, max_message_bytes=65_536, known=known):
             await asyncio.to_thread(read_pid, tmp_path / "pid")
 
     asyncio.run(run())

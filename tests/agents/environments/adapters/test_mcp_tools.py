@@ -13,8 +13,8 @@ from tests.agents.environments.adapters.played import check_exact, play, said, t
 from tests.agents.environments.adapters.served_tools import ServedTools
 from tests.servers import needs
 
-from penstock.agents.environments.adapters.mcp_servers.sessions import McpOptions, ServerLimits
-from penstock.agents.environments.tools.options import ToolsOptions
+from penstock.agents.environments.adapters.mcp_sessions import McpOptions, ServerLimits
+from penstock.agents.environments.tools.toolbox import ToolsOptions
 from penstock.agents.environments.tools.tools_environment import TOOLS_ENVIRONMENT
 from penstock.agents.hosting import commands
 from penstock.protocol.command_line import run

@@ -12,9 +12,9 @@ import pytest
 from fastapi import Response
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 
-from penstock.agents.environments.adapters.nemo_gym import nemo_gym, session
-from penstock.agents.environments.adapters.nemo_gym.gym_row import GymRow
-from penstock.agents.environments.adapters.nemo_gym.nemo_gym import NEMO_GYM, NemoGymOptions
+from penstock.agents.environments.adapters import nemo_gym_environment, nemo_gym_session
+from penstock.agents.environments.adapters.nemo_gym_environment import NEMO_GYM, GymRow, NemoGymOptions
+from penstock.agents.environments.over_http import servers
 from penstock.agents.environments.play import Row
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -143,8 +143,8 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, serv
 
 async def test_arguments_that_are_no_object_are_not_sent() -> None:
     options = NemoGymOptions.model_validate({"url": "http://127.0.0.1:9"})
-    sessions = session.Sessions(options, ())
-    played = nemo_gym.NemoGymPlay(1, Row((), None, row(), ""), options, sessions)
+    sessions = nemo_gym_session.Sessions(options, ())
+    played = nemo_gym_environment.NemoGymPlay(1, Row((), None, row(), ""), options, sessions)
     given = ("[1]", "{", '{"count": NaN}', '{"count": 1, "count": 2}', '"\ud800"')
     calls = tuple(ToolCall(str(n), "increment_counter", text) for n, text in enumerate(given))
     reply = await played.step(Message("assistant", tool_calls=calls))
@@ -243,8 +243,8 @@ def test_an_episode_is_begun_again_with_its_seed(tool_model: Path, server: GymSe
 
 def test_a_server_that_hangs_has_failed(tool_model: Path, server: GymServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call has no answer, and nothing else has one either; a verification takes too long."""
-    monkeypatch.setattr(session, "ALIVE_WITHIN_S", 0.3)
-    monkeypatch.setattr(nemo_gym, "ALIVE_WITHIN_S", 0.3)
+    monkeypatch.setattr(nemo_gym_session, "ALIVE_WITHIN_S", 0.3)
+    monkeypatch.setattr(nemo_gym_environment, "ALIVE_WITHIN_S", 0.3)
     server.instead["/"] = server.instead["/verify"] = never
     refused, _ = episodes(tool_model, server, [call("wait")], attempts=1, call_deadline_s=0.3)
     assert "did not answer a call of wait, and does not answer GET / either: no answer within 0.3 s" in str(refused)
@@ -256,7 +256,7 @@ def test_a_server_that_is_busy_is_asked_again(
     tool_model: Path, server: GymServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Another one that is none is left out; the token goes with every request."""
-    monkeypatch.setattr(session, "_FULL_S", 0.05)
+    monkeypatch.setattr(servers, "_FULL_S", 0.05)
 
     def once() -> Response:
         server.instead.clear()

@@ -1,9 +1,10 @@
-"""Options of MCP servers, and the sessions of one episode with them; the environments `mcp` and `tools` have both."""
+"""Options of MCP servers, and the sessions of one episode with them; for the environments `mcp` and `tools`."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+import sys
 import tempfile
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,22 +12,23 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import structlog
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from penstock.agents.environments import program_process
-from penstock.agents.environments.adapters.mcp_servers import transports
-from penstock.agents.environments.adapters.mcp_servers.connection import McpConnection, Mode
+from penstock.agents.environments.adapters import mcp_connection
+from penstock.agents.environments.adapters.mcp_connection import McpConnection, Mode, ServerFailed
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.server_urls import AllowedTargets, called_url, read_token
-from penstock.agents.environments.tools.tool import Cut
+from penstock.agents.environments.tools.tool import Cut, Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
 from penstock.protocol.config.connection import Section
 from penstock.protocol.transport import tls
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
+log = structlog.get_logger("rollout.mcp")
+_Value = TypeVar("_Value")
+
 
 class McpServer(Section):
-    """One MCP server: a command or a URL."""
-
     command: list[str] = Field(
         default_factory=list,
         description="Program and arguments of a server that talks over standard input and output; run for each episode.",
@@ -55,7 +57,6 @@ class McpServer(Section):
 
 
 def _named(name: str) -> str:
-    """Return a server's name; raises ValueError for one of which SERVER__TOOL would not be a name."""
     if not name.isidentifier() or "__" in name:
         raise ValueError(f"{name!r}: a server's name is made of letters, digits and single underscores")
     return name
@@ -79,8 +80,6 @@ class ServerLimits(PlayOptions):
 
 
 class McpOptions(ServerLimits):
-    """Servers, and what the policy may do with them."""
-
     servers: dict[ServerName, McpServer] = Field(
         min_length=1,
         max_length=16,
@@ -97,11 +96,9 @@ class McpOptions(ServerLimits):
         30.0, gt=0, description="Seconds of one call; then the policy reads that it had no answer."
     )
     max_parallel_calls: int = Field(
-        8,
-        ge=1,
-        le=256,
+        8, ge=1, le=256,
         description="Calls of one answer that are made, all at once; to the others an error is the answer.",
-    )
+    )  # fmt: skip
     max_output_chars: int = Field(
         8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
     )
@@ -114,11 +111,6 @@ class McpOptions(ServerLimits):
                 f"reward_tool {self.reward_tool!r} is one of tools, which the policy calls; leave it out there"
             )
         return self
-
-
-log = structlog.get_logger("rollout.mcp")
-
-_Value = TypeVar("_Value")
 
 
 class SessionOptions(Protocol):
@@ -137,16 +129,13 @@ class SessionOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What all episodes of a worker share to reach the servers."""
-
     policy: TargetPolicy
     trusted: ssl.SSLContext
     tokens: Mapping[str, str]  # by the server's name
 
     @classmethod
     def of(cls, options: SessionOptions, own: Sequence[OwnServer]) -> Self:
-        """Read the tokens; ``own`` are the run's servers. Raises ConfigError without the library, or for a file that cannot be read."""
-        transports.library()
+        mcp_connection.library()
         tokens = {
             name: read_token(one.token_file, f"options.servers.{name}.token_file")
             for name, one in options.servers.items()
@@ -164,7 +153,6 @@ class ServerTool:
     described: Any
 
     def as_function(self, name: str) -> dict[str, Any]:
-        """Return it as the chat completions API describes a function of this name."""
         function = {
             "name": name,
             "description": self.described.description or "",
@@ -180,7 +168,6 @@ class McpSessions:
         }
 
     async def open(self) -> list[ServerTool]:
-        """Connect to all servers, and return their tools in the servers' order; raises ServerFailed."""
         listed = await side_by_side(connection.open() for connection in self._connections.values())
         named = zip(self._connections.items(), listed, strict=True)
         return [
@@ -209,20 +196,51 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Val
 
 
 def _connection(name: str, server: McpServer, seed: int, options: SessionOptions, reached: Reached) -> McpConnection:
-    known = transports.ServerProcess()
+    known = mcp_connection.ServerProcess()
     if server.url:
         headers = {"Penstock-Seed": str(seed)}
         if name in reached.tokens:
             headers["Authorization"] = f"Bearer {reached.tokens[name]}"
-        transport = transports.over_http(
+        transport = mcp_connection.over_http(
             server.url, headers, reached.policy, reached.trusted, max_answer_bytes=options.max_message_bytes
         )
     else:
         passed = program_process.passed(server.pass_variables)
         variables = {**passed, **server.variables, "PENSTOCK_SEED": str(seed)}
-        transport = transports.over_process(
+        transport = mcp_connection.over_process(
             server.command, Path(server.folder), variables, max_message_bytes=options.max_message_bytes, known=known
         )
     return McpConnection(
         name, transport, mode=server.protocol, call_deadline_s=options.call_deadline_s, known=known.text
     )
+
+
+class AnyArguments(ToolArguments):
+    model_config = ConfigDict(extra="allow")
+
+
+class McpTool(Tool):
+    arguments = AnyArguments
+    ends_calls = True  # whether the server still answers is found out then
+    max_running = sys.maxsize  # each episode has a session of its own
+
+    def __init__(self, of: ServerTool) -> None:
+        super().__init__()
+        self.name = f"{of.server}__{of.name}"
+        self.description = of.described.description or ""
+        self._of = of
+
+    def schema(self) -> dict[str, Any]:
+        return self._of.as_function(self.name)
+
+    async def call(self, arguments: AnyArguments, episode: ToolEpisode) -> str:
+        del episode  # the session is the episode's
+        try:
+            result = await self._of.connection.call(self._of.name, arguments.model_extra or {})
+        except ServerFailed as err:
+            raise ToolUnavailable(str(err)) from err
+        if result.is_late:
+            raise TimeoutError(result.text)
+        if result.is_error:
+            raise ToolError(result.text.removeprefix("error: "))
+        return result.text

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from penstock.agents.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S, Result, ServerFailed
-from penstock.agents.environments.adapters.mcp_servers.sessions import (
+from penstock.agents.environments.adapters.mcp_connection import LISTS_WITHIN_S, Result, ServerFailed
+from penstock.agents.environments.adapters.mcp_sessions import (
     McpOptions,
     McpSessions,
     Reached,
@@ -34,7 +34,6 @@ from penstock.rollout_service.environments.environment import Sampler
 
 class McpPlay(Play):
     def __init__(self, seed: int, row: Row, options: McpOptions, reached: Reached) -> None:
-        """Note the options; nothing is connected before `start`. Raises ValueError for a row without a prompt."""
         if not row.messages or row.messages[-1].role != "user":
             raise ValueError("its messages are none, or do not end with one of the user")
         self._row, self._options = row, options
@@ -43,7 +42,6 @@ class McpPlay(Play):
         self._reward: ServerTool | None = None
 
     async def start(self) -> Sequence[Message]:
-        """Connect to all servers, learn their tools, and return the row's messages; raises ServerFailed, or ConfigError for a tool that none has."""
         listed, several = await self._sessions.open(), len(self._options.servers) > 1
         tools = {f"{tool.server}__{tool.name}" if several else tool.name: tool for tool in listed}
         wanted = self._options.tools or [name for name in tools if name != self._options.reward_tool]
@@ -58,7 +56,6 @@ class McpPlay(Play):
         return self._row.messages
 
     async def step(self, answer: Message) -> Reply:
-        """Make the calls of an answer and reply with their results; an answer without one ends the episode. Raises ServerFailed."""
         if not answer.tool_calls:
             return done(await self._rewarded(answer.content))
         results = await side_by_side(self._result(call, number) for number, call in enumerate(answer.tool_calls))
@@ -70,7 +67,6 @@ class McpPlay(Play):
         return Reply(tuple(messages), parts={"tool_calls": float(len(results)), "tool_errors": float(errors)})
 
     async def score(self) -> float:
-        """Return the reward of an episode that ended without a last answer."""
         return await self._rewarded("")
 
     async def close(self) -> None:
@@ -110,8 +106,6 @@ class McpPlay(Play):
 
 
 class Mcp(TurnEnvironment):
-    """The environment ``mcp``."""
-
     name = "mcp"
     options = McpOptions
 
@@ -120,19 +114,16 @@ class Mcp(TurnEnvironment):
         self._reached: Reached | None = None
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
-        """Return this environment under another name; raises ConfigError for a deadline of replies that is over before one of calls."""
         other = super().defined(name, definition)
         check_reply_deadline(name, definition, other.chosen.call_deadline_s, LISTS_WITHIN_S)
         return other
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and read the tokens; raises ConfigError without the library, or for a file that cannot be read."""
         super().use_model(folder, context_tokens)
         if self.chosen is not None:
             self._reached = Reached.of(self.chosen, self.own_servers)
 
     def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
-        """Return the play of one episode, with the servers of the run file, whatever ``options`` say: they have commands, which are run."""
         if self.chosen is None:
             raise ValueError(
                 'mcp needs servers: write [environment.define.NAME] with type = "mcp" and options.servers, and name that'
@@ -141,7 +132,6 @@ class Mcp(TurnEnvironment):
         return McpPlay(seed, row, self.chosen, self._reached)
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
-        """Play one episode; raises EngineError, or RowUnfit where nothing would give a reward."""
         if begun.task.reward.name == "environment" and self.chosen is not None and not self.chosen.reward_tool:
             raise RowUnfit(
                 'an MCP server gives no reward: write options.reward_tool, or another reward.name than "environment"'
@@ -158,7 +148,6 @@ def _error(text: str) -> Result:
 
 
 def _reward_of(result: Result) -> float | None:
-    """Return the reward that a result holds; None if it holds none."""
     value = result.structured
     if value is None:
         try:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,18 +25,16 @@ from typing import Any
 from pydantic import Field
 
 from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.over_http.client import PASSING
-from penstock.agents.environments.over_http.servers import Server, Servers, take_place
+from penstock.agents.environments.over_http.servers import PASSING, Server, ServerFull, Servers, open_session
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, read_token, urls_of
 from penstock.agents.environments.tools.tool import Cut
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
-from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections
+from penstock.serving.http_connections import Answer, HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 ALIVE_WITHIN_S = 10.0  # a server that has not answered a call answers anything within this time
 _KEEP_S = 60.0
-_FULL_S = 1.0  # between two questions of a server that takes no session
 _MAX_COOKIE_CHARS = 8192  # of all cookies of a session
 _MAX_PARTS = 64
 _MAX_REWARD = 1e30  # a whole number of JSON may be larger than a float
@@ -59,11 +56,9 @@ class NemoGymOptions(PlayOptions):
         30.0, gt=0, description="Seconds of one call; then the policy reads that it had no answer."
     )
     max_calls: int = Field(
-        8,
-        ge=1,
-        le=256,
+        8, ge=1, le=256,
         description="Calls of one answer that are made, one after another; to the others an error is the answer. 1 for a row with parallel_tool_calls = false.",
-    )
+    )  # fmt: skip
     max_output_chars: int = Field(
         8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
     )
@@ -72,34 +67,21 @@ class NemoGymOptions(PlayOptions):
         False, description="An answer of a tool that is a JSON object with a true `done` ends the episode."
     )
     place_deadline_s: float = Field(
-        50.0,
-        gt=0,
-        le=86_400,
+        50.0, gt=0, le=86_400,
         description="Seconds that an episode waits for a server that takes it; less than reply_deadline_s.",
-    )
+    )  # fmt: skip
     max_message_bytes: int = Field(
-        16 * 1024 * 1024,
-        ge=1024,
-        le=64 * 1024 * 1024,
+        16 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024,
         description="Longest answer of the server that is read; that of /verify holds the whole conversation again.",
-    )
+    )  # fmt: skip
     allowed_targets: AllowedTargets = Field(
         PRIVATE_TARGETS,
         description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
     )
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The URLs, without a slash at the end."""
-        return urls_of(self.url)
-
 
 class GymFailed(PenstockError):
     """The server failed, or answers what the protocol does not know: the episode is restarted."""
-
-
-class _Busy(PenstockError):
-    """The server takes no session now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +97,12 @@ class GymSession:
         self._cookies: dict[str, str] = {}
 
     async def begin(self, row: Mapping[str, Any]) -> None:
-        """Have the server prepare the row; raises _Busy, ConnectionFailed, GymFailed."""
         answer = await self._post("seed_session", row)
         if answer.status in PASSING:
-            raise _Busy(self._said("seed_session", answer))
+            raise ServerFull(self._said("seed_session", answer))
         self._value("seed_session", answer)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return what the policy reads of a call, and whether it is an error; raises GymFailed, ConnectionFailed."""
         try:
             async with asyncio.timeout(self._call_deadline_s):
                 answer = await self._post(tool, arguments)
@@ -141,7 +121,6 @@ class GymSession:
         return (f"error: HTTP {answer.status}: {text}", True) if is_text else (text, False)
 
     async def verify(self, body: Mapping[str, Any]) -> Verified:
-        """Return the reward; raises GymFailed, ConnectionFailed."""
         value = self._value("verify", await self._post("verify", body))
         if not isinstance(value, dict) or "reward" not in value:
             raise GymFailed(f"{self._server.url}/verify answers no object with a reward")
@@ -172,7 +151,6 @@ class GymSession:
         return answer
 
     async def _check_answers(self, tool: str) -> None:
-        """Raise GymFailed unless the server still answers."""
         problem = f"no answer within {ALIVE_WITHIN_S:g} s"
         try:
             async with asyncio.timeout(ALIVE_WITHIN_S):
@@ -196,11 +174,8 @@ class GymSession:
 
     def _said(self, path: str, answer: Answer) -> str:
         where = answer.headers.get("Location")
-        said = (
-            f"to {where[:200]!a}, which is not followed"
-            if where
-            else ascii(answer.body[:300].decode("utf-8", "replace"))
-        )
+        body = answer.body[:300].decode("utf-8", "replace")
+        said = f"to {where[:200]!a}, which is not followed" if where else ascii(body)
         return f"{self._server.url}/{path} answers HTTP {answer.status}: {said}"
 
     def _number(self, value: Any, field: str) -> float:
@@ -211,10 +186,7 @@ class GymSession:
 
 
 class Sessions:
-    """The servers of one environment, and the connections to them."""
-
     def __init__(self, options: NemoGymOptions, own: Sequence[OwnServer]) -> None:
-        """Prepare; nothing is sent before the first episode. Raises ConfigError for a token that cannot be read."""
         token = read_token(options.token_file, "options.token_file") if options.token_file else ""
         self._connections = HttpConnections(
             keep_s=_KEEP_S,
@@ -222,33 +194,18 @@ class Sessions:
             policy=TargetPolicy(options.allowed_targets, own, key="options.allowed_targets"),
             max_answer_bytes=options.max_message_bytes,
         )
-        self._servers = Servers(options.urls)
+        self._servers = Servers(urls_of(options.url))
         self._options = options
 
     async def open(self, row: Mapping[str, Any], seed: int) -> GymSession:
         """Return a session that a server has begun; waits for one that takes it. Raises GymFailed."""
-        ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
-        while (server := await take_place(self._servers, ends)) is not None:
-            try:
-                return await self._open_at(server, row, seed)
-            except _Busy as err:
-                server.is_full(time.monotonic(), _FULL_S)
-                last = str(err)
-            except ConnectionFailed as err:
-                last = str(err)
-        raise GymFailed(f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}")
 
-    async def _open_at(self, server: Server, row: Mapping[str, Any], seed: int) -> GymSession:
-        session = GymSession(self._connections, server, seed, self._options.call_deadline_s)
-        try:
+        async def start(server: Server) -> GymSession:
+            session = GymSession(self._connections, server, seed, self._options.call_deadline_s)
             await session.begin(row)
-        except BaseException as err:
-            if not isinstance(err, _Busy):  # cancelled: it took longer than a reply may
-                server.failed(time.monotonic())
-            session.end()
-            raise
-        server.works()
-        return session
+            return session
+
+        return await open_session(self._servers, start, self._options.place_deadline_s, GymFailed)
 
     async def close(self) -> None:
         await self._connections.close()

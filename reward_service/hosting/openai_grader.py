@@ -26,6 +26,21 @@ _PATH = re.compile(r"(item|sample)((?:\.[A-Za-z_][A-Za-z0-9_-]*|\[\d+\])+)")
 _STEP = re.compile(r"\.([A-Za-z_][A-Za-z0-9_-]*)|\[(\d+)\]")
 _SAMPLE = ("output_text", "output_json")
 _NO_VALUE = object()
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: math.pow,
+}  # fmt: skip
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": min, "max": max, "abs": abs, "floor": math.floor, "ceil": math.ceil, "exp": math.exp, "sqrt": math.sqrt,
+    "log": math.log,
+}  # fmt: skip
+_ONE_ARGUMENT = frozenset(_FUNCTIONS) - {"min", "max"}
+_REFUSED = {
+    "python": "python graders run code, which Penstock does only in its sandbox, for the reward 'code'; "
+    "serve the function yourself: penstock reward serve FILE.py",
+    "label_model": "label_model graders are not evaluated here; ask score_model for 1 or 0",
+    "endpoint": "register that URL as an endpoint of its own",
+}
 
 
 class NoSuchVariable(Exception):
@@ -37,7 +52,6 @@ class SampleUnfit(Exception):
 
 
 def check_variables(text: str) -> None:
-    """Raise ValueError for a variable that cannot exist in any row."""
     for name in _VARIABLE.findall(text):
         path = _PATH.fullmatch(name)
         if path is None:
@@ -91,28 +105,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: math.pow,
-}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "exp": math.exp,
-    "sqrt": math.sqrt,
-    "log": math.log,
-}
-_ONE_ARGUMENT = frozenset(_FUNCTIONS) - {"min", "max"}
-
-
 def check_formula(text: str, names: Collection[str]) -> None:
-    """Raise ValueError unless the text is arithmetic over the names."""
     try:
         tree = _parsed(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -175,14 +168,6 @@ def _value_of(node: ast.expr, scores: Mapping[str, float]) -> float:
             values = [_value_of(one, scores) for one in node.args]
             return _FUNCTIONS[name](values) if name not in _ONE_ARGUMENT else _FUNCTIONS[name](*values)
     raise TypeError(f"{type(node).__name__} is not arithmetic")
-
-
-_REFUSED = {
-    "python": "python graders run code, which Penstock does only in its sandbox, for the reward 'code'; "
-    "serve the function yourself: penstock reward serve FILE.py",
-    "label_model": "label_model graders are not evaluated here; ask score_model for 1 or 0",
-    "endpoint": "register that URL as an endpoint of its own",
-}
 
 
 class _Grader(BaseModel):
@@ -279,7 +264,6 @@ _GRADER: TypeAdapter[Grader] = TypeAdapter(Annotated[Grader, Field(discriminator
 
 
 def load(file: Path) -> Grader:
-    """Read a grader's JSON file; raises ConfigError naming the file and the field."""
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
     except OSError as err:
@@ -293,7 +277,6 @@ def load(file: Path) -> Grader:
 
 
 def read(given: Any) -> Grader:
-    """Return a grader; raises ValueError naming the invalid field."""
     for where, kind in _kinds(given):
         if kind in _REFUSED:
             raise ValueError(f"{where}: {_REFUSED[kind]}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.reward_service.hosting.judge.settings import JudgeSettings
+from penstock.reward_service.hosting.judge_settings import JudgeSettings
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
 _PAUSE_S = 0.5
@@ -31,8 +31,6 @@ class NoVerdict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The model's text, and the tokens of question and text (0 when the endpoint does not report them)."""
-
     text: str
     tokens_in: int
     tokens_out: int
@@ -71,8 +69,6 @@ class Cost:
 
 
 class Chat:
-    """Send questions to one model, at most ``concurrency`` at once. Call `close` at the end."""
-
     def __init__(self, settings: JudgeSettings, api_key: str) -> None:
         self._settings = settings
         self._places = asyncio.Semaphore(settings.concurrency)
@@ -84,11 +80,9 @@ class Chat:
         await self._http.close()
 
     async def ask(self, question: str) -> Said:
-        """Return the model's answer to a question; raises NoVerdict."""
         return await self.converse(self._body(question))
 
     async def converse(self, body: dict[str, Any]) -> Said:
-        """Return the model's answer to a complete request body; raises NoVerdict."""
         async with self._places:
             self.cost.calls += 1
             try:

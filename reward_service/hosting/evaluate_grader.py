@@ -20,21 +20,29 @@ from rapidfuzz import fuzz
 from rapidfuzz.distance import LCSseq
 
 from penstock.reward_service.endpoints.wire import Score
-from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict
-from penstock.reward_service.hosting.openai_graders.grader import (
-    Grader,
-    Multi,
-    NoSuchVariable,
-    SampleUnfit,
-    ScoreModel,
-    StringCheck,
-    TextSimilarity,
-    compute_formula,
-    fill_variables,
-)
+from penstock.reward_service.hosting import openai_grader
+from penstock.reward_service.hosting.chat_client import Chat, NoVerdict
 
 _WORD = re.compile(r"[^\W_]+")
 _LONGEST = 4
+_UNFIT = "sample_unfit"
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "steps": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"description": {"type": "string"}, "conclusion": {"type": "string"}},
+                "required": ["description", "conclusion"],
+                "additionalProperties": False,
+            },
+        },
+        "result": {"type": "number"},
+    },
+    "required": ["steps", "result"],
+    "additionalProperties": False,
+}
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
@@ -71,59 +79,41 @@ def _f1(shared: int, given: int, expected: int) -> float:
     return 2.0 * shared / (given + expected) if shared else 0.0
 
 
-_UNFIT = "sample_unfit"
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "steps": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"description": {"type": "string"}, "conclusion": {"type": "string"}},
-                "required": ["description", "conclusion"],
-                "additionalProperties": False,
-            },
-        },
-        "result": {"type": "number"},
-    },
-    "required": ["steps", "result"],
-    "additionalProperties": False,
-}
-
-
-async def evaluate(grader: Grader, item: Mapping[str, Any], answer: str, chat: Chat | None) -> Score:
-    """Return the score of one answer; ``chat`` is needed for score_model graders."""
+async def evaluate(grader: openai_grader.Grader, item: Mapping[str, Any], answer: str, chat: Chat | None) -> Score:
     try:
-        if not isinstance(grader, Multi):
+        if not isinstance(grader, openai_grader.Multi):
             value, unfit = await _single(grader, item, answer, chat)
             return Score(score=value, parts={_UNFIT: 1.0} if unfit else {})
         scores, any_unfit = {}, False
         for name, one in grader.graders.items():
             scores[name], unfit = await _single(one, item, answer, chat)
             any_unfit = any_unfit or unfit
-        total = compute_formula(grader.calculate_output, scores)
+        total = openai_grader.compute_formula(grader.calculate_output, scores)
         parts = {name[:64]: value for name, value in list(scores.items())[:31]}
         return Score(score=total, parts={**parts, **({_UNFIT: 1.0} if any_unfit else {})})
-    except (NoSuchVariable, NoVerdict, ValueError) as err:
+    except (openai_grader.NoSuchVariable, NoVerdict, ValueError) as err:
         return Score(error=str(err)[:1000])
 
 
 async def _single(
-    grader: StringCheck | TextSimilarity | ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None
+    grader: openai_grader.StringCheck | openai_grader.TextSimilarity | openai_grader.ScoreModel,
+    item: Mapping[str, Any],
+    answer: str,
+    chat: Chat | None,
 ) -> tuple[float, bool]:
     try:
         match grader:
-            case StringCheck() | TextSimilarity():
-                text = fill_variables(grader.input, item, answer)
-                return _compare(grader, text, fill_variables(grader.reference, item, answer)), False
-            case ScoreModel():
+            case openai_grader.StringCheck() | openai_grader.TextSimilarity():
+                text = openai_grader.fill_variables(grader.input, item, answer)
+                return _compare(grader, text, openai_grader.fill_variables(grader.reference, item, answer)), False
+            case openai_grader.ScoreModel():
                 return await _ask(grader, item, answer, chat), False
-    except SampleUnfit:
-        return (grader.range[0] if isinstance(grader, ScoreModel) else 0.0), True
+    except openai_grader.SampleUnfit:
+        return (grader.range[0] if isinstance(grader, openai_grader.ScoreModel) else 0.0), True
 
 
-def _compare(grader: StringCheck | TextSimilarity, text: str, reference: str) -> float:
-    if isinstance(grader, TextSimilarity):
+def _compare(grader: openai_grader.StringCheck | openai_grader.TextSimilarity, text: str, reference: str) -> float:
+    if isinstance(grader, openai_grader.TextSimilarity):
         return similarity(grader.evaluation_metric, text, reference)
     match grader.operation:
         case "eq":
@@ -136,10 +126,12 @@ def _compare(grader: StringCheck | TextSimilarity, text: str, reference: str) ->
             return float(reference.casefold() in text.casefold())
 
 
-async def _ask(grader: ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None) -> float:
+async def _ask(grader: openai_grader.ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None) -> float:
     if chat is None:
         raise NoVerdict(f"score_model {grader.name or grader.model} needs a chat endpoint: --base-url")
-    messages = [{"role": one.role, "content": fill_variables(one.content, item, answer)} for one in grader.input]
+    messages = [
+        {"role": one.role, "content": openai_grader.fill_variables(one.content, item, answer)} for one in grader.input
+    ]
     sampling = grader.sampling_params
     more = sampling.model_dump(exclude_none=True, exclude={"max_completions_tokens"})
     if sampling.max_completions_tokens is not None:

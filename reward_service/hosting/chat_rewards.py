@@ -1,8 +1,8 @@
-"""Score groups with a judge: each answer alone, or each answer against others of its group.
+"""Endpoints that ask a language model: a judge (``serve-judge``), and graders in OpenAI's form (``serve-grader``).
 
-Pairwise, the score of an answer is the share of its comparisons that it won, a tie counting half, so the scores of
-a group whose answers are all compared with one another sum to half its size. Each pair is asked in both orders,
-because judges favour a position.
+A judge scores each answer alone, or against others of its group. Pairwise, the score of an answer is the share of its
+comparisons that it won, a tie counting half, so the scores of a group whose answers are all compared with one another
+sum to half its size. Each pair is asked in both orders, because judges favour a position.
 
 Text of a judge that cannot be read as a number or a winner is an error, never a score.
 """
@@ -10,15 +10,25 @@ Text of a judge that cannot be read as a number or a winner is an error, never a
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
+from penstock.protocol.errors import ConfigError
+from penstock.reward_service.endpoints.dialects.openai_grader import item_of
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict, Said
-from penstock.reward_service.hosting.judge.settings import JudgeSettings
+from penstock.reward_service.hosting import judge_settings, openai_grader
+from penstock.reward_service.hosting.chat_client import Chat, NoVerdict, Said
+from penstock.reward_service.hosting.commands import ChatOptions
+from penstock.reward_service.hosting.evaluate_grader import evaluate
+from penstock.reward_service.hosting.judge_settings import JudgeSettings
+from penstock.reward_service.hosting.openai_grader import Grader, Multi, ScoreModel
 
 Winner = Literal["a", "b", "tie"]
 
@@ -30,6 +40,7 @@ _SCORE = re.compile(
 _WINNER = re.compile(rf"{_BULLET}{_ORNAMENT}winner{_ORNAMENT}[:=]{_ORNAMENT}(?:answer\s+)?(a|b|tie){_ORNAMENT}", re.I)
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.S)
 _SHOWN = 160
+_ROUNDS = 4.0  # a call has one or more groups, and its questions wait in a queue with those of other calls
 
 
 class Unreadable(ValueError):
@@ -50,7 +61,6 @@ def read_score(text: str, *, lowest: float, highest: float) -> float:
 
 
 def read_winner(text: str) -> Winner:
-    """Return the winner named in the last line ``WINNER: A``; raises Unreadable."""
     found = _WINNER.fullmatch(_last_line(text))
     if found is None:
         raise Unreadable(f"the judge's last line must be WINNER: A, B or TIE, got {_end(text)!r}")
@@ -74,8 +84,6 @@ def _end(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One question about two answers of a group, by index; ``first`` is answer A."""
-
     first: int
     second: int
 
@@ -105,8 +113,8 @@ class Panel:
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         """Return the scores of every group; a missing or unreadable verdict is the error of its score."""
-        one = self._pointwise if self._settings.mode == "pointwise" else self._pairwise
-        return list(await asyncio.gather(*(one(group) for group in groups)))
+        score = self._pointwise if self._settings.mode == "pointwise" else self._pairwise
+        return list(await asyncio.gather(*(score(group) for group in groups)))
 
     async def _pointwise(self, group: GroupToScore) -> list[Score]:
         return list(await asyncio.gather(*(self._one(group, text) for text in group.completions)))
@@ -164,16 +172,118 @@ class Panel:
         if longest > self._settings.max_answer_chars:
             raise NoVerdict(f"an answer of {longest} characters exceeds max_answer_chars")
         values: dict[str, Any] = {
-            "prompt": group.prompt,
-            "ground_truth": group.ground_truth,
-            "data_source": group.data_source,
-            "extra_info": group.extra_info,
-            "min_score": self._settings.min_score,
-            "max_score": self._settings.max_score,
-            **answers,
-        }
+            "prompt": group.prompt, "ground_truth": group.ground_truth, "data_source": group.data_source,
+            "extra_info": group.extra_info, "min_score": self._settings.min_score,
+            "max_score": self._settings.max_score, **answers,
+        }  # fmt: skip
         try:
             question = self._question.fill(values)
         except KeyError as err:
             raise NoVerdict(f"the row has no column {err.args[0]!r}that the template uses") from None
         return await self._chat.ask(question)
+
+
+class ChatReward:
+    """A reward that may ask a chat endpoint, with long deadlines and small calls, because a model may take minutes."""
+
+    batched = True
+
+    def __init__(self, file: Path, settings: JudgeSettings | None) -> None:
+        self._file, self._settings = file, settings
+        self._key = settings.api_key() if settings is not None else ""
+        self._chat: Chat | None = None
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        if self._settings is None:
+            return {}
+        return {"timeout_s": min(3600.0, self._settings.timeout_s * _ROUNDS), "batch_size": 4}
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {} if self._chat is None else asdict(self._chat.cost)
+
+    async def open(self) -> None:
+        if self._settings is not None:
+            self._chat = Chat(self._settings, self._key)
+
+    async def close(self) -> None:
+        if self._chat is not None:
+            await self._chat.close()
+
+
+class JudgeReward(ChatReward):
+    def __init__(self, file: Path) -> None:
+        self._judge = judge_settings.load(file)
+        super().__init__(file, self._judge)
+
+    @property
+    def title(self) -> str:
+        return f"{self._file.name}: {self._judge.mode} judge {self._judge.model}"
+
+    @property
+    def version(self) -> str:
+        return hashlib.sha256(self._judge.model_dump_json().encode()).hexdigest()[:8]
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        lowest, highest = self._judge.min_score, self._judge.max_score
+        if self._judge.scale or self._judge.mode == "pairwise":
+            lowest, highest = 0.0, 1.0
+        return {**super().terms, "min_score": lowest, "max_score": highest}
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        if self._chat is None:
+            return {}
+        cost = self._chat.cost
+        price = (cost.tokens_in * self._judge.price_in + cost.tokens_out * self._judge.price_out) / 1e6
+        return {**super().figures, "price": price}
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        assert self._chat is not None
+        return await Panel(self._judge, self._chat).score(groups)
+
+
+class GraderReward(ChatReward):
+    def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
+        self._reference_key = reference_key
+        self._grader: Grader = openai_grader.load(file)
+        super().__init__(file, model_settings)
+        if _asks_a_model(self._grader) and model_settings is None:
+            raise ConfigError(f"{file}: a score_model grader needs a chat endpoint: name it with --base-url")
+
+    @property
+    def title(self) -> str:
+        return f"{self._file.name}: {self._grader.type} grader"
+
+    @property
+    def version(self) -> str:
+        where = "" if self._settings is None else self._settings.base_url
+        return hashlib.sha256(f"{self._grader.model_dump_json()}\n{where}".encode()).hexdigest()[:8]
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        return list(await asyncio.gather(*(self._group(group) for group in groups)))
+
+    async def _group(self, group: GroupToScore) -> list[Score]:
+        item = item_of(group, self._reference_key)
+        graded = (evaluate(self._grader, item, text, self._chat) for text in group.completions)
+        return list(await asyncio.gather(*graded))
+
+
+def _asks_a_model(grader: Grader) -> bool:
+    inner = grader.graders.values() if isinstance(grader, Multi) else [grader]
+    return any(isinstance(part, ScoreModel) for part in inner)
+
+
+def model_settings(options: ChatOptions) -> JudgeSettings | None:
+    if not options.base_url:
+        return None
+    try:
+        return JudgeSettings(
+            base_url=options.base_url, model="of the grader", timeout_s=options.timeout_s,
+            concurrency=options.concurrency, api_key_env=options.api_key_env, api_key_file=options.api_key_file,
+        )  # fmt: skip
+    except ValidationError as err:
+        problems = (f"--{error['loc'][0] if error['loc'] else ''}: {error['msg']}" for error in err.errors())
+        raise ConfigError("; ".join(problems)) from None

@@ -1,9 +1,15 @@
-"""Register an environment server on NATS, renew its lease while it answers, and remove it at the end."""
+"""Register an environment server on NATS, renew its lease while it answers, and remove it at the end.
+
+And ``penstock env register`` for a server that runs already, ``penstock env drain`` and ``resume``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -12,25 +18,29 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from penstock.agents.environments.over_http import registry
-from penstock.agents.environments.over_http.client import EnvironmentClient, ServerUnreachable
 from penstock.agents.environments.over_http.registry import (
+    NAME_PATTERN,
     Lease,
     Listed,
     RegisteredServer,
     RegistrationRefused,
 )
+from penstock.agents.environments.over_http.servers import EnvironmentClient, ServerUnreachable
 from penstock.agents.environments.over_http.wire import About
-from penstock.agents.hosting.commands import LEASE_S
+from penstock.agents.environments.server_urls import checked_url
+from penstock.agents.hosting.commands import LEASE_S, LeaseOptions, TargetOptions
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
 from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
+from penstock.protocol.logs import configure
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
-from penstock.serving import lease, target_policy
+from penstock.serving import lease, signature, target_policy
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
+from penstock.serving.web_server import stopping_by_signal
 
 LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
 _ASK_S = 5.0
@@ -38,16 +48,12 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 
 
 class RegistrySettings(Section):
-    """The sections of a run file that a registration reads."""
-
     nats: NatsSettings = NatsSettings()  # pyright: ignore[reportCallIssue]
     s3: S3Settings = S3Settings()  # pyright: ignore[reportCallIssue]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is registered; in service until ``lease_s`` seconds after its last renewal."""
-
     name: str  # empty: as the server calls itself
     url: str
     lease_s: float = LEASE_S
@@ -55,7 +61,6 @@ class Offer:
 
 
 def read_settings(given: Sequence[str], environ: dict[str, str]) -> RegistrySettings:
-    """Return where NATS is; raises ConfigError."""
     files, overrides = run_file.split_arguments(list(given))
     return run_file.load(RegistrySettings, files=files, overrides=overrides, environ=environ).settings
 
@@ -63,24 +68,19 @@ def read_settings(given: Sequence[str], environ: dict[str, str]) -> RegistrySett
 async def client_of(
     settings: RegistrySettings, *, secrets: Sequence[str], ca_file: Path | None, allowed: Sequence[str]
 ) -> EnvironmentClient:
-    """Return a client that calls what workers would call; raises ConfigError."""
     own = await target_policy.find_own_servers(settings.nats, settings.s3)
     try:
         policy = TargetPolicy(allowed or PRIVATE_TARGETS, own, key="--allowed-target")
     except ValueError as err:
         raise ConfigError(str(err)) from None
     connections = HttpConnections(
-        keep_s=LEASE_S,
-        policy=policy,
-        max_answer_bytes=_MAX_ANSWER_BYTES,
-        ca_file=ca_file,
+        keep_s=LEASE_S, policy=policy, max_answer_bytes=_MAX_ANSWER_BYTES, ca_file=ca_file,
         ca_key="--ca-file" if ca_file else tls.AUTHORITY,
-    )
+    )  # fmt: skip
     return EnvironmentClient(connections, secrets)
 
 
 async def open_registry(bus: Bus) -> KeyValue:
-    """Return the bucket, once it has been created; stderr says what is waited for. Raises PenstockError."""
     return await lease.until_there(
         lambda: bus.key_value(streams.environments_bucket().bucket),
         MissingStream,
@@ -89,10 +89,7 @@ async def open_registry(bus: Bus) -> KeyValue:
 
 
 class Registrar:
-    """Keeps one server registered. For one event loop."""
-
     def __init__(self, store: KeyValue, client: EnvironmentClient, offer: Offer) -> None:
-        """``client`` asks the server before it is registered, and before each renewal. Raises ConfigError."""
         if not LEAST_LEASE_S <= offer.lease_s <= LONGEST_LEASE_S:
             raise ConfigError(f"--lease-s {offer.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
         self._store, self._client, self._offer = store, client, offer
@@ -102,8 +99,12 @@ class Registrar:
 
     @contextlib.asynccontextmanager
     async def registered(self) -> AsyncIterator[RegisteredServer]:
-        """Keep the server registered inside the block; raises PenstockError if it cannot be registered."""
         server = await self._register(await self._ask())
+        sys.stdout.write(
+            f"environment {self.name}, version {server.version}, {server.capacity} episodes at once, is registered at {server.url}. "
+            f'Next: [environment.define.{self.name}] type = "http", options = {{ registered = "{self.name}" }}\n'
+        )
+        sys.stdout.flush()
         renewing = asyncio.create_task(lease.keep(self._offer.lease_s, self.renew))
         try:
             yield server
@@ -113,7 +114,6 @@ class Registrar:
             await self._unregister()
 
     async def renew(self) -> bool:
-        """Renew the lease with what the server says of itself now; says on stderr what is wrong. Returns True."""
         problem = ""
         try:
             about, before = await self._ask(), self._server
@@ -135,13 +135,13 @@ class Registrar:
         return True
 
     def _check_standing(self, listed: Listed, about: About) -> None:
-        """Say on stderr when the server gets no new episodes; forget a registration that is not there any more."""
         assert self._server is not None
-        own = listed.registered and next((one for one in listed.registered.servers if one.id == self._server.id), None)
-        if own is None:  # the lease had expired, and another registration removed it
+        servers = listed.registered.servers if listed.registered else ()
+        server = next((server for server in servers if server.id == self._server.id), None)
+        if server is None:  # the lease had expired, and another registration removed it
             self._server = None
             return
-        state = listed.state(own)
+        state = listed.state(server)
         if state in ("replaced", "drained") and state != self._said:
             by = f" by version {listed.registered.version}" if state == "replaced" and listed.registered else ""
             lease.say(
@@ -150,10 +150,8 @@ class Registrar:
         self._said = state
 
     async def _ask(self) -> About:
-        url, deadline_s = (
-            f"{self._offer.url}/environment",
-            min(_ASK_S, self._offer.lease_s / lease.RENEWALS_PER_LEASE),
-        )
+        url = f"{self._offer.url}/environment"
+        deadline_s = min(_ASK_S, self._offer.lease_s / lease.RENEWALS_PER_LEASE)
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._client.call("GET", url, "environment", None, About)
@@ -184,3 +182,64 @@ class Registrar:
 
     def _lease(self, about: About) -> Lease:
         return Lease(at=time.time(), lease_s=self._offer.lease_s, running=about.running, draining=about.draining)
+
+
+def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> int:
+    configure("environment")
+    asyncio.run(_register(url, settings, name, lease, targets))
+    return 0
+
+
+async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> None:
+    stop = asyncio.Event()
+    secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
+    async with registrar_of(
+        name, url, given, lease, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
+    ) as registrar:
+        with stopping_by_signal(stop):
+            async with registrar.registered():
+                await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def registrar_of(
+    name: str, url: str, given: Sequence[str], lease: LeaseOptions, *, secrets: Sequence[str],
+    ca_file: Path | None = None, allowed: Sequence[str],
+) -> AsyncIterator[Registrar]:  # fmt: skip
+    """Yield what registers the server at a URL on the NATS that ``given`` names, while it is connected; raises PenstockError."""
+    try:
+        offer = Offer(check_name(name), checked_url(url), lease.lease_s, lease.replace)
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+    settings = read_settings(given, dict(os.environ))
+    client = await client_of(settings, secrets=secrets, ca_file=ca_file, allowed=allowed)
+    try:
+        with Bus.connect(settings.nats, name=f"environment-{name or 'server'}") as bus:
+            yield Registrar(await open_registry(bus), client, offer)
+    finally:
+        await client.close()
+
+
+def check_name(name: str) -> str:
+    if name and not re.fullmatch(NAME_PATTERN, name):
+        raise ConfigError(f"name {name!r}: expected 1 to 64 letters, digits, '_' and '-', the first a letter or digit")
+    return name
+
+
+def set_drained(name: str, given: Sequence[str], url: str | None, *, drained: bool) -> int:
+    settings, verb = read_settings(given, dict(os.environ)), "drain" if drained else "resume"
+    check_name(name)
+    url = None if url is None else url.rstrip("/")
+
+    async def change() -> list[str]:
+        with Bus.connect(settings.nats, name=f"environment-{verb}") as bus:
+            return await registry.drain(await open_registry(bus), name, url, on=drained)
+
+    changed = asyncio.run(change())
+    if not changed:
+        raise ConfigError(
+            f"no server {'' if url is None else f'at {url} '}is registered under {name!r}; see: penstock env list --registered"
+        )
+    for server_url in changed:
+        sys.stdout.write(f"{name} at {server_url}: {'drained; its episodes go on' if drained else 'back in service'}\n")
+    return 0

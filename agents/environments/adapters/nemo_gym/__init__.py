@@ -1,1 +1,0 @@
-"""Environments of NeMo-Gym resources servers (docs/environments_of_others.md)."""

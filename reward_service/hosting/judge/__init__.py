@@ -1,1 +1,0 @@
-"""A language model as judge: templates, calls of its chat endpoint, its verdicts, and their cost."""
