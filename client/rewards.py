@@ -172,5 +172,7 @@ def _version(function: Any, code: CodeType | None) -> str:
 
 def _text_of(code: CodeType) -> str:
     """Return what a function does as a text, without the place of its source."""
-    constants = [_text_of(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    constants = [
+        _text_of(co_const) if isinstance(co_const, CodeType) else repr(co_const) for co_const in code.co_consts
+    ]
     return " ".join([code.co_code.hex(), *code.co_names, *constants])

@@ -117,15 +117,15 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 
 def _refuse_mistyped(app: App, tokens: Sequence[str]) -> None:
     """Raise UsageError for a word that is nearly an option of a command which takes any words as settings."""
-    if not any(one.startswith("--") for one in tokens) or {"--help", "--version"} & set(tokens):
+    if not any(token.startswith("--") for token in tokens) or {"--help", "--version"} & set(tokens):
         return
     _, apps, rest = app.parse_commands(tokens)
     arguments = arguments_of(apps[-1])
-    if not any(one.parameter.allow_leading_hyphen for one in arguments):
+    if not any(argument.parameter.allow_leading_hyphen for argument in arguments):
         return
     import difflib  # noqa: PLC0415  few commands need it
 
-    options = [name for one in arguments for name in one.names if name.startswith("--")]
+    options = [name for argument in arguments for name in argument.names if name.startswith("--")]
     for word in (one.partition("=")[0] for one in rest if one.startswith("--") and "." not in one.partition("=")[0]):
         if word not in options and (near := difflib.get_close_matches(word, options, 1, 0.8)):
             raise UsageError(f"there is no option {word}; did you mean {near[0]}?")

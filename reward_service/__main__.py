@@ -141,8 +141,8 @@ def _texts(err: BaseException) -> Iterator[str]:
     if isinstance(err, BaseExceptionGroup):
         ours, others = err.split(PenstockError)
         if ours is not None and others is None:
-            for one in ours.exceptions:
-                yield from _texts(one)
+            for exception in ours.exceptions:
+                yield from _texts(exception)
     else:
         yield str(err)
 

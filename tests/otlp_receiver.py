@@ -59,14 +59,16 @@ class Receiver:
     def _take(self, request: Any, body: bytes) -> None:
         self.bodies.append(body)
         for of_resource in request.resource_spans:
-            resource = {one.key: one.value.string_value for one in of_resource.resource.attributes}
+            resource = {attribute.key: attribute.value.string_value for attribute in of_resource.resource.attributes}
             for scope in of_resource.scope_spans:
                 self.spans += scope.spans
                 self.services += [resource["service.name"]] * len(scope.spans)
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }
 
 
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:

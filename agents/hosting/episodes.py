@@ -127,7 +127,7 @@ class Episodes:
         first = await self._call(play.start, body.episode)
         try:
             messages = checked_messages(first, is_first=True)
-            written = [wire.written(one) for one in messages]
+            written = [wire.written(message) for message in messages]
             scores = {"scores": True} if type(play).score is not Play.score else {}  # absent: as in `write_reply`
             return Started(messages=written, tools=list(play.tools), version=play.version or self.version, **scores)
         except (EnvironmentFailed, ValidationError) as err:

@@ -193,26 +193,26 @@ async def _call(function: Callable[[], Any], settings: EpisodeSettings, executor
 
 
 def summary(policy: str, trials: Sequence[Trial]) -> dict[str, Any]:
-    played = [one for one in trials if one.end != "failed"]
+    played = [trial for trial in trials if trial.end != "failed"]
     turns = [len(one.steps_s) for one in played]
     rewards = [one.reward for one in played]
-    steps = [seconds for one in trials for seconds in one.steps_s]
+    steps = [seconds for trial in trials for seconds in trial.steps_s]
     names = sorted({name for one in played for name in one.parts})
     return {
         "policy": policy,
         "episodes": len(trials),
         "ends": {
-            end: sum(one.end == end for one in trials) for end in ("done", "truncated", "no answer left", "failed")
+            end: sum(trial.end == end for trial in trials) for end in ("done", "truncated", "no answer left", "failed")
         },
         "turns": _spread(turns),
         "reward": _spread(rewards),
         "parts": {name: _mean([one.parts.get(name, 0.0) for one in played]) for name in names},
         "ms": {
             "start": _spread([1000 * one.start_s for one in played]),
-            "step": _spread([1000 * one for one in steps]),
+            "step": _spread([1000 * step for step in steps]),
             "end": _spread([1000 * one.end_s for one in played]),
         },
-        "problems": list(dict.fromkeys(one.problem for one in trials if one.problem))[:10],
+        "problems": list(dict.fromkeys(trial.problem for trial in trials if trial.problem))[:10],
     }
 
 
@@ -249,7 +249,7 @@ def try_environment(name: str, options: TrialOptions) -> int:
         sys.stdout.write(json.dumps({"policies": figures, "repeatable": is_repeatable}) + "\n")
     else:
         sys.stdout.write("\n".join(_text(figures, is_repeatable=is_repeatable)) + "\n")
-    return int(not is_repeatable or any(one["ends"]["failed"] for one in figures))
+    return int(not is_repeatable or any(figure["ends"]["failed"] for figure in figures))
 
 
 async def _trials(
@@ -317,13 +317,13 @@ def _object(text: str, key: str) -> dict[str, Any]:
 
 def _text(figures: Sequence[dict[str, Any]], *, is_repeatable: bool) -> list[str]:
     lines = []
-    for one in figures:
-        ends = ", ".join(f"{count} {end}" for end, count in one["ends"].items() if count)
-        lines.append(f"{one['policy']}: {one['episodes']} episodes: {ends}")
-        lines += [f"  {name:<7} {_spread_text(one[name])}" for name in ("turns", "reward")]
-        lines += [f"  {name:<7} {value:.3f}" for name, value in one["parts"].items()]
-        lines += [f"  {phase:<7} {_spread_text(one['ms'][phase])} ms" for phase in ("start", "step", "end")]
-        lines += [f"  problem: {text}" for text in one["problems"]]
+    for figure in figures:
+        ends = ", ".join(f"{count} {end}" for end, count in figure["ends"].items() if count)
+        lines.append(f"{figure['policy']}: {figure['episodes']} episodes: {ends}")
+        lines += [f"  {name:<7} {_spread_text(figure[name])}" for name in ("turns", "reward")]
+        lines += [f"  {name:<7} {value:.3f}" for name, value in figure["parts"].items()]
+        lines += [f"  {phase:<7} {_spread_text(figure['ms'][phase])} ms" for phase in ("start", "step", "end")]
+        lines += [f"  problem: {text}" for text in figure["problems"]]
     same = "the same episode" if is_repeatable else "ANOTHER EPISODE: everything random must follow from the seed"
     return [*lines, f"same seed, same answers: {same}"]
 

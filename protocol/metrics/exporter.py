@@ -39,7 +39,7 @@ def ends_of(file: str | Path | None) -> list[float]:
         certificates = x509.load_pem_x509_certificates(Path(file).read_bytes()) if file else []
     except (OSError, ValueError, x509.InvalidVersion):
         return []
-    return [one.not_valid_after_utc.timestamp() for one in certificates]
+    return [certificate.not_valid_after_utc.timestamp() for certificate in certificates]
 
 
 class Exporter:

@@ -212,7 +212,7 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, err: RequestValidationError) -> JSONResponse:
         """Name the wrong fields without their values, which may be secrets or not JSON."""
-        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
+        wrong = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors()]
         return JSONResponse({"detail": "; ".join(wrong[:10])}, 422)
 
 

@@ -215,5 +215,5 @@ def load(file: Path) -> JudgeSettings:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
         raise ConfigError(f"{file}: not TOML: {err}") from None
     except ValidationError as err:
-        wrong = [f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in err.errors()]
+        wrong = [f"{'.'.join(map(str, error['loc'])) or 'the file'}: {error['msg']}" for error in err.errors()]
         raise ConfigError(f"{file}: {'; '.join(wrong)}") from None

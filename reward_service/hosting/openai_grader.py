@@ -283,7 +283,7 @@ def read(given: Any) -> Grader:
     try:
         return _GRADER.validate_python(given)
     except ValidationError as err:
-        wrong = [f"{'.'.join(map(str, one['loc'])) or 'the grader'}: {one['msg']}" for one in err.errors()]
+        wrong = [f"{'.'.join(map(str, error['loc'])) or 'the grader'}: {error['msg']}" for error in err.errors()]
         raise ValueError("; ".join(wrong[:5])) from None
 
 

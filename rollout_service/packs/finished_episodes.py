@@ -139,7 +139,7 @@ class FinishedEpisodes:
         except (PenstockError, ValueError) as err:
             log.warning("object ignored: it is not a finished episode of the task", key=stat.key, error=str(err))
             return None
-        return name[1], ContinuedEpisode(**{one.name: getattr(episode, one.name) for one in fields(Episode)})
+        return name[1], ContinuedEpisode(**{field.name: getattr(episode, field.name) for field in fields(Episode)})
 
     def _is_usable(self, task: Task, episode: Episode, max_staleness: int) -> bool:
         shapes = [None if row.experts is None else row.experts.shape for row in rows_of(episode)]

@@ -166,12 +166,12 @@ def main(*_: Any, **__: Any) -> int:
 def each(marks: Iterable[Mark]) -> list[dict[str, Any]]:
     """Return the arguments of every case of a test with these marks; raises BadTests for other forms."""
     cases: list[dict[str, Any]] = [{}]
-    for one in marks:
-        if one.name != "parametrize":
+    for mark in marks:
+        if mark.name != "parametrize":
             continue
-        if "indirect" in one.kwargs:
+        if "indirect" in mark.kwargs:
             raise BadTests("the tests use parametrize(indirect=...), which is not supported")
-        given = dict(zip(("argnames", "argvalues"), one.args, strict=False)) | one.kwargs
+        given = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | mark.kwargs
         names = given["argnames"]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
         sets = [_arguments(names, row) for row in given["argvalues"]]
@@ -181,7 +181,7 @@ def each(marks: Iterable[Mark]) -> list[dict[str, Any]]:
 
 def _arguments(names: list[str], row: Any) -> dict[str, Any] | None:
     if isinstance(row, Parameters):
-        if any(is_left_out(one) for one in row.marks):
+        if any(is_left_out(mark) for mark in row.marks):
             return None
         row = row.values if len(names) > 1 else row.values[0]
     return dict(zip(names, row, strict=True)) if len(names) > 1 else {names[0]: row}

@@ -236,7 +236,7 @@ def _with_fixtures(
         _set_up(names, owner, test, ending)
         made = dict(arguments)
         wanted = [name for name, one in fixtures.items() if one.__dict__[pytest_api.FIXTURE]["autouse"]]
-        wanted += [name for one in marks if one.name == "usefixtures" for name in one.args]
+        wanted += [name for mark in marks if mark.name == "usefixtures" for name in mark.args]
         for name in wanted:
             _make(name, fixtures, made, ending)
         given = {name: _make(name, fixtures, made, ending) for name in _required(test)}

@@ -90,13 +90,13 @@ class _Session:
             return names[functions[0]]
 
         groups = test_collection.collect(names, before, tree, candidate)
-        count = sum(one.count for one in groups)
+        count = sum(group.count for group in groups)
         if not groups and test_collection.has_statements(tree):
             self._report(place, "")
             return 1
         _say({**self._label, "place": place, "planned": count})
-        for one in groups:
-            one.run(lambda why: self._report(place, why))
+        for group in groups:
+            group.run(lambda why: self._report(place, why))
         return count
 
     def _report(self, place: int, why: str) -> None:

@@ -142,14 +142,14 @@ async def test_every_sample_ends_at_the_first_stop_string(client: EngineClient, 
     for most in (1, 60):
         groups = await client.generate(PROMPTS, Sampling(max_new_tokens=most, stop=("e", "a", "t")), NUM_SAMPLES)
         completions = [one for group in groups for one in group]
-        for one in completions:
+        for completion in completions:
             shorter, whole = (
-                text.decode(ids, skip_special_tokens=False) for ids in (one.token_ids[:-1], one.token_ids)
+                text.decode(ids, skip_special_tokens=False) for ids in (completion.token_ids[:-1], completion.token_ids)
             )
             assert not set("eat") & set(shorter)
-            has_ended = bool(set("eat") & set(whole)) or one.token_ids[-1] == 2
-            assert one.finish_reason == ("stop" if has_ended else "length")
-        assert most == 1 or any(set("eat") & set(one.text) for one in completions)
+            has_ended = bool(set("eat") & set(whole)) or completion.token_ids[-1] == 2
+            assert completion.finish_reason == ("stop" if has_ended else "length")
+        assert most == 1 or any(set("eat") & set(completion.text) for completion in completions)
 
 
 async def test_an_impossible_request_is_never_sent(client: EngineClient) -> None:
@@ -209,14 +209,14 @@ async def test_redundant_completions_are_aborted_and_counted(
     abandoned = [one for group in groups for one in group.abandoned]
     assert {one.reason for one in abandoned} <= {"aborted", "surplus"}
     assert any(one.reason == "aborted" for one in abandoned)
-    kept = [one for group in groups for one in group.completions]
+    kept = [completion for group in groups for completion in group.completions]
     assert all(one.finish_reason in ("stop", "length") for one in kept)
     num_tokens = sum(len(one.token_ids) for one in kept) + sum(one.num_tokens for one in abandoned)
     assert after["engine_generated_tokens"] - before.get("engine_generated_tokens", 0) == num_tokens
     models = {0: dense, 1: Dense(tmp_path / "v1")}
     for prompt, group in zip(PROMPTS, groups, strict=True):
-        for one in group.completions:
-            check_versions(server, models, prompt, one, mode)
+        for completion in group.completions:
+            check_versions(server, models, prompt, completion, mode)
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])

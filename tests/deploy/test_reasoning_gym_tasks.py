@@ -112,7 +112,7 @@ def evaluates(task: type) -> bool:
             continue
         seen.add(name)
         calls = [node.func for node in ast.walk(functions[name]) if isinstance(node, ast.Call)]
-        left += [getattr(one, "id", getattr(one, "attr", "")) for one in calls]
+        left += [getattr(call, "id", getattr(call, "attr", "")) for call in calls]
     return False
 
 

@@ -24,7 +24,7 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def problems(validator: jsonschema.Draft202012Validator, text: str) -> list[str]:
-    return ["/".join(map(str, one.absolute_path)) for one in validator.iter_errors(tomllib.loads(text))]
+    return ["/".join(map(str, iter_error.absolute_path)) for iter_error in validator.iter_errors(tomllib.loads(text))]
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_every_setting_is_described():
     known = explain_settings.load_reference()
     assert set(known.sections) == set(SECTIONS)
     assert all(known.sections.values())
-    for one in known.settings.values():
-        assert one.description.endswith((".", "…")), one.key
-        assert one.type, one.key
-        assert one.default, one.key
-        assert one.services, one.key
+    for setting in known.settings.values():
+        assert setting.description.endswith((".", "…")), setting.key
+        assert setting.type, setting.key
+        assert setting.default, setting.key
+        assert setting.services, setting.key
     shown = {
         line.partition(" = ")[0]
         for loaded in config_show.load_all([], ["model.path=m"], {})

@@ -113,7 +113,9 @@ def test_every_linked_page_is_on_the_site():
     patterns: list[str] = next(
         ast.literal_eval(node.value) for node in source.body if _assigns(node, "include_patterns")
     )
-    included = re.compile("|".join(re.escape(one).replace(r"\*\*", ".*").replace(r"\*", "[^/]*") for one in patterns))
+    included = re.compile(
+        "|".join(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^/]*") for pattern in patterns)
+    )
     linked = {
         (page.parent / target).resolve().relative_to(ROOT)
         for page in PAGES
@@ -273,4 +275,6 @@ def _contains(message: str, quoted: str) -> bool:
 
 
 def _assigns(node: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
-    return isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets)
+    return isinstance(node, ast.Assign) and any(
+        isinstance(target, ast.Name) and target.id == name for target in node.targets
+    )

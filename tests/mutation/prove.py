@@ -107,7 +107,7 @@ def prove(guards: Sequence[Guard], *, num_copies: int) -> dict[str, Result]:
         copies = [TreeCopy(Path(folder) / str(number)) for number in range(num_copies)]
         _try_all(guards, copies, 1.0)
         results = kept_results(before)
-        without_end = [one for one in guards if one.check in results and results[one.check].verdict == "no end"]
+        without_end = [guard for guard in guards if guard.check in results and results[guard.check].verdict == "no end"]
         _try_all(without_end, copies[:1], _ALONE_TIMES)
     return kept_results(before)
 

@@ -18,14 +18,18 @@ def swap(old: str, new: str, file: str) -> bool:
     changed = _changed(*(compile(text, file, "exec", dont_inherit=True) for text in (old, new)))
     if not changed:
         return False
-    functions = [one for one in gc.get_objects() if isinstance(one, FunctionType) and one.__code__.co_filename == file]
-    found = [(one, code) for was, code in changed for one in functions if one.__code__ == was]
+    functions = [
+        get_object
+        for get_object in gc.get_objects()
+        if isinstance(get_object, FunctionType) and get_object.__code__.co_filename == file
+    ]
+    found = [(function, code) for was, code in changed for function in functions if function.__code__ == was]
     if {id(code) for _, code in found} != {id(code) for _, code in changed}:
         return False  # one of them is called at import only, or was replaced since
     if any(one.__code__.co_freevars != code.co_freevars for one, code in found):
         return False
     inner = [code for was, now in changed for code in set(_within(was)) - set(_within(now))]
-    if any(one.__code__ in inner for one in functions):
+    if any(function.__code__ in inner for function in functions):
         return False  # a function made by a changed one when it was imported, as by a decorator
     for one, code in found:
         one.__code__ = code
@@ -57,7 +61,7 @@ def _is_function(code: CodeType) -> bool:
 
 
 def _nested(code: CodeType) -> list[CodeType]:
-    return [one for one in code.co_consts if isinstance(one, CodeType)]
+    return [co_const for co_const in code.co_consts if isinstance(co_const, CodeType)]
 
 
 def _within(code: CodeType) -> list[CodeType]:

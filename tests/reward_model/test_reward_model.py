@@ -153,7 +153,7 @@ def test_prompts_come_from_the_row_or_the_policys_text() -> None:
     """A column has a text or messages; a missing or invalid one is an error that names the columns."""
 
     def render(messages: list[dict[str, str]]) -> str:
-        return "|".join(f"{one['role']}:{one['content']}" for one in messages)
+        return "|".join(f"{message['role']}:{message['content']}" for message in messages)
 
     def group(**row: Any) -> GroupToScore:
         return GroupToScore(prompt="<user>hi", completions=["yes", "no"], extra_info=row)

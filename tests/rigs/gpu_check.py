@@ -145,18 +145,20 @@ class Check:
             torch.cuda.reset_peak_memory_stats()
         trained = Trained(chosen, self.dims)
         micro_batches = trained.micro_batches(chosen)
-        num_tokens = sum(one.input_ids.numel() for one in micro_batches)
+        num_tokens = sum(micro_batch.input_ids.numel() for micro_batch in micro_batches)
         figures, seconds = [], []
         for _ in range(num_steps):
             began = self.wait()
             figures.append(trained.policy.train_step(micro_batches, trained.objective))
             seconds.append(self.wait() - began)
         plan = MemoryPlan(inputs_of(chosen))
-        parameters = sum(getattr(one, "ds_numel", one.numel()) for one in trained.trainable.module.parameters())
+        parameters = sum(
+            getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained.trainable.module.parameters()
+        )
         rate = num_tokens / min(seconds)
         return {
-            "losses": [one.loss for one in figures],
-            "norms": [one.grad_norm for one in figures],
+            "losses": [figure.loss for figure in figures],
+            "norms": [figure.grad_norm for figure in figures],
             "tokens_per_s": round(rate),
             "mfu": self._mfu(6 * parameters * rate),
             "peak_gb": round(self.peak_gb(), 2),
@@ -176,8 +178,8 @@ class Check:
             work()
         on_device = self.device.type == "cuda"
         times = {
-            one.key: (one.self_device_time_total if on_device else one.self_cpu_time_total)
-            for one in profile.key_averages()
+            key_average.key: (key_average.self_device_time_total if on_device else key_average.self_cpu_time_total)
+            for key_average in profile.key_averages()
         }
         return {name: round(times[name] / 1e3, 2) for name in sorted(times, key=lambda name: -times[name])[:10]}
 

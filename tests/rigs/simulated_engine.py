@@ -305,7 +305,9 @@ def _read_weights(folder: Path) -> SimulatedWeights:
     if not files:
         raise CheckpointRefused(f"{folder} holds no *.safetensors file; nothing was changed")
     try:
-        digests = [one for file in files for one in safetensors_digests(file.read_bytes())]
+        digests = [
+            safetensors_digest for file in files for safetensors_digest in safetensors_digests(file.read_bytes())
+        ]
     except MalformedWeights as err:
         raise CheckpointRefused(f"{folder}: {err}; nothing was changed") from None
     return SimulatedWeights(weights_digest(digests))

@@ -150,8 +150,8 @@ async def test_the_next_worker_plays_only_what_had_not_ended(model: Path, blobs:
     worker = Worker(model, blobs, run_id, SIZE, served=5)  # it never loaded version 3
     (group,) = await worker.generate(2)
     assert (worker.environment.num_plays, worker.metrics.episodes_continued) == (1, 3)  # pyright: ignore[reportAttributeAccessIssue]
-    assert [one.index for one in group.episodes] == list(range(SIZE))
-    assert [isinstance(one, ContinuedEpisode) for one in group.episodes] == [True, True, True, False]
+    assert [episode.index for episode in group.episodes] == list(range(SIZE))
+    assert [isinstance(episode, ContinuedEpisode) for episode in group.episodes] == [True, True, True, False]
     for before, after in zip(ended.values(), group.episodes, strict=False):
         assert (before.episode_id, before.seed, before.reward, before.messages) == (
             after.episode_id, after.seed, after.reward, after.messages,
@@ -266,13 +266,17 @@ async def is_continued_with(
 async def test_a_greedy_baseline_is_continued_apart_from_its_group(model: Path, blobs: Blobs, run_id: str) -> None:
     worker = Worker(model, blobs, run_id, SIZE + 1)
     (group,) = await worker.generate(1, task_of(with_baseline=True))
-    assert [one.is_baseline for one in group.episodes] == [False] * SIZE + [True]
+    assert [episode.is_baseline for episode in group.episodes] == [False] * SIZE + [True]
     again = Worker(model, blobs, run_id, 0)
     (same,) = await again.generate(2, task_of(with_baseline=True))
     assert again.metrics.episodes_continued == SIZE + 1
-    before, after = ([one.rows[0].trajectory.token_ids.tolist() for one in made.episodes] for made in (group, same))
+    before, after = (
+        [episode.rows[0].trajectory.token_ids.tolist() for episode in made.episodes] for made in (group, same)
+    )
     assert before == after
-    assert [(one.index, one.is_baseline) for one in same.episodes] == [(n, n == SIZE) for n in range(SIZE + 1)]
+    assert [(episode.index, episode.is_baseline) for episode in same.episodes] == [
+        (n, n == SIZE) for n in range(SIZE + 1)
+    ]
 
 
 async def test_an_object_that_is_no_episode_is_left_out(model: Path, blobs: Blobs, run_id: str) -> None:
@@ -293,7 +297,7 @@ async def test_an_object_that_is_no_episode_is_left_out(model: Path, blobs: Blob
     worker = Worker(model, blobs, run_id, SIZE)
     (group,) = await worker.generate(2)
     assert (worker.environment.num_plays, worker.metrics.episodes_continued) == (2, 2)  # pyright: ignore[reportAttributeAccessIssue]
-    assert [one.index for one in group.episodes] == list(range(SIZE))
+    assert [episode.index for episode in group.episodes] == list(range(SIZE))
     await worker.generator.announced([group])
     assert not list(blobs.list(prefix))
 

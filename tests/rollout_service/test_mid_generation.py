@@ -66,7 +66,7 @@ class EngineUnderTest:
 
         def on_step(counts: list[int]) -> None:
             versions = moments.pop(sampled + max(counts), None)
-            if versions is None or all(one.finish is not None for one in sequences):
+            if versions is None or all(sequence.finish is not None for sequence in sequences):
                 return
             self.engine.pause(mode)
             for version in versions[:-1]:

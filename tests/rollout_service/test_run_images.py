@@ -35,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task_with(folder: Path, *images: bytes, **changes: Any) -> Task:
     processor = read_processor(folder)
     assert processor is not None
-    ids, found = expanded([5, *[processor.image_token_id] * len(images), 6], [admit(one) for one in images], processor)
+    ids, found = expanded(
+        [5, *[processor.image_token_id] * len(images), 6], [admit(image) for image in images], processor
+    )
     fields: dict[str, Any] = {
         "group_id": "r:0:0", "prompt_ids": tuple(ids), "prompt_text": "", "group_size": 2, "sampling": Sampling(max_new_tokens=4),
         "reward": RewardRequest(name="x"), "split": "train", "issued_version": 0, "images": found,

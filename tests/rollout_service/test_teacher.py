@@ -293,6 +293,9 @@ def test_a_kind_of_teacher_of_your_own_is_named_by_its_file(tmp_path: Path) -> N
         "kind = TeacherKind('mine', Mine)\n"
     )
     found = teacher_at("http://a:1, http://b:2", kind=f"{file}:kind")
-    assert [(type(one).__name__, one.url) for one in found._clients] == [("Mine", "http://a:1"), ("Mine", "http://b:2")]
+    assert [(type(client).__name__, client.url) for client in found._clients] == [
+        ("Mine", "http://a:1"),
+        ("Mine", "http://b:2"),
+    ]
     with pytest.raises(ConfigError, match=r"unknown teacher 'sgland'; did you mean 'sglang'\?"):
         teacher_at("http://a:1", kind="sgland")

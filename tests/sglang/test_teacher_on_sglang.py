@@ -44,7 +44,10 @@ async def test_the_trainer_computes_what_the_teacher_said(tmp_path: Path) -> Non
         assert group.teacher.model.endswith("@0")
         said = group.teacher.rows
         batch = build(
-            [Row(one.token_ids, one.loss_mask, one.behaviour_logprobs, 1.0, 0.1) for one in group.trajectories]
+            [
+                Row(trajectory.token_ids, trajectory.loss_mask, trajectory.behaviour_logprobs, 1.0, 0.1)
+                for trajectory in group.trajectories
+            ]
         )
         top = (
             torch.from_numpy(np.concatenate([row.top_ids for row in said])).long(),

@@ -76,7 +76,7 @@ def test_a_file_system_that_cannot_write_through_is_a_warning(tmp_path: Path) ->
     server.store = Path("/proc/self")
     with capture_logs() as logs:
         server._write_through()
-    assert [(one["log_level"], one["folder"]) for one in logs] == [("warning", "/proc/self")]
+    assert [(log["log_level"], log["folder"]) for log in logs] == [("warning", "/proc/self")]
     assert "cannot write through; use ext4" in logs[0]["event"]
 
 

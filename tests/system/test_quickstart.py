@@ -126,9 +126,9 @@ def is_a_profile(document: dict) -> bool:
         document["steps"] == STEPS
         and shares["train"] > 0.0
         and sum(shares.values()) == pytest.approx(1.0)
-        and {one["role"] for one in services} == {"trainer", "rollout", "reward"}
-        and all(0.0 < sum(one["cpu_parts"].values()) <= one["cpu_s"] + 1.0 for one in services)
-        and all("engine" in one["cpu_parts"] for one in services if one["role"] == "rollout")
+        and {service["role"] for service in services} == {"trainer", "rollout", "reward"}
+        and all(0.0 < sum(service["cpu_parts"].values()) <= service["cpu_s"] + 1.0 for service in services)
+        and all("engine" in service["cpu_parts"] for service in services if service["role"] == "rollout")
     )
 
 

@@ -81,7 +81,7 @@ def rows() -> list[dict[str, Any]]:
             {
                 "data_source": "pictures",
                 "prompt": [{"role": "user", "content": content}],
-                "images": [{"bytes": one, "path": None} for one in images],
+                "images": [{"bytes": image, "path": None} for image in images],
                 "reward_model": {"style": "rule", "ground_truth": "x"},
             }
         )

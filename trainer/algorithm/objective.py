@@ -314,8 +314,12 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
 
 def _corrections(settings: AlgorithmSettings) -> dict[str, CorrectionFunction]:
     found: dict[str, CorrectionFunction] = {}
-    for one in settings.parts.corrections:
-        if one.value.name in found:
-            raise ValueError(f"two corrections are named {one.value.name!r}; rename the function of {one.name}")
-        found[one.value.name] = partial(one.value.fn, **settings.options_of(one.value).model_dump())
+    for correction in settings.parts.corrections:
+        if correction.value.name in found:
+            raise ValueError(
+                f"two corrections are named {correction.value.name!r}; rename the function of {correction.name}"
+            )
+        found[correction.value.name] = partial(
+            correction.value.fn, **settings.options_of(correction.value).model_dump()
+        )
     return found

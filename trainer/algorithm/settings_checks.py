@@ -135,11 +135,13 @@ def refuse_parts_that_disagree(algorithm: AlgorithmSettings) -> None:
             f"algorithm.{shaping[0]} changes the rewards of whole episodes, and algorithm.advantage = {algorithm.advantage} "
             "adds up those of their turns; leave it off, or choose another algorithm.advantage"
         )
-    for one in parts.corrections:
-        if one.value.repeats_ratio and parts.loss.value.uses_ratio and not algorithm.uses_proximal:
-            switch = one.value.switch
+    for correction in parts.corrections:
+        if correction.value.repeats_ratio and parts.loss.value.uses_ratio and not algorithm.uses_proximal:
+            switch = correction.value.switch
             key = (
-                f"{switch} = {getattr(algorithm, switch)}" if switch and not one.digest else f"corrections = {one.name}"
+                f"{switch} = {getattr(algorithm, switch)}"
+                if switch and not correction.digest
+                else f"corrections = {correction.name}"
             )
             raise ValueError(
                 f"algorithm.{key} would weigh the ratio of {algorithm.loss} twice: against the "

@@ -133,11 +133,11 @@ def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
 
 
 def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings, list[Path]]:
-    overrides = [str(one) for one in files if str(one).startswith("data.") and "=" in str(one)]
-    given = [one for one in files if str(one) not in overrides]
+    overrides = [str(file) for file in files if str(file).startswith("data.") and "=" in str(file)]
+    given = [file for file in files if str(file) not in overrides]
     run_files = [str(one) for one in given if one.suffix == ".toml"]
     if run_files:
-        rest = " ".join(str(one) for one in files if str(one) not in run_files)
+        rest = " ".join(str(file) for file in files if str(file) not in run_files)
         raise UsageError(
             f"{run_files[0]} is a run file, no data; type: penstock data check {rest} --run {run_files[0]}".replace(
                 "  ", " "

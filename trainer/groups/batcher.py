@@ -61,8 +61,12 @@ ONCE = Reuse()
 
 def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
     return tuple(
-        GroupRule(one.name, one.value.reason, partial(one.value.fn, **settings.options_of(one.value).model_dump()))
-        for one in settings.parts.group_filters
+        GroupRule(
+            group_filter.name,
+            group_filter.value.reason,
+            partial(group_filter.value.fn, **settings.options_of(group_filter.value).model_dump()),
+        )
+        for group_filter in settings.parts.group_filters
     )
 
 

@@ -131,7 +131,7 @@ def admit(
     servers = () if state is None else state.servers
     others = [one for one in servers if one.id in leased and one.url != server.url]  # at its URL nothing else is played
     if state is not None and state.version != server.version and not replace:
-        taken = [one for one in others if one.version == state.version]
+        taken = [other for other in others if other.version == state.version]
         if taken:
             raise NameTaken(
                 f"environment {name!r} is registered with version {state.version!r} at {taken[0].url}, and this is "
@@ -143,12 +143,14 @@ def admit(
 
 
 def without(state: Registered, server_id: str, leased: Collection[str]) -> Registered:
-    kept = tuple(one for one in state.servers if one.id != server_id and one.id in leased)
+    kept = tuple(server for server in state.servers if server.id != server_id and server.id in leased)
     return state.model_copy(update={"servers": kept})
 
 
 def drained(state: Registered, url: str | None, *, on: bool) -> Registered:
-    servers = (one.model_copy(update={"draining": on}) if url in (None, one.url) else one for one in state.servers)
+    servers = (
+        server.model_copy(update={"draining": on}) if url in (None, server.url) else server for server in state.servers
+    )
     return state.model_copy(update={"servers": tuple(servers)})
 
 
@@ -228,7 +230,7 @@ async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> No
 async def drain(store: KeyValue, name: str, url: str | None, *, on: bool) -> list[str]:
     """Take the servers at a URL (None: all of the name) out of service, or put them back; return their URLs."""
     state = await _change(store, name, lambda state: drained(state, url, on=on))
-    return [one.url for one in state.servers if url in (None, one.url)]
+    return [server.url for server in state.servers if url in (None, server.url)]
 
 
 async def _leased(store: KeyValue, name: str) -> set[str]:

@@ -199,7 +199,7 @@ class Servers:
         return min(ready, key=lambda one: one.running / (one.capacity or 1)) if ready else None
 
     def ready_in_s(self, now: float) -> float:
-        rests = [one.rests_until - now for one in self._servers.values() if one.has_place]
+        rests = [server.rests_until - now for server in self._servers.values() if server.has_place]
         soonest = max(0.0, min(rests)) if rests else _WAIT_S
         return min(soonest, _WAIT_S) if self._name else soonest  # another one may register meanwhile
 

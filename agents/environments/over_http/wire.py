@@ -60,7 +60,7 @@ class WireRow(_Body):
     @classmethod
     def of(cls, row: Row) -> WireRow:
         return cls(
-            messages=[written(one) for one in row.messages], ground_truth=row.ground_truth,
+            messages=[written(message) for message in row.messages], ground_truth=row.ground_truth,
             extra_info=dict(row.extra_info), data_source=row.data_source,
         )  # fmt: skip
 
@@ -148,7 +148,7 @@ def read_reply(stepped: Stepped) -> Reply:
 
 def write_reply(reply: Reply) -> Stepped:
     return Stepped(
-        messages=[written(one) for one in reply.messages],
+        messages=[written(message) for message in reply.messages],
         reward=float(reply.reward),
         parts={name: float(value) for name, value in reply.parts.items()},
         done=reply.is_done,

@@ -237,7 +237,7 @@ def flat(settings: Any, prefix: str = "") -> dict[str, str]:
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings in which runs differ, with the value of each run; ``configs`` are the documents by run."""
     values = {run: flat(config.get("settings", config)) for run, config in configs.items()}
-    keys = sorted({key for one in values.values() for key in one})
-    rows = [{"key": key, "values": [one.get(key, _MISSING) for one in values.values()]} for key in keys]
+    keys = sorted({key for value in values.values() for key in value})
+    rows = [{"key": key, "values": [value.get(key, _MISSING) for value in values.values()]} for key in keys]
     differing = [row for row in rows if len(set(row["values"])) > 1]
     return {"runs": list(values), "differing": differing, "num_equal": len(rows) - len(differing)}

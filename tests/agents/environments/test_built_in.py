@@ -100,7 +100,7 @@ def test_every_lake_can_be_crossed() -> None:
         assert len(path) >= 6
         play = new(FROZEN_LAKE, seed, hole_chance=0.4)
         replies = [answer(play, move if seed % 2 else move[0].upper()) for move in path]
-        assert [(one.reward, one.is_done) for one in replies] == [(0.0, False)] * (len(path) - 1) + [(1.0, True)]
+        assert [(reply.reward, reply.is_done) for reply in replies] == [(0.0, False)] * (len(path) - 1) + [(1.0, True)]
     seed = next(seed for seed in range(100) if Place(0, 1) in draw_lake(seed, 4, 0.4))
     play = new(FROZEN_LAKE, seed, hole_chance=0.4)
     assert play.lake()[0] == "P"
@@ -152,7 +152,7 @@ def test_a_level_is_solved_by_the_moves_that_made_it() -> None:
             if replies[-1].is_done:
                 break
         assert (replies[-1].is_done, replies[-1].parts["success"]) == (True, 1.0)
-        total = sum(one.reward for one in replies)
+        total = sum(reply.reward for reply in replies)
         assert total == pytest.approx(10 + len(level.boxes) - 0.1 * len(replies))
     with pytest.raises(ValueError, match="no level of size 4 with 6 boxes"):
         draw_level(0, 4, 6, 0.0)
@@ -178,8 +178,8 @@ def test_the_calculator_answers_calls_with_values_or_what_is_wrong() -> None:
     calls = [ToolCall(f"c{n}", "calculator", text) for n, text in enumerate(texts)]
     calls += [ToolCall("c5", "rm", "{}"), ToolCall("c6", "calculator", json.dumps({"expression": "1"}))]
     reply = play.step(Message("assistant", tool_calls=tuple(calls)))
-    assert [(one.role, one.tool_call_id) for one in reply.messages] == [("tool", f"c{n}") for n in range(7)]
-    assert [one.content for one in reply.messages] == [
+    assert [(message.role, message.tool_call_id) for message in reply.messages] == [("tool", f"c{n}") for n in range(7)]
+    assert [message.content for message in reply.messages] == [
         "-20/3", "error: division by zero", "error: the arguments are not JSON",
         'error: expected the arguments {"expression": "..."}', 'error: expected the arguments {"expression": "..."}',
         "error: there is no tool 'rm', only calculator", "not done: more than 6 calls",

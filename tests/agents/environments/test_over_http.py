@@ -113,7 +113,7 @@ async def test_a_group_is_played_by_a_server(model: Path) -> None:
     assert (episode.status, episode.reward, dict(episode.reward_parts)) == ("done", 1.0, {"asked": 1.0})
     assert (episode.environment, episode.environment_version, episode.seed) == ("mine", "1", group_seed(task_of()))
     assert [turn.reward for turn in episode.rows[0].turns] == [0.0, 1.0]
-    assert [one["content"] for one in json.loads(episode.messages)] == ["get 37", "?37", value, value]
+    assert [load["content"] for load in json.loads(episode.messages)] == ["get 37", "?37", value, value]
 
 
 async def test_a_step_whose_answer_is_lost_moves_the_world_once(model: Path) -> None:

@@ -59,7 +59,7 @@ class Pack:
             forget=self._at_once,
         )  # fmt: skip
         self._generator = PackGenerator(
-            engine=nothing, environments={one.name: one for one in environments}, weights=nothing, servable=nothing,
+            engine=nothing, environments={environment.name: environment for environment in environments}, weights=nothing, servable=nothing,
             gate=nothing, blobs=nothing, settlement=nothing, activity=Activity(), episodes=nothing,
         )  # fmt: skip
         self._generator.limits = ModelLimits(None, None, routers)

@@ -109,7 +109,7 @@ def test_a_program_with_the_openai_package_is_recorded_as_it_was_sampled(model: 
         assert tokens.token_ids[turn.start : turn.end].tolist() == tokenizer.encode(f"{text}<|im_end|>")
     assert np.count_nonzero(tokens.loss_mask) == sum(turn.end - turn.start for turn in row.turns)
     assert [turn.reward for turn in row.turns] == [0.0, 1.0]
-    assert [one["content"] for one in json.loads(episode.messages)] == ["what is sun", "?sun", "star", "star"]
+    assert [load["content"] for load in json.loads(episode.messages)] == ["what is sun", "?sun", "star", "star"]
 
 
 def test_a_program_gets_its_task_and_none_of_the_workers_logins(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +196,10 @@ async def test_what_writes_on_after_the_program_is_not_read_for_ever() -> None:
         await asyncio.to_thread(wait_for, output.text, "the output of a writer")
         output.close()
     finally:
-        for one in writers:
+        for writer in writers:
             with contextlib.suppress(ProcessLookupError):  # the closed pipe has ended it
-                one.kill()
-            await one.wait()
+                writer.kill()
+            await writer.wait()
     assert output.text().endswith("y")
 
 

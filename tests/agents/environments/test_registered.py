@@ -45,7 +45,7 @@ async def test_a_worker_finds_the_servers_of_a_name(bus: Bus, store: KeyValue, m
                 assert first.running == second.running == 0
             listed = (await registry.list_environments(store))[name]
             assert listed.registered is not None
-            assert [one.url for one in listed.registered.servers] == [url]
+            assert [server.url for server in listed.registered.servers] == [url]
         assert name not in await registry.list_environments(store)
 
 
@@ -93,7 +93,7 @@ async def test_a_drained_server_ends_its_episodes_and_gets_no_others(
                     await keeper.renew()
                 assert own._servers is not None
                 await until(
-                    lambda: [one.takes_new for one in own._servers._servers.values()] == [False, True], "a drain"
+                    lambda: [server.takes_new for server in own._servers._servers.values()] == [False, True], "a drain"
                 )
                 group = await play(model, own, ["a"] * 3, size=3, group="r:0:2")
                 assert [one.reward for one in group] == [0.75] * 3
@@ -127,7 +127,9 @@ async def test_a_new_version_takes_over_and_no_episode_is_lost(
             await keeper.renew()
             assert "is replaced by version 2: no new episodes come; 1 in progress" in capsys.readouterr().err
             assert own._servers is not None
-            await until(lambda: [one.takes_new for one in own._servers._servers.values()] == [False, True], "version 2")
+            await until(
+                lambda: [server.takes_new for server in own._servers._servers.values()] == [False, True], "version 2"
+            )
             (new,) = await play(model, own, ["a"], group="r:0:2")
             released.set()
             (old,) = await playing

@@ -216,7 +216,7 @@ def test_whatever_is_wrong_with_a_call_the_policy_reads_a_text(call: tuple[str, 
     good = ("faulty", {"act": "fine", "count": "1"})
     found = asyncio.run(_answer(toolbox, calls(call, good).tool_calls, 8))
     assert text in found.messages[0].content
-    assert [one.tool_call_id for one in found.messages] == ["c0", "c1"]
+    assert [message.tool_call_id for message in found.messages] == ["c0", "c1"]
     assert found.messages[1].content == "fine"
     assert found.counts == {"calls": 2, **({counted: 1} if counted else {})}
 
@@ -251,7 +251,7 @@ def test_calls_of_one_answer_run_beside_each_other() -> None:
 
     toolbox = Toolbox({"meets": Meets()}, CallLimits(60.0, 100, "end"))
     found = asyncio.run(_answer(toolbox, calls(*[("meets", {})] * 2).tool_calls, 2))
-    assert [one.content for one in found.messages] == ["met", "met"]
+    assert [message.content for message in found.messages] == ["met", "met"]
 
 
 def test_calls_beyond_the_limits_are_refused() -> None:
@@ -267,7 +267,7 @@ def test_calls_beyond_the_limits_are_refused() -> None:
         toolbox = Toolbox({"faulty": Counts()}, CallLimits(20.0, 100, "end"))
         found = asyncio.run(_answer(toolbox, made, allowed))
         refused = ["error: not done, because there were too many calls"] * (3 - allowed)
-        assert [one.content for one in found.messages] == [*"abc"[:allowed], *refused]
+        assert [message.content for message in found.messages] == [*"abc"[:allowed], *refused]
         assert sorted(episode_calls) == [*"abc"[:allowed]]
         assert found.counts == {"calls": 3, "refused_calls": 3 - allowed}
 
@@ -286,7 +286,7 @@ def test_a_call_that_waits_for_a_place_is_not_out_of_time() -> None:
     began = time.monotonic()
     found = asyncio.run(_answer(toolbox, calls(*[("single", {})] * 4).tool_calls, 4))
     assert time.monotonic() - began >= 1.1
-    assert {one.content for one in found.messages} == {"done"}
+    assert {message.content for message in found.messages} == {"done"}
 
 
 def test_a_tool_answers_with_a_text() -> None:
@@ -323,7 +323,7 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
     assert (early.is_done, early.reward, dict(early.parts)) == (False, -0.5, {"early_answers": 1.0})
     assert early.messages[0].content.endswith("\n5 left, answer 2")
     three = step(play, calls(height, ("calculator", {"expression": "1+"}), height))
-    assert [one.content.split("\n")[0] for one in three.messages] == [
+    assert [message.content.split("\n")[0] for message in three.messages] == [
         "1798", "error: the expression cannot be read", "error: not done, because there were too many calls",
     ]  # fmt: skip
     assert (round(three.reward, 9), dict(three.parts)) == (
@@ -332,7 +332,7 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
     )
     wrong = step(play, calls(("heights", {}), ("calculator", {"expression": "2*2"})))
     assert (round(wrong.reward, 9), wrong.is_done) == (-0.7, False)
-    assert [one.content.split("\n")[0] for one in wrong.messages][1].startswith("error: not done")
+    assert [message.content.split("\n")[0] for message in wrong.messages][1].startswith("error: not done")
     repeated = step(play, calls(("height", '{ "name" : "Rigi" }')))
     assert (repeated.is_done, repeated.parts["repeated"], repeated.parts["refused_calls"]) == (True, 1.0, 1.0)
     for answer, reward, parts in (
@@ -473,7 +473,10 @@ def test_search_returns_the_best_passages(tmp_path: Path) -> None:
     environment = define(tmp_path, {"tools": {"search": {"corpus": str(corpus), "top": 1}}})
     play = play_of(environment)
     found = step(play, calls(("search", {"query": "3"}), ("search", {"query": "nothing"})))
-    assert [one.content for one in found.messages] == ["[1] t3: about 3 and 3", "no passage holds any of these words"]
+    assert [message.content for message in found.messages] == [
+        "[1] t3: about 3 and 3",
+        "no passage holds any of these words",
+    ]
     asyncio.run(environment.close())
 
 
@@ -501,7 +504,7 @@ def programs() -> dict[str, str]:
     toolbox.prepare()
     made = calls(*[("python", {"code": code}) for code, _ in PROGRAMS.values()])
     found = asyncio.run(_answer(toolbox, made.tool_calls, 64))
-    return dict(zip(PROGRAMS, (one.content for one in found.messages), strict=True))
+    return dict(zip(PROGRAMS, (message.content for message in found.messages), strict=True))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

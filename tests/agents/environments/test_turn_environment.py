@@ -302,9 +302,9 @@ def test_episodes_of_all_environments_share_the_places_of_the_worker(model: Path
         engine = Placing(ChatTokenizer.read(model), script=["a<|im_end|>"] * 12, before=answer)
         places, nowhere = asyncio.Semaphore(3), Nowhere()
         environments = [playing(model, Waiting(tool)) for _ in range(2)]
-        for one in environments:
-            one.use_worker(nowhere, places)
-        await asyncio.gather(*(one.rollout([task_of(size=6)], engine) for one in environments))
+        for environment in environments:
+            environment.use_worker(nowhere, places)
+        await asyncio.gather(*(environment.rollout([task_of(size=6)], engine) for environment in environments))
         return engine
 
     engine = asyncio.run(play_both())
@@ -352,7 +352,9 @@ def test_a_row_brings_its_calls_of_tools(model: Path) -> None:
     chat = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "4", "tool_call_id": "a"}]
     reward = RewardRequest(name="environment", ground_truth="[4]", extra_info='{"level": 2}', data_source="sums")
     row = Row.of(task_of().model_copy(update={"messages": json.dumps(chat), "reward": reward}))
-    assert [(one.role, [call.name for call in one.tool_calls], one.content) for one in row.messages] == [
+    assert [
+        (message.role, [call.name for call in message.tool_calls], message.content) for message in row.messages
+    ] == [
         ("assistant", ["add"], ""),
         ("tool", [], "4"),
     ]

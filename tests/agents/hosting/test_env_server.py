@@ -50,7 +50,7 @@ async def test_a_step_is_taken_once_and_in_order() -> None:
         other = await http.post("/episodes", json={**START, "seed": "8"})
         assert (other.status_code, other.json()["code"]) == (409, "step_refused")
         replies = [await http.post(f"/episodes/{ID}/step", json=step(1)) for _ in range(2)]
-        assert [one.json()["reward"] for one in replies] == [0.5, 0.5]
+        assert [reply.json()["reward"] for reply in replies] == [0.5, 0.5]
         for body, said in ((step(1, "y"), "was another answer"), (step(3), "expected step 2")):
             refused = await http.post(f"/episodes/{ID}/step", json=body)
             assert (refused.status_code, refused.json()["code"]) == (409, "step_refused")
@@ -400,13 +400,13 @@ def test_policies_answer_what_they_are_asked() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
     policy = RandomPolicy(1)
     answers = [policy.answer([Message("user", "left right")], tools) for _ in range(40)]
-    calls = [json.loads(one.tool_calls[0].arguments) for one in answers if one.tool_calls]
+    calls = [json.loads(answer.tool_calls[0].arguments) for answer in answers if answer.tool_calls]
     assert 20 < len(calls) < 40
     for one in calls:
         assert (one["a"] in (3, 4), one["b"], one["c"] in (True, False), one["e"]) == (True, "x", True, None)
         assert all(isinstance(value, float) for value in one["d"])
         assert isinstance(one["f"], str)
-    assert {"left", "right"} < {one.content for one in answers if not one.tool_calls} | {"left", "right", "0"}
+    assert {"left", "right"} < {answer.content for answer in answers if not answer.tool_calls} | {"left", "right", "0"}
     scripted = ScriptedPolicy(['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "5"], "hermes")
     first, second, third = (scripted.answer([Message("user", "x")], tools) for _ in range(3))
     assert first is not None

@@ -111,7 +111,7 @@ async def test_a_server_that_was_forgotten_registers_again(
         await keeper.renew()
         listed = (await registry.list_environments(store))[name]
         assert listed.registered is not None
-        assert {one.url: listed.state(one) for one in listed.registered.servers} == {
+        assert {server.url: listed.state(server) for server in listed.registered.servers} == {
             other.url: "in service",
             url: "in service",
         }
@@ -120,7 +120,7 @@ async def test_a_server_that_was_forgotten_registers_again(
         await keeper.renew()
         listed = (await registry.list_environments(store))[name]
         assert listed.registered is not None
-        assert [(one.version, listed.state(one)) for one in listed.registered.servers] == [
+        assert [(server.version, listed.state(server)) for server in listed.registered.servers] == [
             ("1", "lease expired"),
             ("2", "in service"),
         ][1:]
@@ -139,7 +139,9 @@ async def test_episodes_of_a_killed_server_are_played_again_with_their_seed(
             playing = asyncio.create_task(play(model, own, ["a"] * 40, size=4))
             assert own._servers is not None
             servers = own._servers._servers
-            await until(lambda: [one.running for one in servers.values()] == [4], "four episodes at the first server")
+            await until(
+                lambda: [server.running for server in servers.values()] == [4], "four episodes at the first server"
+            )
             second, other = await asyncio.to_thread(start_server, tmp_path / "second", nats_settings, name, 0.0)
             first.send_signal(signal.SIGKILL)
             await asyncio.to_thread(first.wait)
@@ -149,7 +151,8 @@ async def test_episodes_of_a_killed_server_are_played_again_with_their_seed(
             assert {one.seed for one in group} == {group_seed(task_of())}
             assert all(f"on {group_seed(task_of())}" in one.messages for one in group)
             await until(
-                lambda: {one.url: one.is_leased for one in servers.values()} == {url: False, other: True}, "an expiry"
+                lambda: {server.url: server.is_leased for server in servers.values()} == {url: False, other: True},
+                "an expiry",
             )
         await asyncio.to_thread(run, commands.app, ["list", "--registered", *where(nats_settings), "--json"])
         states = {

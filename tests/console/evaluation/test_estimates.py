@@ -14,7 +14,7 @@ from penstock.console.evaluation_results import Estimate, estimate, majority, pa
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(num_samples: int) -> None:
     for num_correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
         subsets = list(itertools.combinations(range(num_samples), k))
-        share = sum(any(i < num_correct for i in one) for one in subsets) / len(subsets)
+        share = sum(any(i < num_correct for i in subset) for subset in subsets) / len(subsets)
         assert pass_at_k(num_samples, num_correct, k) == pytest.approx(share, abs=1e-12)
 
 

@@ -229,7 +229,7 @@ def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queu
     def keys_at(at: float, *present: str) -> list[str]:
         beats = [recorded.beat(one, "x", at, busy_s=1, idle_s=0, cpu_s=1) for one in present]
         view.fold_heartbeats(beats, at)
-        return [one.key for one in view.snapshot(at).diagnoses]
+        return [diagnose.key for diagnose in view.snapshot(at).diagnoses]
 
     other = {"rollout": "reward", "reward": "rollout"}[role]
     assert keys_at(begin, other) == keys_at(begin + 14.0, other) == []

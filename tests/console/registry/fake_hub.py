@@ -104,10 +104,10 @@ class _Answer(BaseHTTPRequestHandler):
         elif what == "preupload":
             files = json.loads(body)["files"]
             modes = [
-                {"path": one["path"], "uploadMode": "lfs" if one["path"].endswith(_LARGE) else "regular"}
-                for one in files
+                {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular"}
+                for file in files
             ]
-            self._json({"files": [{**one, "shouldIgnore": False} for one in modes]})
+            self._json({"files": [{**mode, "shouldIgnore": False} for mode in modes]})
         else:
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
@@ -130,7 +130,7 @@ class _Answer(BaseHTTPRequestHandler):
         if found is None or files is None:
             self._answer(b"", 401)
         elif found[1] == "revision":
-            siblings = [{"rfilename": one} for one in files]
+            siblings = [{"rfilename": file} for file in files]
             self._json({"id": REPO, "sha": commit_id(by_commit.get(branch, branch)), "siblings": siblings})
         elif found[1] == "tree":
             self._json([{"type": "file", "path": one, "size": len(data), "oid": one} for one, data in files.items()])

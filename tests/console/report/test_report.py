@@ -119,7 +119,7 @@ def test_a_loss_that_is_not_finite_is_counted():
     view = RunView(recorded.RUN)
     for number in range(1, 5):
         view.fold_event(recorded.step(number, recorded.START + number, loss=float("nan") if number == 3 else 0.5))
-    assert [one.key for one in view.summary().diagnoses] == ["loss_not_finite"]
+    assert [diagnose.key for diagnose in view.summary().diagnoses] == ["loss_not_finite"]
 
 
 def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Path):

@@ -34,7 +34,7 @@ def test_phases_add_up_to_the_time_of_the_steps():
 def test_a_repeated_step_counts_once_and_a_pause_does_not_count():
     """After a resume the lines of the steps that are made again replace the first ones; the time between sessions is left out."""
     totals = recorded.whole_run().totals()
-    services = [one.model_copy(update={"num_starts": 2}) for one in totals.services]
+    services = [service.model_copy(update={"num_starts": 2}) for service in totals.services]
     totals = totals.model_copy(update={"paused_s": 150.0, "services": services})  # 50 s of it before the first step
     rows = [line(1, 10.0), line(2, 10.5), line(3, 11.0, wait_s=9.0), line(2, 110.6), line(3, 111.1)]
     found = profile(rows, totals)
@@ -46,7 +46,7 @@ def test_a_repeated_step_counts_once_and_a_pause_does_not_count():
 def test_services_have_the_times_of_all_their_starts():
     """Working and waiting count from the first step on, CPU from the start; a killed worker's seconds stay in its sum."""
     view = recorded.whole_run()
-    found = {one.name: one for one in profile([], view.totals()).services}
+    found = {service.name: service for service in profile([], view.totals()).services}
     assert list(found) == ["trainer", "rollout-0", "rollout-1", "reward"]
     assert found["trainer"].waiting_share == pytest.approx(0.2)
     assert found["rollout-0"].waiting_share == pytest.approx(0.1)

@@ -27,4 +27,4 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def events(folder: Path) -> list[Any]:
-    return [Event.FromString(one) for path in sorted(folder.glob("events.out.*")) for one in records(path)]
+    return [Event.FromString(record) for path in sorted(folder.glob("events.out.*")) for record in records(path)]

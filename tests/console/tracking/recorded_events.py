@@ -30,6 +30,8 @@ def finished(run_id: str = "r") -> RunEvent:
 
 
 def publish(bus: Bus, events: list[RunEvent]) -> None:
-    pending = [bus.publish(subjects.events(one.run_id, one.kind), one, msg_id=secrets.token_hex(8)) for one in events]
+    pending = [
+        bus.publish(subjects.events(event.run_id, event.kind), event, msg_id=secrets.token_hex(8)) for event in events
+    ]
     for one in pending:
         one.wait()

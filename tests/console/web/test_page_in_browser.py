@@ -208,11 +208,11 @@ def test_fleet_weights_rewards_and_lineage_show_what_the_api_answers(chromium: B
     run = shown.plain.run_id
     chromium.open(run, "fleet")
     services = api(shown, "workers")["services"]
-    assert [row[0] for row in chromium.rows("Services")] == [one["name"] for one in services]
+    assert [row[0] for row in chromium.rows("Services")] == [service["name"] for service in services]
     assert ["rollout", "cpu_s", "24.500", "24.500", "24.500", "2"] in chromium.rows("Least, mean and greatest")
     chromium.open(run, "weights")
     versions = api(shown, "versions", limit=100)["versions"]
-    assert [row[0] for row in chromium.rows("Versions")] == [str(one["version"]) for one in versions]
+    assert [row[0] for row in chromium.rows("Versions")] == [str(version["version"]) for version in versions]
     assert chromium.rows("Versions")[0][8] == "30 ms (20 ms to 40 ms)"
     chromium.open(run, "rewards")
     rewards = api(shown, "rewards")
@@ -264,7 +264,7 @@ def test_hostile_texts_are_shown_as_they_are(chromium: Browser, shown: Shown) ->
         chromium.page.goto(f"{chromium.console.url}/#/run/{urlencode({'': text})[1:]}/overview")
         chromium.page.wait_for_selector("#banner:not([hidden])")
     chromium.complaints = [
-        one for one in chromium.complaints if "Failed to load resource" not in one
+        complaint for complaint in chromium.complaints if "Failed to load resource" not in complaint
     ]  # refused: 404, 409, 422
 
 
@@ -287,7 +287,7 @@ def test_the_page_goes_on_after_the_console_was_stopped_and_started_again(chromi
         arg=f"{STEPS + 2} of {STEPS + 100}",
     )
     chromium.complaints = [
-        one for one in chromium.complaints if "Failed to load resource" not in one
+        complaint for complaint in chromium.complaints if "Failed to load resource" not in complaint
     ]  # while it was stopped
 
 
@@ -302,7 +302,7 @@ def test_without_a_token_the_page_asks_for_one_and_shows_no_figure(chromium: Bro
     chromium.page.fill("[name=token]", shown.console.tokens[Role.RUN])
     chromium.page.click("text=Use it")
     chromium.wait("runs")
-    chromium.complaints = [one for one in chromium.complaints if "status of 401" not in one]
+    chromium.complaints = [complaint for complaint in chromium.complaints if "status of 401" not in complaint]
 
 
 def test_on_a_phone_nothing_is_wider_than_the_window(chromium: Browser, shown: Shown) -> None:

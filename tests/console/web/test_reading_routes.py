@@ -290,7 +290,7 @@ def test_rewards_show_errors_scorers_and_how_the_newest_are_distributed(shown: S
 def test_a_dead_letter_is_sent_again_by_the_role_run_only(shown: Shown) -> None:
     path = f"/v1/runs/{shown.plain.run_id}/dead-letters"
     letters = get(shown, "dead-letters")["letters"]
-    assert [(one["reason"], one["group_ids"]) for one in letters] == [("endpoint_failed", ["e9.p3.a0"])]
+    assert [(letter["reason"], letter["group_ids"]) for letter in letters] == [("endpoint_failed", ["e9.p3.a0"])]
     one = get(shown, f"dead-letters/{letters[0]['id']}")
     assert one["cannot_be_sent_again"] is None
     assert one["groups"][0]["prompt"].startswith("sort: ")

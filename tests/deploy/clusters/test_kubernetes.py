@@ -192,7 +192,7 @@ def test_every_command_is_one_that_there_is(objects: list[Object], role: str) ->
 
 def test_the_probe_of_a_worker_takes_its_arguments(objects: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command is the health check with a role and an id that the check's own parser accepts."""
-    worker = next(one for one in containers(pods(objects)["rollout"]) if one["name"] == "rollout")
+    worker = next(container for container in containers(pods(objects)["rollout"]) if container["name"] == "rollout")
     for probe in ("startupProbe", "livenessProbe"):
         shell, flag, line = worker[probe]["exec"]["command"]
         assert (shell, flag) == ("sh", "-c")
@@ -289,14 +289,16 @@ def test_probes_ask_for_what_is_there(objects: list[Object]) -> None:
     """Every long-running container has probes, at ports and paths that its program has."""
     paths = {"reward": set(schemas.openapi()["paths"]), "s3": {"/minio/health/live"}}
     for name, pod in pods(objects).items():
-        for one in containers(pod):
+        for container in containers(pod):
             if name in ("bootstrap", "trainer"):  # Jobs: they end by themselves, and a hung step is an alert
                 continue
-            assert "startupProbe" in one, name
-            for probe in (one[key] for key in ("startupProbe", "readinessProbe", "livenessProbe") if key in one):
+            assert "startupProbe" in container, name
+            for probe in (
+                container[key] for key in ("startupProbe", "readinessProbe", "livenessProbe") if key in container
+            ):
                 if "httpGet" in probe:
                     assert probe["httpGet"]["path"] in paths[name]
-                    assert probe["httpGet"]["port"] in {port["name"] for port in one["ports"]}
+                    assert probe["httpGet"]["port"] in {port["name"] for port in container["ports"]}
                     assert probe["httpGet"]["scheme"] == "HTTPS"
                 else:
                     assert probe["exec"]["command"]
@@ -331,14 +333,14 @@ def test_no_pod_has_more_rights_than_it_needs(objects: list[Object]) -> None:
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False, "a service `penstock` would become PENSTOCK_… variables"
-        for one in containers(pod):
-            assert one["securityContext"]["allowPrivilegeEscalation"] is False
-            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            assert one["securityContext"]["readOnlyRootFilesystem"] is (one["name"] != "sglang")
-            assert {"cpu", "memory"} <= set(one["resources"]["requests"])
-            assert "memory" in one["resources"]["limits"]
-            tag = one["image"].rpartition(":")[2]
-            assert any(letter.isdigit() for letter in tag), one["image"]
+        for container in containers(pod):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["readOnlyRootFilesystem"] is (container["name"] != "sglang")
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+            tag = container["image"].rpartition(":")[2]
+            assert any(letter.isdigit() for letter in tag), container["image"]
 
 
 def test_each_role_has_its_own_secrets_only(objects: list[Object]) -> None:
@@ -350,7 +352,7 @@ def test_each_role_has_its_own_secrets_only(objects: list[Object]) -> None:
     assert len(keys) == 4, "each role has an S3 user of its own; the store's own user is the bootstrap's"
     signing = {name for name, one in secrets.items() if "signing.key" in one["data"]}
     assert signing == {"trainer-secrets"}
-    assert not any("ca.key" in one["data"] for one in secrets.values())
+    assert not any("ca.key" in secret["data"] for secret in secrets.values())
     for name, pod in pods(objects).items():
         volumes = {one["name"]: one for one in pod["spec"].get("volumes", [])}
         mounted = {one["secret"]["secretName"] for one in volumes.values() if "secret" in one}

@@ -92,9 +92,13 @@ def test_every_prompt_is_complete_with_its_scored_samples(
 ) -> None:
     """Two rewards, lengths and finish reasons of each prompt, sampled by version 0."""
     assert sample() == ""
-    assert sorted(one.prompt for one in outcomes) == list(range(8))
-    assert {(len(one.rewards), len(one.completions), len(one.completion_tokens)) for one in outcomes} == {(2, 2, 2)}
-    assert {(one.failed, one.reward, one.data_source) for one in outcomes} == {(None, "exact_match", "sort_digits")}
+    assert sorted(outcome.prompt for outcome in outcomes) == list(range(8))
+    assert {
+        (len(outcome.rewards), len(outcome.completions), len(outcome.completion_tokens)) for outcome in outcomes
+    } == {(2, 2, 2)}
+    assert {(outcome.failed, outcome.reward, outcome.data_source) for outcome in outcomes} == {
+        (None, "exact_match", "sort_digits")
+    }
     assert set(producer.versions) == {VERSION}
 
 
@@ -103,7 +107,7 @@ def test_a_dead_lettered_prompt_is_failed_and_has_no_reward(
 ) -> None:
     producer.failing = frozenset({"eval.v0.p3", "eval.v0.p5"})
     assert sample() == ""
-    failed = {one.prompt: one for one in outcomes if one.failed is not None}
+    failed = {outcome.prompt: outcome for outcome in outcomes if outcome.failed is not None}
     assert sorted(failed) == [3, 5]
     assert (failed[3].failed, failed[3].detail, failed[3].rewards) == ("scoring: GraderFailed", "exit code 1", ())
     assert len(outcomes) == 8
@@ -112,7 +116,7 @@ def test_a_dead_lettered_prompt_is_failed_and_has_no_reward(
 def test_a_group_of_another_version_is_a_failure(sample: Sample, producer: Failing, outcomes: list[Outcome]) -> None:
     producer.author = lambda task, version: recite(task, PolicyVersion(version + 1))
     assert sample() == ""
-    assert {one.failed for one in outcomes} == {"scored: PackError"}
+    assert {outcome.failed for outcome in outcomes} == {"scored: PackError"}
     assert "ignored the pin to version 0" in outcomes[0].detail
 
 
@@ -122,7 +126,7 @@ def test_prompts_that_never_arrive_are_missing_after_the_deadline(
     """Neither complete nor failed: the answer says how many, and what is alive."""
     producer.silent = frozenset({"eval.v0.p7"})
     assert sample(deadline_s=1.0).startswith("1 of 8 prompts are missing: nothing arrived for 1 s.")
-    assert sorted(one.prompt for one in outcomes) == list(range(7))
+    assert sorted(outcome.prompt for outcome in outcomes) == list(range(7))
 
 
 def test_a_published_folder_has_the_tensors_of_its_files(connections: Connections, tmp_path: Path) -> None:

@@ -156,7 +156,9 @@ def test_ranks_that_share_tokens_need_half_of_the_activations_each() -> None:
     assert together.operations == pytest.approx(apart.operations, rel=0.01)
     limit = int(1.05 * shared.peak(on_gpu=True))
     assert limit < held.peak(on_gpu=True)
-    assert ("trainer.sequence_parallel=2",) in [one.settings for one in suggestions(apart, limit, on_gpu=True)]
+    assert ("trainer.sequence_parallel=2",) in [
+        suggestion.settings for suggestion in suggestions(apart, limit, on_gpu=True)
+    ]
     odd = replace(apart, shape=replace(apart.shape, heads=9, kv_heads=3))
     found = suggestions(odd, int(0.95 * MemoryPlan(odd).peak(on_gpu=True)), on_gpu=True)
     assert found
@@ -175,7 +177,9 @@ def test_ranks_that_share_weights_need_a_part_of_the_layers_each() -> None:
     unsharded = replace(apart, method=replace(apart.method, zero_stage=0))
     limit = MemoryPlan(replace(unsharded, method=replace(unsharded.method, tensor_parallel=2))).peak(on_gpu=True)
     assert limit < 0.9 * MemoryPlan(unsharded).peak(on_gpu=True)
-    assert ("trainer.tensor_parallel=2",) in [one.settings for one in suggestions(unsharded, limit, on_gpu=True)]
+    assert ("trainer.tensor_parallel=2",) in [
+        suggestion.settings for suggestion in suggestions(unsharded, limit, on_gpu=True)
+    ]
     adapted = replace(apart, method=replace(apart.method, lora_rank=8))
     found = suggestions(adapted, int(0.9 * MemoryPlan(adapted).peak(on_gpu=True)), on_gpu=True)
     assert all("tensor_parallel" not in " ".join(one.settings) for one in found)

@@ -122,7 +122,9 @@ def test_abandoned_completions_are_part_of_the_balance():
     counted["abandoned_tokens"] = {"aborted": 7}
     short = [first.model_copy(update={"account": with_train_totals(first, counted)})]
     found = check_record(AuditInputs("r", short, waiting={"tasks": {B: 0, C: 0}}))
-    assert [(one.kind, "abandoned tokens" in one.detail) for one in found.breaches] == [("totals differ", True)]
+    assert [(breach.kind, "abandoned tokens" in breach.detail) for breach in found.breaches] == [
+        ("totals differ", True)
+    ]
 
 
 def with_train_totals(chapter: LineageChapter, update: dict[str, dict[str, int]]) -> AccountState:

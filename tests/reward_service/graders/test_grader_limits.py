@@ -13,8 +13,8 @@ def test_a_grader_gets_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = GraderPool(2, cpu_s=1.0)
     environments = [grader._process._environ for grader in pool._all]
     assert len(environments) == 2
-    assert not [name for one in environments for name in one if name.startswith("PENSTOCK_")]
-    assert all("PATH" in one for one in environments)
+    assert not [name for environment in environments for name in environment if name.startswith("PENSTOCK_")]
+    assert all("PATH" in environment for environment in environments)
 
 
 async def test_the_answers_of_a_group_share_its_time_and_groups_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

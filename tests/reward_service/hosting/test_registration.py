@@ -64,9 +64,9 @@ async def test_a_lease_is_renewed_at_the_replica_that_is_left(
     replicas: tuple[Replica, Replica], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A reward service that is replaced stops no reward: nothing is said while any replica answers."""
-    service = ServiceAddress(",".join(one.url + "/" for one in replicas))
+    service = ServiceAddress(",".join(replica.url + "/" for replica in replicas))
     await registration.register(service, OFFER)
-    assert [one.asked for one in replicas] == [["/v1/endpoints"], []]
+    assert [replica.asked for replica in replicas] == [["/v1/endpoints"], []]
     keeping = asyncio.create_task(registration.keep(service, OFFER))
     await asyncio.to_thread(replicas[0].kill)
     await asked_again(replicas[1])
@@ -94,8 +94,8 @@ async def test_who_is_waited_for_is_said_at_once(
 ) -> None:
     """With what to start; after the deadline the error names the last problem."""
     monkeypatch.setattr("penstock.serving.lease.WAIT_S", 2.0)
-    for one in replicas:
-        await asyncio.to_thread(one.kill)
+    for replica in replicas:
+        await asyncio.to_thread(replica.kill)
     with pytest.raises(NotRegistered, match=r"could not be registered at .* no answer .*is the reward service running"):
         await registration.register(ServiceAddress(replicas[0].url), OFFER)
     said = capsys.readouterr().err

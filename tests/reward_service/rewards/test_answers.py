@@ -66,7 +66,7 @@ async def _differing(
     outcomes = await made.score([_group(name, row) for row in rows], attempt=1)
     for one in outcomes:
         assert not isinstance(one, GroupScores) or one.parts.keys() == set(built_in.parts), name
-    found = [_first(one) if isinstance(one, GroupScores) else (repr(one), {}) for one in outcomes]
+    found = [_first(outcome) if isinstance(outcome, GroupScores) else (repr(outcome), {}) for outcome in outcomes]
     return [
         (
             name,

@@ -219,8 +219,8 @@ def _check(stack: Stack, result: Result) -> None:
 
 def table(faults: Sequence[Outcome]) -> str:
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
-    for one in faults:
-        by_kind[one.kind].append(one)
+    for fault in faults:
+        by_kind[fault.kind].append(fault)
     rows = [
         "| fault | number | held s | steps meanwhile | productive again s: median, worst |",
         "|---|---|---|---|---|",

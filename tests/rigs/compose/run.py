@@ -177,11 +177,11 @@ def _tool(stack: Stack, trainer: Service, number: int, words: Sequence[str]) -> 
         "PENSTOCK_WORKER__TRUSTED_KEYS_FILE": "/etc/penstock/signing.pem",
     }
     mounts = (
-        *(one for one in trainer.mounts if not one.target.startswith("/run/secrets/")),
-        *(Mount(f"/run/secrets/{one}", f"./secrets/{one}", read_only=True) for one in secrets),
+        *(mount for mount in trainer.mounts if not mount.target.startswith("/run/secrets/")),
+        *(Mount(f"/run/secrets/{secret}", f"./secrets/{secret}", read_only=True) for secret in secrets),
         Mount("/etc/penstock/signing.pem", "./secrets/tls/signing.pem", read_only=True),
     )
-    words = [_last_version(stack) if one == "LAST" else one for one in words]
+    words = [_last_version(stack) if word == "LAST" else word for word in words]
     service = replace(
         trainer, name=f"tool-{words[0]}", command=("penstock", *words), environment=environment, mounts=mounts, check=None,
         restart="no", depends_on={},

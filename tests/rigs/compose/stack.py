@@ -116,7 +116,7 @@ class Stack:
     def poll(self) -> None:
         """Start what may start, look at health checks, restart what ended; raises RuntimeError when a start cannot succeed."""
         for service in self.services.values():
-            if service.name not in self._started and all(self._is_met(*one) for one in service.depends_on.items()):
+            if service.name not in self._started and all(self._is_met(*item) for item in service.depends_on.items()):
                 self._started.add(service.name)
                 for container in self.of(service.name):
                     print(f"{time.monotonic():.1f} start {container.name}", file=sys.stderr)

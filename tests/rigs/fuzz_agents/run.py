@@ -109,7 +109,7 @@ class Fuzzer:
         if self._plant == "row":
             made = rendered_rows(made, tokenizer)
         check_episode(episode, made, recorded, engine, self.findings)
-        self.findings.problems += [f"episode {episode.id}: {one}" for one in agent.failures]
+        self.findings.problems += [f"episode {episode.id}: {failure}" for failure in agent.failures]
         for name, count in {**episode.counts, **agent.counts}.items():
             self.counts[name] += count
         self.counts["episodes"] += 1

@@ -244,7 +244,7 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         # The sweepers of the last kills ended with the run; what they left is swept here as the next worker would.
         time.sleep(0.5)
         program_process.sweep(Path(tempfile.gettempdir()))
-    failures += [f"left behind: {one}" for one in orphans]
+    failures += [f"left behind: {orphan}" for orphan in orphans]
     return {
         "run": kind,
         "steps": steps,
@@ -282,7 +282,7 @@ def replayed(run_id: str, folder: Path) -> dict[str, Any]:
 def left_behind() -> list[str]:
     """Return processes and folders of workers that do not run any more."""
     found = [f"process {pid}" for pid in program_process.left_processes()]
-    return found + [str(one) for one in program_process.left_folders(Path(tempfile.gettempdir()))]
+    return found + [str(left_folder) for left_folder in program_process.left_folders(Path(tempfile.gettempdir()))]
 
 
 def main() -> int:

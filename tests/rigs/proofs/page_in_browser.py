@@ -51,10 +51,10 @@ class Meter:
 
     def _sample(self) -> None:
         while not self._closed.wait(_SAMPLE_S):
-            for one in self._run.processes():
+            for process in self._run.processes():
                 with contextlib.suppress(psutil.Error):
-                    times = psutil.Process(one.pid).cpu_times()
-                    self._cpu_s[one.pid] = sum(times[:4])  # its own and its children's, user and system
+                    times = psutil.Process(process.pid).cpu_times()
+                    self._cpu_s[process.pid] = sum(times[:4])  # its own and its children's, user and system
             if step := steps_of(self._base, self._run.run_id):
                 self._at.setdefault(step, (time.monotonic() - self._begun, sum(self._cpu_s.values())))
 
@@ -147,10 +147,10 @@ def compare_panels(window: Window) -> int:
     same(browser.page.locator(".tokens span").count(), len(tokens["ids"]), "tokens")
     browser.open(run, "fleet")
     services = window.api("workers")["services"]
-    same([row[0] for row in browser.rows("Services")], [one["name"] for one in services], "services")
+    same([row[0] for row in browser.rows("Services")], [service["name"] for service in services], "services")
     browser.open(run, "weights")
     versions = window.api("versions", limit=100)["versions"]
-    same([row[0] for row in browser.rows("Versions")], [str(one["version"]) for one in versions], "versions")
+    same([row[0] for row in browser.rows("Versions")], [str(version["version"]) for version in versions], "versions")
     browser.open(run, "rewards")
     mean = window.api("rewards")["distribution"]["reward"]["mean"]
     text = re.search(r"mean ([^,]+),", browser.text('[data-distribution="reward"]'))

@@ -153,7 +153,7 @@ def _missing(tree: Path) -> list[str]:
         *project["dependencies"],
         *(one for extra in extras for one in project["optional-dependencies"].get(extra, ())),
     ]
-    installed = {canonicalize_name(one.name) for one in importlib.metadata.distributions()}
+    installed = {canonicalize_name(distribution.name) for distribution in importlib.metadata.distributions()}
     names = (canonicalize_name(Requirement(one).name) for one in wanted)
     return sorted(set(names) - installed - {"penstock"})
 

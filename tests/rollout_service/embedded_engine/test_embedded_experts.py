@@ -37,7 +37,7 @@ def chosen_by_transformers(folder: Path, tokens: list[int]) -> np.ndarray:
     with torch.inference_mode():
         logits = model.model(torch.tensor([tokens]), output_router_logits=True).router_logits
     top_k = model.config.num_experts_per_tok
-    return np.stack([one.topk(top_k, dim=-1).indices.sort(dim=-1).values.numpy() for one in logits], axis=1)
+    return np.stack([logit.topk(top_k, dim=-1).indices.sort(dim=-1).values.numpy() for logit in logits], axis=1)
 
 
 def returned(reply: dict[str, Any], num_layers: int, top_k: int) -> np.ndarray:

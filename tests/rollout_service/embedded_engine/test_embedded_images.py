@@ -56,7 +56,7 @@ class Reference:
         return ids, [part for part in parts if isinstance(part, bytes)]
 
     def expanded(self, prompt: Sequence[int], images: Sequence[bytes]) -> list[int]:
-        return expanded(prompt, [admit(one) for one in images], self.processor)[0]
+        return expanded(prompt, [admit(image) for image in images], self.processor)[0]
 
     def logprobs(self, prompt: Sequence[int], images: Sequence[bytes], completion: Sequence[int]) -> torch.Tensor:
         """Return [tokens, vocab]: row i is for token i + 1, by the model's forward with its own positions and scatter."""
@@ -64,7 +64,7 @@ class Reference:
         kinds = [int(one == self.token) for one in whole] + [0] * len(completion)
         given: dict[str, Any] = {}
         if images:
-            made = [self.processor.process(one) for one in images]
+            made = [self.processor.process(image) for image in images]
             given["pixel_values"] = torch.cat([torch.from_numpy(one.pixel_values) for one in made])
             given["image_grid_thw"] = torch.tensor([one.grid_thw for one in made])
             given["mm_token_type_ids"] = torch.tensor([kinds])
@@ -154,7 +154,7 @@ def test_log_probabilities_are_those_of_transformers(engine: EngineUnderTest, re
         reference.prompt(9, WIDE, 10, SMALL, 11),
         reference.prompt(5, OTHER, 6, 7, 8),
     ]
-    texts = [[as_text(one) for one in images] or None for _, images in made]
+    texts = [[as_text(image) for image in images] or None for _, images in made]
     texts[1] = f"data:image/png;base64,{as_text(SMALL)}"  # type: ignore[assignment]
     replies = sample(engine, [ids for ids, _ in made], texts, logprob_start_len=0)
     for (ids, images), reply in zip(made, replies, strict=True):
@@ -286,7 +286,7 @@ def test_a_folder_has_the_names_of_the_hub_or_of_the_module(folder: Path, tmp_pa
 
 def shown_prompt(reference: Reference, *parts: int | bytes, shown: bytes | None = None) -> ImagePrompt:
     ids, images = reference.prompt(*parts)
-    admitted = [admit(one) for one in images]
+    admitted = [admit(image) for image in images]
     whole, places = expanded(ids, admitted, reference.processor)
     assert places is not None
     return ImagePrompt(whole, places, {one.sha256: shown or one.data for one in admitted})

@@ -249,7 +249,7 @@ def test_micro_batches_and_ranks_change_nothing(
 def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: int) -> None:
     section, order = section_of(name), random.Random(seed)
     if section.advantage == "pass_at_k":  # of equally good answers the first is the best, and leads by 0
-        assume(all(len({one.reward for one in members}) == len(members) for members in batch))
+        assume(all(len({member.reward for member in members}) == len(members) for members in batch))
     shuffled = []
     for number, members in enumerate(batch):
         names = order.sample(range(len(members)), len(members))

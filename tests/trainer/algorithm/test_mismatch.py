@@ -32,7 +32,7 @@ def figures(*parts: About) -> dict:
     every = [mismatch_sums(*about) for about in parts]
     tops = [mismatch_maxima(*about) for about in parts]
     sums = {name: sum(one[name] for one in every) for name in every[0]}
-    maxima = {name: max(one[name] for one in tops) for name in tops[0]}
+    maxima = {name: max(top[name] for top in tops) for name in tops[0]}
     return mismatch_metrics({**sums, "tokens": sum(len(about[0]) for about in parts)}, maxima)
 
 

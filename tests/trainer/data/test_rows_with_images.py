@@ -203,7 +203,7 @@ def test_the_images_of_an_instruction_stay_before_its_input(folder: Path, proces
     for row, shown in zip(rows, (f"{image}and\nmore", "and\nmore"), strict=True):
         found = prompt_of(folder, processor, row)
         assert found.text.startswith(f"<|im_start|>user\n{shown}<|im_end|>")
-        assert [one.data for one in found.image_files] == ([TWO] if image in shown else [])
+        assert [image_file.data for image_file in found.image_files] == ([TWO] if image in shown else [])
 
 
 def test_texts_around_an_image_are_not_said_to_be_left_out(folder: Path, processor: ImageProcessor) -> None:

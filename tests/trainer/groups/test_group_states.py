@@ -81,10 +81,12 @@ class GroupStatesMachine(RuleBasedStateMachine):
         self.sequence += 1
         self.groups.receive(self.sequence)
         self.messages.add(self.sequence)
-        for one in dict.fromkeys((group_id, more)):
-            is_returning = self.model.get(one) == "kept" and one not in self.message
-            if self._try(self.model.get(one) == "issued" or is_returning, self.groups.arrive, one, self.sequence):
-                self.model[one], self.message[one] = "arrived", self.sequence
+        for fromkey in dict.fromkeys((group_id, more)):
+            is_returning = self.model.get(fromkey) == "kept" and fromkey not in self.message
+            if self._try(
+                self.model.get(fromkey) == "issued" or is_returning, self.groups.arrive, fromkey, self.sequence
+            ):
+                self.model[fromkey], self.message[fromkey] = "arrived", self.sequence
 
     @rule(group_id=IDS)
     def offer(self, group_id):

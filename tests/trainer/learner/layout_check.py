@@ -218,7 +218,7 @@ def measured(model: Path, folder: Path, how: Optimisation, dims: ParallelDims) -
         "work": [work.flops, work.tokens],
         "left_out": [step.left_out for step in steps],
         "outlier_layers": {name: one.grad_norm for name, one in outlier.layers.items()},
-        "outlier_ratios": [one.update_ratio for one in outlier.layers.values()],
+        "outlier_ratios": [layer.update_ratio for layer in outlier.layers.values()],
         "is_unchanged": same_fragments(kept.fragments, after.fragments),
         "stored": after.state["recent_grad_norms"],
         "restored": list(policy._trainable._outliers.norms),
@@ -229,7 +229,7 @@ def measured(model: Path, folder: Path, how: Optimisation, dims: ParallelDims) -
 def masters(policy: Policy) -> dict[tuple[str, int], Tensor]:
     """Copy the master weights that this rank accounts for."""
     places = policy._trainable._optimizer_state().places()
-    return {(one.name, one.start): part_of(one.stepped, one).clone() for one in places if one.is_written}
+    return {(place.name, place.start): part_of(place.stepped, place).clone() for place in places if place.is_written}
 
 
 def update_ratios(policy: Policy, before: dict[tuple[str, int], Tensor], dims: ParallelDims) -> dict[str, float]:

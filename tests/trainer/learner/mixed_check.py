@@ -75,7 +75,7 @@ def trained(folder: Path, way: str, ranks: Ranks) -> dict[str, Any]:
         return {}
     message = decode((folder / SCORED).read_bytes(), GroupScored)
     groups = group_pack.decode((folder / message.pack.key).read_bytes())
-    batch = [ReadyGroup(one, message.pack, groups[one.generated.row_group]) for one in message.groups]
+    batch = [ReadyGroup(group, message.pack, groups[group.generated.row_group]) for group in message.groups]
     planner, steps = Planner(chosen, learner, {}), []
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 1:

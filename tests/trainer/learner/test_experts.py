@@ -102,7 +102,7 @@ def own_choices(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Return the experts [T, 2, 2] that a model's routers choose for a row, rising."""
     with torch.no_grad():
         logits = model.model(torch.from_numpy(tokens).long()[None], output_router_logits=True).router_logits
-    return np.stack([one.topk(2).indices.sort(-1).values.numpy() for one in logits], axis=1).astype(np.uint8)
+    return np.stack([logit.topk(2).indices.sort(-1).values.numpy() for logit in logits], axis=1).astype(np.uint8)
 
 
 def rows_of(model: Any, *, random_after: int | None = None) -> list[Row]:
@@ -233,14 +233,14 @@ def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> Non
 def test_a_plan_counts_all_experts_in_memory_and_those_of_a_token_in_operations(folder: Path) -> None:
     """As the loaded model counts them; Qwen3-30B-A3B has 30.5 billion parameters, 3.35 of which compute a token."""
     shape, model = read_shape(folder, "model.path"), loaded(folder)
-    assert shape.parameters == sum(one.numel() for one in model.parameters())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     cost = pass_cost(model)
     norms = sum(one.numel() for name, one in model.named_parameters() if "norm" in name)
     assert shape.active_body == cost.layers + norms
     assert pair_cost(model) == pytest.approx(2 * 3 * 16 / shape.active_body)
     lora = adapter.Lora(rank=2, alpha=4.0)
     adapter.attach(model, lora)
-    assert shape.adapter(2, ()) == sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert shape.adapter(2, ()) == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     published = {
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
         "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,

@@ -262,7 +262,7 @@ def image_group(processor: ImageProcessor, *, version: int = 0) -> Group:
     assert row.images is not None
     prompt = tuple(row.token_ids[:-1].tolist())
     made = make_group(size=2, prompt_ids=prompt, version=version)
-    shown = [replace(one, images=row.images.images) for one in made.trajectories]
+    shown = [replace(trajectory, images=row.images.images) for trajectory in made.trajectories]
     return replace(made, trajectories=tuple(shown))
 
 

@@ -62,7 +62,7 @@ def test_split_and_order_follow_from_seed_and_step() -> None:
     others = {
         plan_passes(range(8), epochs=3, minibatches=4, seed=seed, step=step) for seed in (1, 2) for step in (2, 3)
     }
-    assert len({(one.groups, one.orders) for one in others}) == 4
+    assert len({(other.groups, other.orders) for other in others}) == 4
 
 
 def plan_of(rewards: list[tuple[float, ...]], minibatches: int, **settings: object) -> StepPlan:

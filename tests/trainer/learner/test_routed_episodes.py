@@ -67,8 +67,15 @@ async def play(folder: Path, changed: Path, log: Path) -> Episode:
 
 def as_rows(group: Group) -> list[Row]:
     return [
-        Row(one.token_ids, one.loss_mask, one.behaviour_logprobs, 1.0, 0.1, experts=one.experts and one.experts.ids)
-        for one in group.trajectories
+        Row(
+            trajectory.token_ids,
+            trajectory.loss_mask,
+            trajectory.behaviour_logprobs,
+            1.0,
+            0.1,
+            experts=trajectory.experts and trajectory.experts.ids,
+        )
+        for trajectory in group.trajectories
     ]
 
 
@@ -131,7 +138,7 @@ async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_tur
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=3e-5)
 
     # Tokens of the first weights: the trainer's are the engine's, with replay and without; those of the others change.
-    ages = np.concatenate([version_of(one) for one in group.trajectories])
+    ages = np.concatenate([version_of(trajectory) for trajectory in group.trajectories])
     gaps = [
         (made.detach() - batch.behaviour_logprobs).abs().numpy()
         for made in (found, scored(packed, batch, replays=False))

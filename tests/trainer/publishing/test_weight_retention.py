@@ -74,9 +74,9 @@ def evaluated(version: int, score: float, measure: str = "m") -> KeptVersion:
 def test_the_best_versions_have_the_highest_scores():
     """Of equal scores the newest is better; a repeated evaluation replaces the earlier one; another measure comes last."""
     found = [evaluated(0, 0.2), evaluated(5, 0.9), evaluated(10, 0.4), evaluated(15, 0.4), evaluated(5, 0.1)]
-    assert [one.version for one in best_versions(found, measure="m", most=3)] == [15, 10, 0]
+    assert [best_version.version for best_version in best_versions(found, measure="m", most=3)] == [15, 10, 0]
     mixed = [evaluated(0, 7.0, "mean reward"), evaluated(5, 0.3), evaluated(10, 0.2)]
-    assert [one.version for one in best_versions(mixed, measure="m", most=9)] == [5, 10, 0]
+    assert [best_version.version for best_version in best_versions(mixed, measure="m", most=9)] == [5, 10, 0]
     assert best_versions(found, measure="m", most=0) == ()
 
 

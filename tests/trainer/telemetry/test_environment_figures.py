@@ -17,7 +17,7 @@ PACK = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
 
 def ready(number: int, rewards: tuple[float, ...], *episodes: Episode) -> ReadyGroup:
     group_id = f"e0.p{number}.a0"
-    own = [replace(one, group_id=group_id, episode_id=f"{group_id}#{one.index}") for one in episodes]
+    own = [replace(episode, group_id=group_id, episode_id=f"{group_id}#{episode.index}") for episode in episodes]
     group = group_of(*own) if own else make_group(group_id, size=len(rewards))
     scored = ScoredGroup(generated=group.summary(number), rewards=rewards, scorer="environment")
     return ReadyGroup(scored, PACK, group)

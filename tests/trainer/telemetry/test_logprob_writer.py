@@ -55,7 +55,9 @@ def test_each_step_is_one_object_with_its_groups(blobs: Blobs, run_id: str) -> N
     data = blobs.get(BlobRef(key=found[0].key, size_bytes=found[0].size_bytes, sha256=sha256))
     read = step_logprobs.decode(data, run_id=run_id, step=4)
     assert (read.header.trained_version, read.header.made_version) == (3, 5)
-    assert {(one.group_id, one.pack) for one in read.header.groups} == {(g.group_id, g.pack.sha256) for g in batch}
+    assert {(group.group_id, group.pack) for group in read.header.groups} == {
+        (g.group_id, g.pack.sha256) for g in batch
+    }
     second = read.group(batch[1].group_id, batch[1].pack.sha256)
     assert second is not None
     values = {number: (set(row.logprobs.tolist()), set(row.outcomes.tolist())) for number, row in second.items()}

@@ -143,7 +143,7 @@ class GymServer:
             calls = [one for one in body.response.output if isinstance(one, ResponseFunctionToolCall)]
             outputs = [one for one in body.response.output if one.type == "function_call_output"]
             is_right = self.counters[request.state.session] == body.expected_count
-            used = any(one.name == "increment_counter" for one in calls) and len(calls) == len(outputs)
+            used = any(call.name == "increment_counter" for call in calls) and len(calls) == len(outputs)
             components = {"count": float(is_right), "used": float(used)}
             return {**sent, "reward": float(is_right and used), "reward_components": components}
 

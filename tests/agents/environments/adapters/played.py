@@ -44,7 +44,7 @@ def play(
 
 
 def said(episode: Episode) -> list[tuple[str, str]]:
-    return [(one["role"], one.get("content") or "") for one in json.loads(episode.messages)]
+    return [(load["role"], load.get("content") or "") for load in json.loads(episode.messages)]
 
 
 def check_exact(episode: Episode, engine: Engine, model: Path, script: Sequence[str]) -> None:

@@ -111,7 +111,7 @@ def test_an_episode_is_verified_by_its_server(tool_model: Path, server: GymServe
         "message",
     ]
     assert {one["call_id"] for one in response["output"][:2]} == {one["call_id"] for one in response["output"][2:4]}
-    assert {one["penstock-seed"] for one in server.headers} == {str(episode.seed)}
+    assert {header["penstock-seed"] for header in server.headers} == {str(episode.seed)}
     assert len(server.counters) == 1
 
 
@@ -148,9 +148,9 @@ async def test_arguments_that_are_no_object_are_not_sent() -> None:
     given = ("[1]", "{", '{"count": NaN}', '{"count": 1, "count": 2}', '"\ud800"')
     calls = tuple(ToolCall(str(n), "increment_counter", text) for n, text in enumerate(given))
     reply = await played.step(Message("assistant", tool_calls=calls))
-    listed, *others = [one.content for one in reply.messages]
+    listed, *others = [message.content for message in reply.messages]
     assert listed == "error: the arguments are no JSON object"
-    assert all(one.startswith("error: the arguments are no JSON: ") for one in others)
+    assert all(other.startswith("error: the arguments are no JSON: ") for other in others)
     assert reply.parts == {"tool_calls": 5.0, "tool_errors": 5.0}
     await sessions.close()
 
@@ -238,7 +238,7 @@ def test_an_episode_is_begun_again_with_its_seed(tool_model: Path, server: GymSe
     script = [call("increment_counter", count=3), "5"] * 2
     (episode,), _ = episodes(tool_model, server, script, attempts=2)
     assert (episode.reward, len(server.counters)) == (1.0, 2)
-    assert {one["penstock-seed"] for one in server.headers} == {str(episode.seed)}
+    assert {header["penstock-seed"] for header in server.headers} == {str(episode.seed)}
 
 
 def test_a_server_that_hangs_has_failed(tool_model: Path, server: GymServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_a_server_that_is_busy_is_asked_again(
     urls = ["http://127.0.0.1:9", server.url]
     (episode,), _ = episodes(tool_model, server, script, url=urls, token_file=str(token))
     assert episode.reward == 1.0
-    assert {one["authorization"] for one in server.headers} == {"Bearer secret"}
+    assert {header["authorization"] for header in server.headers} == {"Bearer secret"}
 
 
 def test_a_server_that_is_none_is_named(tool_model: Path, server: GymServer) -> None:

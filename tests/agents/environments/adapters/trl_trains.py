@@ -55,7 +55,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "tools": [get_json_schema(one) for one in tools.values()],
+                "tools": [get_json_schema(tool) for tool in tools.values()],
                 "resets": Noted.resets,
                 "rewards": Noted.rewards,
             }

@@ -154,7 +154,11 @@ def routes(api: Api) -> list[tuple[str, str, Role | None]]:
     found = []
     for route in all_routes(api.app.routes):
         dependencies = all_dependencies(route.dependant) if isinstance(route, APIRoute) else []
-        roles = [one.call.__penstock_role__ for one in dependencies if hasattr(one.call, "__penstock_role__")]
+        roles = [
+            dependency.call.__penstock_role__
+            for dependency in dependencies
+            if hasattr(dependency.call, "__penstock_role__")
+        ]
         found += [(m, route.path, max(roles, default=None)) for m in sorted((route.methods or set()) - {"HEAD"})]
     return found
 
