@@ -22,7 +22,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys
+    from penstock.protocol.weights.signature import TrustedKeys
 
 STORE = "store"
 COPIED_INPUTS = "copied-inputs"  # folder in a store: names of the rescored inputs that are copies of another run's
@@ -60,7 +60,7 @@ def trusted_keys(given: Path | None, environ: Mapping[str, str], store: Path) ->
     file = given or (Path(named) if named else None)
     if file is None:
         return None
-    from penstock.protocol.weights.manifest import TrustedKeys  # noqa: PLC0415  its library is needed only here
+    from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
 
     return TrustedKeys.from_file(file, "--trusted-keys" if given else _TRUSTED_KEYS)
 

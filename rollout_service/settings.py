@@ -26,7 +26,7 @@ from penstock.rollout_service.packs.pack_loops import MOST_PACKS
 from penstock.rollout_service.teachers.teacher import TEACHERS
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys
+    from penstock.protocol.weights.signature import TrustedKeys
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -211,7 +211,7 @@ class WorkerSettings(Section):
         """Return the keys that must have signed manifests, None when none are set; raises ConfigError when unreadable."""
         if self.trusted_keys_file is None:
             return None
-        from penstock.protocol.weights.manifest import TrustedKeys  # noqa: PLC0415  its library is needed only here
+        from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
 
         return TrustedKeys.from_file(self.trusted_keys_file, "worker.trusted_keys_file")
 

@@ -19,7 +19,7 @@ from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.protocol.weights.manifest import SigningKey
+from penstock.protocol.weights.signature import SigningKey
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import VersionPublisher

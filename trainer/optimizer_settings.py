@@ -14,7 +14,7 @@ from penstock.trainer.data_settings import Beta, Schedule
 from penstock.trainer.parallel_dims import ParallelLayout
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import SigningKey, TrustedKeys
+    from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 _NOT_SERVED = ("embed_tokens", "lm_head")
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and WSL
@@ -369,7 +369,7 @@ class OptimizerSettings(Section):
     def signing_key(self) -> SigningKey | None:
         if self.signing_key_file is None:
             return None
-        from penstock.protocol.weights.manifest import SigningKey  # noqa: PLC0415  its library is needed only here
+        from penstock.protocol.weights.signature import SigningKey  # noqa: PLC0415  its library is needed only here
 
         return SigningKey.from_file(self.signing_key_file, "trainer.signing_key_file")
 

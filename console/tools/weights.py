@@ -26,7 +26,7 @@ from penstock.protocol.weights.manifest_chain import stored_chain
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are configured
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
 
 Row = dict[str, Any]

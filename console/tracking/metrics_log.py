@@ -16,7 +16,7 @@ import structlog
 from penstock.console import connections
 from penstock.console.tracking.consumer import METRICS
 from penstock.protocol import streams, subjects
-from penstock.protocol.config.sources import SECTIONS
+from penstock.protocol.config.schema_keys import SECTIONS
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus

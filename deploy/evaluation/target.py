@@ -49,7 +49,7 @@ from penstock.trainer.publishing.rank_publisher import StoredObjects
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import SigningKey
+    from penstock.protocol.weights.signature import SigningKey
 
 
 # What an evaluation takes over from a run. Of the data: all but which rows there are.

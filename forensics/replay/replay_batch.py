@@ -47,7 +47,7 @@ from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.telemetry.metrics import step_fields
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are named
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
 
 
 class StoppedPacks:

@@ -26,7 +26,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.trainer.learner.gguf_model import model_folder
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys
+    from penstock.protocol.weights.signature import TrustedKeys
     from penstock.trainer.ranks import Ranks
 
 ERROR = 2  # exit code of an error that is explained on stderr
@@ -148,7 +148,7 @@ def _keys(given: Path | None) -> TrustedKeys | None:
     file = given or (Path(named) if named else None)
     if file is None:
         return None
-    from penstock.protocol.weights.manifest import TrustedKeys  # noqa: PLC0415  its library is needed only here
+    from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
 
     return TrustedKeys.from_file(file, "--trusted-keys" if given else _TRUSTED_KEYS)
 

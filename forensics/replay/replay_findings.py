@@ -27,7 +27,7 @@ from penstock.trainer.recovery.resume_checks import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are named
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
     from penstock.trainer.learner.step_metrics import StepMetrics  # imports torch
     from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 

@@ -52,7 +52,7 @@ from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are named
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
 
 _MAX_THREADS = 4096
 

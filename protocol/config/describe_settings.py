@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from penstock.protocol.config.schema_keys import is_model, members_of
 from penstock.protocol.config.setting_description import ANY_NAME, MADE_AT_START, REQUIRED, SettingDescription
-from penstock.protocol.config.sources import is_model, members_of
 
 # Unit of a number, by the end of its key; a number without unit matches none.
 _UNITS = (

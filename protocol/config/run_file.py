@@ -21,23 +21,25 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from penstock.protocol.config.foreign_config import ALIASES, advice, value_advice
-from penstock.protocol.config.sources import (
-    ENVIRONMENT_PREFIX,
-    NOTHING,
-    OVERRIDE,
+from penstock.protocol.config.schema_keys import (
     SECTIONS,
-    Given,
-    KeyPath,
     UnknownKeyError,
-    from_environment,
-    from_files,
-    from_overrides,
     is_secret,
     locate,
     members_of,
     spelt,
-    split_arguments,
     table_of,
+)
+from penstock.protocol.config.sources import (
+    ENVIRONMENT_PREFIX,
+    NOTHING,
+    OVERRIDE,
+    Given,
+    KeyPath,
+    from_environment,
+    from_files,
+    from_overrides,
+    split_arguments,
     unusable,
 )
 from penstock.protocol.errors import ConfigError

@@ -33,7 +33,7 @@ from penstock.protocol.weights.manifest_chain import MAX_HOPS, CatchUp, FetchMan
 from penstock.protocol.weights.patch_segment import Bytes, as_bytes
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are configured
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
 UNUSABLE = (
     BlobMissing,

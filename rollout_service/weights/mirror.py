@@ -45,7 +45,7 @@ from penstock.rollout_service.errors import MirrorFull, WeightsUnusable
 from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS, Slot, nearest_source, slot_to_write
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys
+    from penstock.protocol.weights.signature import TrustedKeys
 
 
 _SLOTS = ("a", "b", "c", "d")

@@ -49,7 +49,7 @@ ALLOWED = """
     getpeername:52:205 close_range:436:436
 """
 
-# allowed with these arguments only, see `seccomp`
+# allowed with these arguments only, see `_conditions`
 CONDITIONAL = """
     kill:62:129 tgkill:234:131 clone:56:220 ioctl:16:29 fcntl:72:25 prctl:157:167 prlimit64:302:261
     socketpair:53:199 clone3:435:435 futex:202:98

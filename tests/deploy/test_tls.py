@@ -20,7 +20,7 @@ from penstock.protocol.errors import BlobError, BlobStoreRefused, BusRefused, Bu
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.weights.manifest import SigningKey, TrustedKeys
+from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
 from penstock.protocol.command_line import arguments_of
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
-from penstock.protocol.config.sources import SECTIONS
+from penstock.protocol.config.schema_keys import SECTIONS
 from tests.docs.pages import PAGES, READMES, ROOT, Block, blocks, inline_code, penstock_commands
 
 _KEY = re.compile(rf"^({'|'.join(SECTIONS)})\.[a-z_]+(\.[a-z_]+)*$")

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from tests.packaging.conftest import ROOT
 
 SERVICES = {
-    "": ["console.cli.main", "client"],
+    "": ["console.cli.main", "client", "console.tools.weights", "console.registry.versions"],
     "console": ["console.web.app", "console.web.serve"],
     "engine": ["rollout_service.embedded_engine.run_engine", "rollout_service.embedded_engine.http.app"],
     "reward": ["reward_service.service", "reward_service.hosting.served_reward", "reward_service.hosting.chat_rewards"],

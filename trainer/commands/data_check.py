@@ -51,7 +51,7 @@ class FileReport:
     completion_lengths: list[int] = field(default_factory=list)
     num_repeated_prompts: int = 0
     problems: Problems = field(default_factory=Problems)  # of bad rows, each with file, line and column
-    rows_with_tests: list[dict[str, Any]] = field(default_factory=list)  # as `row_tests` sends them
+    rows_with_tests: list[dict[str, Any]] = field(default_factory=list)  # as `data_rows.check_tests` reads them
     tests: TestReport | None = None  # None if no row may hold tests, or they were not to be run
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
     notes: list[FileNotes] = field(default_factory=list)  # what GRPO reads, and what SFT reads
@@ -232,6 +232,8 @@ def _check_row(
         report.suggested_map = report.suggested_map or suggest(row)
         raise
     prompt, turns = _read(row, form, data, rows.place(number), report)
+    completions = [turn.chat[-1]["content"] for turn in turns]
+    lengths = [len(tokenizer.encode(completion)) if tokenizer else len(completion) for completion in completions]
     text = _prompt_text(prompt, turns, tokenizer)
     is_plain = prompt is not None and prompt.is_plain
     if tokenizer is None:
@@ -246,10 +248,7 @@ def _check_row(
             notes.add(row, form, read, data, text if tokenizer and read is prompt else None)
             if tokenizer is not None:
                 notes.add_text(text, tokenizer)
-    report.completion_lengths += [
-        len(tokenizer.encode(completion)) if tokenizer else len(completion)
-        for completion in [turn.chat[-1]["content"] for turn in turns]
-    ]
+    report.completion_lengths += lengths
     report.formats[form.name] += 1
     report.num_sft += bool(turns)
     shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not

@@ -2,7 +2,7 @@
 
 The folder is beside the file and named after it and the first digits of its SHA-256, so another file is another folder. It is
 written under another name and renamed when it is complete; a lock makes other processes wait. Weights are dequantised to
-float32: four bytes for each parameter. Nothing in the file is executed: it is read by the package after `gguf_header` has
+float32: four bytes for each parameter. Nothing in the file is executed: it is read by the package after `read_header` has
 checked it, and code in a model's repository is never loaded.
 
 The header is a list of named values and a list of tensors. The package ``gguf`` trusts the lengths in it: a length beyond the end of the file

@@ -32,7 +32,7 @@ from penstock.trainer.publishing.weight_buckets import AdapterBase, Snapshot, We
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import SigningKey
+    from penstock.protocol.weights.signature import SigningKey
 
 
 _MAX_REPUBLICATIONS = 3

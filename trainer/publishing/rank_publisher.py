@@ -34,7 +34,7 @@ from penstock.trainer.rank_orders import RankOrders, order
 from penstock.trainer.ranks import Ranks
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import TrustedKeys  # its library is imported where keys are configured
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
 
 _COPY_DEADLINE_S = 600.0  # a rank that trails rank 0 by more than this is stuck

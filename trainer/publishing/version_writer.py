@@ -32,7 +32,7 @@ from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankP
 from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot, small_files
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.manifest import SigningKey  # its library is imported where a key is configured
+    from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
 
 log = structlog.get_logger("trainer.published_base")
 

@@ -2,7 +2,7 @@
 
 First it publishes the *floor*, a key of the state bucket: the version below which nothing is kept. It deletes the
 manifests below the floor, so that no new plan can start there, and the objects that they named after a grace period
-longer than any catch-up that had begun; those of the versions in `kept_versions` stay. Objects that no manifest names,
+longer than any catch-up that had begun; those of the kept versions stay. Objects that no manifest names,
 because a publisher was killed, are deleted when they are old. A worker that is slower still finds an object missing, and
 starts again from the newest full snapshot.
 

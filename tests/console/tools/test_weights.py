@@ -23,7 +23,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
-from penstock.protocol.weights.manifest import SigningKey
+from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter

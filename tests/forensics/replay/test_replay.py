@@ -23,7 +23,7 @@ from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack, step_logprobs
 from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.manifest import TrustedKeys
+from penstock.protocol.weights.signature import TrustedKeys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -23,7 +23,7 @@ from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.stopped_batch import StoppedBatch, find_batch, read_batch
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.weights.manifest import SigningKey, TrustedKeys
+from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery import checkpoint

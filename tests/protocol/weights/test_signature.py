@@ -12,7 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from penstock.deploy import certificates
 from penstock.protocol.errors import ConfigError, MalformedFact, SignatureRefused
-from penstock.protocol.weights.manifest import SigningKey, TrustedKeys, VersionManifest
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 LINE = b'{"version":7}'
 

@@ -23,7 +23,8 @@ from penstock.protocol.facts import WeightsPublished
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.manifest import SigningKey, TrustedKeys, VersionManifest
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy

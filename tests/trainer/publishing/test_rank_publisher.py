@@ -28,7 +28,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import TensorSpec, build_layout
-from penstock.protocol.weights.manifest import SigningKey
+from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.publish import Publisher
