@@ -1,8 +1,6 @@
 """A run or a training of this machine: its process, and what it writes into the run's folder.
 
-A run of this machine: the process of `penstock train --local`, and what it writes into the run's folder.
-
-A training on given answers on this machine: the process of `penstock sft` or `dpo`, and what it writes.
+The process of a run is `penstock train --local`, that of a training on given answers `penstock sft` or `dpo`.
 """
 
 from __future__ import annotations

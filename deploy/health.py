@@ -10,11 +10,22 @@ import os
 import sys
 from typing import Annotated, Literal
 
-from penstock.deploy.bootstrap import ConnectionSettings
+from pydantic import BaseModel, ConfigDict
+
 from penstock.protocol import streams
 from penstock.protocol.command_line import Help, program
+from penstock.protocol.config.connection import NatsSettings, RunSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.transport.bus import Bus
+
+
+class HealthSettings(BaseModel):
+    """What the probe reads: a wrong value of another section must not make a service unhealthy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunSettings = RunSettings()
+    nats: NatsSettings = NatsSettings()
 
 
 def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
@@ -26,7 +37,7 @@ def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
 def check(
     role: Literal["rollout", "reward", "trainer"], *, id: Annotated[str, Help("Start of the service's id.")] = ""
 ) -> int:
-    settings = load(ConnectionSettings, environ=os.environ).settings
+    settings = load(HealthSettings, environ=os.environ).settings
     with Bus.connect(settings.nats, name="health", deadline_s=5.0) as bus:
         if has_heartbeat(bus, settings.run.id, role, id):
             return 0

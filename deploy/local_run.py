@@ -191,8 +191,8 @@ class LocalRun:
         is_crash: Callable[[int], bool] = lambda _: True,
         replicas: Sequence[str] = (),
     ) -> None:
+        self._services.append(child)  # first, so that it is stopped if it cannot be watched
         self._require_supervisor().start(child, restart, is_crash=is_crash, replicas=replicas)
-        self._services.append(child)
 
     def wait(self, deadline_s: float | None = None) -> int | None:
         """Wait until the trainer exits and return its exit code; None when ``deadline_s`` passed first.

@@ -22,7 +22,6 @@ from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.rights import ANY_RUN, ObjectRights, Role, object_rights
 from penstock.protocol.subjects import check_run_id
-from penstock.protocol.transport.s3_client import S3Admin
 
 _READ = ("s3:GetObject",)
 _WRITE = ("s3:PutObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts")  # large objects are put in parts
@@ -71,10 +70,6 @@ def print_policy(
 main = program("s3_policies", print_policy)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def access_key(role: Role) -> str:
     return f"penstock-{role}"
 
@@ -85,6 +80,8 @@ def create_users(settings: S3Settings, secrets: Path, run_ids: tuple[str, ...] =
     Raises ConfigError for a missing or short secret before anything is changed, BlobStoreRefused or BlobStoreUnreachable
     when the store has no such interface, refuses, or does not answer.
     """
+    from penstock.protocol.transport.s3_client import S3Admin  # noqa: PLC0415  printing needs no client
+
     by_role = policies(settings.bucket, run_ids)
     keys = {role: _secret(secrets / f"s3_{role}") for role in by_role}
     if len({*keys.values(), settings.secret()}) <= len(keys):
@@ -106,3 +103,7 @@ def _secret(path: Path) -> str:
     if len(secret) < _SHORTEST:
         raise ConfigError(f"--s3-users: {path} has {len(secret)} characters, a secret key needs {_SHORTEST} or more")
     return secret
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -186,13 +186,12 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
         if finished := resume_checks.finished_notice(settings):
             return say_finished(settings.run.folder.absolute(), finished, as_json=as_json)
         check_inputs(settings)
-        trackers = TrackerProcesses(arguments, os.environ)
-        algorithm = summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
-        print(f"algorithm {algorithm}", file=sys.stderr)
-        for note in resumption.start_notes(arguments, os.environ):
-            print(note, file=sys.stderr)
-        create_what_is_missing(settings)
-        with trackers:
+        with TrackerProcesses(arguments, os.environ) as trackers:
+            algorithm = summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
+            print(f"algorithm {algorithm}", file=sys.stderr)
+            for note in resumption.start_notes(arguments, os.environ):
+                print(note, file=sys.stderr)
+            create_what_is_missing(settings)
             run_folder.withdraw_pause(settings.run.folder)
             with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 trackers.start()
@@ -255,7 +254,11 @@ class AttachedTrainer:
         self._outage_since = self._outage_seen = -_APART_S  # the first and the last exit of an outage
 
     def __enter__(self) -> AttachedTrainer:
-        self._child.start()
+        try:
+            self._child.start()
+        except BaseException:
+            self._supervisor.close()
+            raise
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._forward)
         self._supervisor.watch(self._child, self._child.relaunch, is_crash=self._is_crash)

@@ -1,4 +1,6 @@
-"""The adapter of uvicorn: serve an ASGI app on a socket that is already bound, so that the number for port 0 is known; and stop at a signal.
+"""What a process that serves HTTP needs: uvicorn on a socket that is bound already, its signals, Host names and heap.
+
+The socket is bound first, so that the number for port 0 is known.
 
 A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred of them keep
 everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at `MIN_BYTES_PER_S` or faster; one that

@@ -32,16 +32,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.agents.proxy.api.chat_completions import read_message
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
-from penstock.agents.proxy.session import EpisodeSession
-from penstock.agents.proxy.tree import SampledTurn
 from penstock.protocol.config.environment_settings import EpisodeSettings
 from penstock.protocol.episode import EndStatus, TimeSpender
 from penstock.protocol.groups import Task
 from penstock.rollout_service.errors import EngineError
+
+if TYPE_CHECKING:
+    from penstock.agents.proxy.session import EpisodeSession  # imports what renders and counts tokens
+    from penstock.agents.proxy.tree import SampledTurn
 
 _ROLES = ("system", "user", "assistant", "tool")
 TRUNCATED = ("max_turns", "context", "max_stored_tokens")  # `EpisodeSession.truncated_by`

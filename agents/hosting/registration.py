@@ -1,6 +1,6 @@
 """Register an environment server on NATS, renew its lease while it answers, and remove it at the end.
 
-And ``penstock env register`` for a server that runs already, ``penstock env drain`` and ``resume``.
+`penstock env register` does this for a server that runs already; `penstock env drain` and `resume` change its state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.serving import lease, signature, target_policy
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
-from penstock.serving.web_server import stopping_by_signal
 
 LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
 _ASK_S = 5.0
@@ -191,6 +190,8 @@ def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOp
 
 
 async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> None:
+    from penstock.serving.web_server import stopping_by_signal  # noqa: PLC0415  to keep a registration only
+
     stop = asyncio.Event()
     secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
     async with registrar_of(

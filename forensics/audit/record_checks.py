@@ -1,4 +1,6 @@
-"""Fold the chapters of a run's record into the state of every group, compare its steps with their reports, list violations; pure.
+"""Fold the chapters of a run's record into the state of every group, compare its steps with their reports, list violations.
+
+Pure, but for `from_events` and `from_metrics`, which read the reports.
 
 A group is issued once, then closed once: trained (or, held-out, evaluated) or dropped with a reason; until then it is
 in flight. Only a dead letter that is sent again reopens a group.
