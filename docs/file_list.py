@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -19,13 +18,10 @@ _LIST = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.DOTA
 
 def file_list() -> str:
     """Return a line for each folder of the packages: the names of its Python files, without the ending."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--", *PACKAGES], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
     names: dict[str, list[str]] = defaultdict(list)
-    for path in map(Path, listed.splitlines()):
-        if path.suffix == ".py" and path.name not in ("__init__.py", "__main__.py") and (ROOT / path).exists():
-            names[path.parent.as_posix()].append(path.stem)
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        if path.name not in ("__init__.py", "__main__.py"):
+            names[path.parent.relative_to(ROOT).as_posix()].append(path.stem)
     return "".join(f"- `{folder}/`: {', '.join(names[folder])}\n" for folder in sorted(names))
 
 

@@ -33,7 +33,7 @@ def test_each_figure_is_an_array_over_the_steps() -> None:
 
 
 def test_a_run_without_steps_has_an_empty_array() -> None:
-    assert metrics.from_rows([])["step"].tolist() == []
+    assert metrics.metrics_of_rows([])["step"].tolist() == []
 
 
 def test_evaluations_of_one_step_are_told_apart_by_their_source() -> None:
