@@ -43,7 +43,7 @@ def step(number: int, text: str = "x") -> dict[str, Any]:
 async def test_a_step_is_taken_once_and_in_order() -> None:
     """Sent again it gets the same reply; out of order, with another answer, or after the end it is refused."""
     script = Script(lambda: say("on", 0.5), lambda: done(1.0))
-    async with served(script) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+    async with served(script) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         first = await http.post("/episodes", json=START)
         assert first.json()["messages"] == [{"role": "user", "content": "go"}]
         assert (await http.post("/episodes", json=START)).json() == first.json()
@@ -68,7 +68,7 @@ async def test_a_step_is_taken_once_and_in_order() -> None:
 async def test_a_score_is_made_once_and_ends_the_steps() -> None:
     """After the last step that was answered; asked again it is the same, and a start says whether there is one."""
     script = Scored(lambda: 0.5, lambda: say("on"), lambda: done(1.0))
-    async with served(script) as (url, _), httpx.AsyncClient(base_url=url) as http:
+    async with served(script) as (url, _), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
 
         async def asked(after: int) -> tuple[int, Any]:
             answer = await http.post(f"/episodes/{ID}/score", json={"step": after})
@@ -91,7 +91,7 @@ async def test_a_score_is_made_once_and_ends_the_steps() -> None:
         for number in (1, 2):
             await http.post(f"/episodes/{ID}/step", json=step(number))
         assert await asked(2) == (409, "the score after step 2 is out of order: the episode is over")
-    async with served(Script(lambda: done(1.0))) as (url, _), httpx.AsyncClient(base_url=url) as http:
+    async with served(Script(lambda: done(1.0))) as (url, _), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         assert set((await http.post("/episodes", json=START)).json()) == {"messages", "tools", "version"}
 
 
@@ -111,7 +111,10 @@ async def test_a_score_is_made_once_and_ends_the_steps() -> None:
 )
 async def test_a_body_that_is_none_is_refused(body: bytes, said: str) -> None:
     """With the field at fault; nothing is started."""
-    async with served(Script(lambda: done(1.0))) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+    async with (
+        served(Script(lambda: done(1.0))) as (url, episodes),
+        httpx.AsyncClient(base_url=url, timeout=60.0) as http,
+    ):
         refused = await http.post("/episodes", content=body, headers={"content-type": "application/json"})
         assert (refused.status_code, refused.json()["code"], episodes.running) == (400, "bad_request", 0)
         assert said in refused.json()["message"]
@@ -120,7 +123,7 @@ async def test_a_body_that_is_none_is_refused(body: bytes, said: str) -> None:
 async def test_a_server_that_is_full_or_drains_says_when_to_come_again() -> None:
     """503 with Retry-After; a held episode goes on, and the drain ends with it."""
     script = Script(lambda: done(1.0))
-    async with served(script, capacity=1) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+    async with served(script, capacity=1) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         await http.post("/episodes", json=START)
         other = {**START, "id": "f" * 32}
         full = await http.post("/episodes", json=other)
@@ -147,7 +150,7 @@ async def test_a_step_of_an_episode_that_is_ended_meanwhile_is_answered() -> Non
         released.wait(60)
         return done(1.0)
 
-    async with served(Script(hang)) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+    async with served(Script(hang)) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         await http.post("/episodes", json=START)
         moving = asyncio.create_task(http.post(f"/episodes/{ID}/step", json=step(1)))
         await stepping.wait()
@@ -160,7 +163,7 @@ async def test_a_step_of_an_episode_that_is_ended_meanwhile_is_answered() -> Non
 async def test_an_episode_that_nobody_plays_is_closed() -> None:
     """Its worker was killed: no call for a while, or its time is over."""
     script = Script(lambda: done(1.0))
-    async with served(script, idle_s=0.05) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+    async with served(script, idle_s=0.05) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         sweeping = asyncio.create_task(episodes.sweep())
         await http.post("/episodes", json=START)
         await episodes.drain(60.0)
@@ -179,13 +182,13 @@ async def test_what_an_environment_raises_or_returns_is_a_problem() -> None:
         (Script(lambda: done(1e300)), "reward"),
         (Script(lambda: None), "step() returns a Reply, got NoneType"),
     ):
-        async with served(script) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+        async with served(script) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
             await http.post("/episodes", json=START)
             failed = await http.post(f"/episodes/{ID}/step", json=step(1))
             assert (failed.status_code, failed.json()["code"]) == (500, "environment_failed")
             assert said in failed.json()["message"]
             assert (await http.post(f"/episodes/{ID}/step", json=step(2))).status_code == 409
-    async with served(Script(start=list)) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+    async with served(Script(start=list)) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         failed = await http.post("/episodes", json=START)
         assert (failed.status_code, episodes.running) == (500, 0)
 
@@ -198,7 +201,7 @@ async def test_a_signature_opens_its_own_call_only() -> None:
         return {"content-type": "application/json", **made}
 
     served_here = served(Script(lambda: done(1.0)), secrets=(SECRET,))
-    async with served_here as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+    async with served_here as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         data = json.dumps(START).encode()
         for headers in ({}, signed(f"{ID}.start", data, 400), signed(f"{ID}.end", data), signed(f"{ID}.start")):
             assert (await http.post("/episodes", content=data, headers=headers)).status_code == 401
@@ -220,7 +223,7 @@ async def test_a_signature_opens_its_own_call_only() -> None:
 
 async def test_the_api_is_described() -> None:
     """For servers in other languages: the bodies of both directions, and the problems."""
-    async with served(CALCULATOR) as (url, _), httpx.AsyncClient(base_url=url) as http:
+    async with served(CALCULATOR) as (url, _), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         document = (await http.get("/openapi.json")).json()
     of_one = {f"/episodes/{{id}}{action}" for action in ("", "/step", "/score")}
     assert set(document["paths"]) == {"/environment", "/episodes", *of_one}
