@@ -1,4 +1,4 @@
-"""The sections [trainer] and [model] of the run file; imports no torch."""
+"""The sections [trainer], [model] and [critic] of the run file; imports no torch."""
 
 from __future__ import annotations
 

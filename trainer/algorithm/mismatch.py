@@ -1,5 +1,7 @@
 """How far the policy in training is from the one that sampled its batch: sums of a micro-batch, figures of a step.
 
+`EngineCheck` stops a run whose engine computes other log-probabilities than the trainer, `CollapseCheck` one whose entropy is gone.
+
 The sums add up over micro-batches and ranks and the maxima are maximised, so that a figure is about the
 whole batch however it was split. With x = log current / behaviour of a sampled token, before the update:
 

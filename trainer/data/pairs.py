@@ -1,6 +1,6 @@
 """Preferences to train on: rows with a chosen and a rejected answer, or one of them, and their token ids; all rows are checked when the set is opened.
 
-Reads preference rows: a prompt with a chosen and a rejected answer, or with one of them; in the forms of TRL, HH-RLHF and OpenRLHF; pure.
+A row is a prompt with a chosen and a rejected answer, or with one of them, in the forms of TRL, HH-RLHF and OpenRLHF:
 
 | form                | columns                                                                                      |
 |---------------------|----------------------------------------------------------------------------------------------|

@@ -1,12 +1,12 @@
 """Experts of a layer: as they are published, and replayed as the engine chose them.
 
-The experts of a layer as they are published: one tensor for each matrix of each expert, as engines and model folders name them.
+Published: one tensor for each matrix of each expert, as engines and model folders name them.
 
 transformers holds all experts of a layer in two tensors, ``experts.gate_up_proj`` [E, 2 I, H] and ``experts.down_proj`` [E, H, I].
 The files of most families have ``experts.0.gate_proj.weight`` [I, H], ``experts.0.up_proj.weight`` [I, H] and
 ``experts.0.down_proj.weight`` [H, I], which is what SGLang and vLLM read: views of parts of the two, so nothing is computed.
 
-Router replay: compute every token with the experts that the engine chose for it.
+In router replay every token is computed with the experts that the engine chose for it.
 
 The router of a layer computes its probabilities as always; the gates are those of the engine's experts instead of the likeliest ones,
 normalised as the model's config says. So the sum over experts is that of the policy that sampled, and gradients reach the router

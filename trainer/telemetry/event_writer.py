@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl in the run's folder, and publishes events for the console.
+"""Writes metrics.jsonl in the run's folder, publishes events for the console, writes the heartbeat and the log-probabilities of steps.
 
 | event             | when                              | fields                                                       |
 |-------------------|-----------------------------------|--------------------------------------------------------------|
