@@ -26,6 +26,12 @@ from penstock.trainer.settings import TrainerSettings
 log = structlog.get_logger("trainer.fine_tuning")
 
 _ERROR = 2  # exit code of an error that is explained on stderr
+_SECTIONS = {section.section: section for section in (SFT, DPO, RM)}
+COMMANDS = {
+    "sft": ("RUN.TOML [SECTION.KEY=VALUE ...]", "supervised fine-tuning into a model folder"),
+    "dpo": ("RUN.TOML [SECTION.KEY=VALUE ...]", "training on preferences into a model folder"),
+    "rm": ("RUN.TOML [SECTION.KEY=VALUE ...]", "training of a reward model on preferences"),
+}
 
 
 def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
@@ -68,14 +74,6 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
         code = _ERROR
     ranks.leave(code)
     return code
-
-
-_SECTIONS = {section.section: section for section in (SFT, DPO, RM)}
-COMMANDS = {
-    "sft": ("RUN.TOML [SECTION.KEY=VALUE ...]", "supervised fine-tuning into a model folder"),
-    "dpo": ("RUN.TOML [SECTION.KEY=VALUE ...]", "training on preferences into a model folder"),
-    "rm": ("RUN.TOML [SECTION.KEY=VALUE ...]", "training of a reward model on preferences"),
-}
 
 
 def main(arguments: Sequence[str]) -> int:

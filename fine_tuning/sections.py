@@ -46,6 +46,12 @@ _NOT_LISTED = (
     "dpo.",
     "rm.",
 )  # a shared run file has them whatever is started with it
+_INSTEAD = {
+    "data.eval": "rows for the validation loss are {section}.eval_data; remove it",
+    "data.max_prompt_tokens": "prompt and answer together have at most trainer.micro_batch_tokens tokens",
+    "data.from_run": "use {section}.data",
+    "model.lora.publish": "the result is a model folder and, beside it, the adapter's; remove it",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,14 +142,6 @@ class OwnSection:
         where = f"[{self.section}] if `penstock train` shares it"
         found = found.format(section=self.section) if found else None
         return found or f"remove it, or give the run file a section {where}"
-
-
-_INSTEAD = {
-    "data.eval": "rows for the validation loss are {section}.eval_data; remove it",
-    "data.max_prompt_tokens": "prompt and answer together have at most trainer.micro_batch_tokens tokens",
-    "data.from_run": "use {section}.data",
-    "model.lora.publish": "the result is a model folder and, beside it, the adapter's; remove it",
-}
 
 
 def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> None:

@@ -44,6 +44,7 @@ _CHUNK_BYTES = 1024 * 1024
 COPIES_AT_ONCE = 8
 _CONNECT_S = 10.0
 _REPORT_EVERY_S = 5.0
+Report = Callable[[str], None]
 
 
 class BackupBroken(PenstockError):
@@ -162,9 +163,6 @@ def chunks(path: Path, size: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(size):
             yield chunk
-
-
-Report = Callable[[str], None]
 
 
 def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> SavedRun:

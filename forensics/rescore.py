@@ -34,6 +34,7 @@ WHOLE = "reward"  # the name of the reward itself among the weights
 _ATTEMPTS = 3  # for failures that a run would retry
 _RETRY_S = 0.5
 _CALL_GROUPS = 32  # per request
+Outcome = ScoredGroup | str  # or the reason why there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,6 @@ class GroupToScore:
 
 class Service(Protocol):
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any: ...
-
-
-Outcome = ScoredGroup | str  # or the reason why there is none
 
 
 def parse_weights(text: str) -> dict[str, float]:

@@ -55,6 +55,7 @@ _REWARD_DEADLINE_S = 60.0  # reward services may start after the trainer
 _POLL_S = 0.2
 _TOLD_AFTER_S = 5.0
 _SAMPLED_ROWS = 1000
+_VISIBLE_S = 10.0  # a file that one node has made may be seen late on another, by a network file system
 
 
 def connect(settings: TrainerSettings, *, deadline_s: float = 20.0, traces: Traces = NO_TRACES) -> Connections:
@@ -245,9 +246,6 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
 def _near(name: str, offers: list[RewardsOffered]) -> str:
     near = nearest(name, offers)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-_VISIBLE_S = 10.0  # a file that one node has made may be seen late on another, by a network file system
 
 
 def check_shared(folder: Path, ranks: Ranks, *, deadline_s: float = _VISIBLE_S) -> None:

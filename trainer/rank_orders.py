@@ -41,6 +41,15 @@ watch_log = structlog.get_logger("trainer.rank_watch")
 HUNG = 75  # exit code (EX_TEMPFAIL): started again, the run resumes
 _ASKED_PER_DEADLINE = 6
 _END = b"end"
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+Program = TypeVar("Program", bound="RankProgram")
+log = structlog.get_logger("trainer.rank_orders")
+_NOT_SENT = "not sent"
+LeaderOnly = Annotated[T, _NOT_SENT]  # the type of an argument that rank 0 keeps; on the other ranks it has its default
+_MARK = "is_rank_order"
+_DONE, _FAILED = b"=", b"!"  # first byte of an answer; a JSON value or a message follows
 
 
 @dataclass(slots=True)
@@ -119,18 +128,6 @@ def end_process(reason: str) -> None:
     sys.stderr.write(f"{reason}\n")
     sys.stderr.flush()
     os._exit(HUNG)
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
-Program = TypeVar("Program", bound="RankProgram")
-log = structlog.get_logger("trainer.rank_orders")
-
-_NOT_SENT = "not sent"
-LeaderOnly = Annotated[T, _NOT_SENT]  # the type of an argument that rank 0 keeps; on the other ranks it has its default
-_MARK = "is_rank_order"
-_DONE, _FAILED = b"=", b"!"  # first byte of an answer; a JSON value or a message follows
 
 
 def order(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:

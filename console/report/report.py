@@ -18,6 +18,7 @@ from penstock.protocol.files import read_regular
 
 _WIDTH, _HEIGHT = 60, 8
 _JSON = "report.json"
+_NO_PLOT = "(For a plot: `pip install 'penstock[report]'`, then run again.)"
 
 
 def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) -> Path:
@@ -111,9 +112,6 @@ def _reward_curve(points: Curves, *, has_plot: bool) -> str:
     drawn = "\n".join(label + text for label, text in zip(labels, lines, strict=True))
     plot = f"![reward, {points.held_out.name}, staleness](curve.png)" if has_plot else _NO_PLOT
     return f"## Reward by step\n\n{plot}\n\n```\n{drawn}\n```"
-
-
-_NO_PLOT = "(For a plot: `pip install 'penstock[report]'`, then run again.)"
 
 
 def _totals(s: RunSummary) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_SLOW_ATTENTION = {  # those whose cost a run should show
+    "dense": "dense: memory and time grow with the square of the tokens (trainer.attention)",
+    "sdpa": "sdpa: slower than flash attention, which a GPU has for model.dtype = bfloat16 (docs/memory.md)",
+    "padded": "padded: rows are not packed, and prompts are not shared (docs/memory.md)",
+}
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,13 +80,6 @@ class Overlap(_Frozen):
     both_working_share: float | None = Field(
         default=None, description="The same as a share of the training's wall time."
     )
-
-
-_SLOW_ATTENTION = {  # those whose cost a run should show
-    "dense": "dense: memory and time grow with the square of the tokens (trainer.attention)",
-    "sdpa": "sdpa: slower than flash attention, which a GPU has for model.dtype = bfloat16 (docs/memory.md)",
-    "padded": "padded: rows are not packed, and prompts are not shared (docs/memory.md)",
-}
 
 
 def attention_text(name: str) -> str:

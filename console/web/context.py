@@ -22,6 +22,7 @@ from penstock.protocol.transport.bus import Bus
 _SCHEME = HTTPBearer(auto_error=False, description="A token: penstock console token NAME --role read|run|admin")
 _BUS_S = 3.0
 RUN_FILE = "run.toml"  # in the folder of a run that the API created
+RunName = Annotated[str, PathParameter(pattern=f"^{RUN_ID.pattern}$", description="Name of the run: a-z, 0-9 and '-'.")]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ async def context(request: Request) -> WebContext:  # async: what does not wait 
 
 
 Context = Annotated[WebContext, Depends(context)]
-RunName = Annotated[str, PathParameter(pattern=f"^{RUN_ID.pattern}$", description="Name of the run: a-z, 0-9 and '-'.")]
 
 
 def run_folder(run: RunName, web: Context) -> Path:

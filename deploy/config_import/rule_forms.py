@@ -17,6 +17,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
 _REWARD_FILE = "custom_reward_function.path"  # of verl
+Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,6 @@ def decide(text: str) -> Outcome:
     return Outcome("decide", text=text)
 
 
-Values = Mapping[str, Any]
 Rule = Callable[[Any, Values], Outcome]
 
 

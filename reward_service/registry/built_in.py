@@ -38,6 +38,7 @@ AUTO = "auto"  # the reward name that means: by the row's data_source
 ENTRY_POINTS = "penstock.rewards"
 REWARDS = Registry("reward", Reward, package="penstock.reward_service.rewards", group=ENTRY_POINTS)
 _COMMAND = "python -m penstock.reward_service rewards --write docs/graders.md"
+BUILT_INS: Mapping[str, Reward] = REWARDS.built_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,6 @@ def _given(name: str, group: GroupTexts) -> tuple[EpisodeTexts, ...]:
             "that scores texts, or an environment that rewards its episodes"
         )
     return group.given
-
-
-BUILT_INS: Mapping[str, Reward] = REWARDS.built_in
 
 
 def _by_source() -> dict[str, str]:

@@ -19,6 +19,10 @@ NAME = "answer_line"
 
 _LINE = re.compile(r"\banswer\s*:[ \t*]*\n?([^\n]+)", re.IGNORECASE)
 _WITH_UNIT = re.compile(rf"(?P<number>{NUMBER})\s+[A-Za-z][A-Za-z .]*")
+_DATA_SETS = (
+    "math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime", "aime24", "aime2024", "aime2025",
+    "aime25", "aime_2024", "aime_2025", "HuggingFaceH4/aime_2024",
+)  # fmt: skip
 
 
 def last_answer(text: str) -> str | None:
@@ -34,11 +38,6 @@ def last_answer(text: str) -> str | None:
     with_unit = _WITH_UNIT.fullmatch(line)
     return with_unit["number"] if with_unit else line or None
 
-
-_DATA_SETS = (
-    "math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime", "aime24", "aime2024", "aime2025",
-    "aime25", "aime_2024", "aime_2025", "HuggingFaceH4/aime_2024",
-)  # fmt: skip
 
 REWARD = GradedReward(
     name=NAME,

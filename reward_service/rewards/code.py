@@ -18,6 +18,11 @@ from penstock.sandbox.zygote_process import Reason
 NAME = "code"
 
 Grade = Callable[[str, Tests, int], Awaitable[Graded]]  # program, tests, how many programs share the group's time
+_DATA_SETS = (
+    "code", "code_generation", "codecontests", "apps", "codeforces", "taco", "livecodebench", "humaneval",
+    "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp",
+    "PrimeIntellect/verifiable-coding-problems",
+)  # fmt: skip
 
 
 async def judge(
@@ -45,12 +50,6 @@ def _verdict(graded: Graded, *, all_or_nothing: bool) -> Verdict:
         parts[f"failed_{graded.reason}"] = 1.0
     return Verdict(float(share == 1.0) if all_or_nothing else share, parts)
 
-
-_DATA_SETS = (
-    "code", "code_generation", "codecontests", "apps", "codeforces", "taco", "livecodebench", "humaneval",
-    "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp",
-    "PrimeIntellect/verifiable-coding-problems",
-)  # fmt: skip
 
 REWARD = SandboxedReward(
     name=NAME,

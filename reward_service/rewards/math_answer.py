@@ -28,6 +28,12 @@ from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_
 NAME, FLEXIBLE = "math", "math_flexible"
 MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
 Find = Callable[[str], str | None]  # a completion's answer, None if it has none
+_DATA_SETS = (
+    "math", "MATH", "math500", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
+    "hendrycks/competition_math", "EleutherAI/hendrycks_math", "agentica-org/DeepScaleR-Preview-Dataset",
+    "AI-MO/NuminaMath-CoT", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
+    "numina_cn_k12", "numina_olympiads", "hiyouga/geometry3k", "amc23", "minerva_math", "olympiadbench",
+)  # fmt: skip
 
 
 class Graded(enum.Enum):
@@ -97,13 +103,6 @@ async def _equal(gold: str, answer: str, grade: Grade) -> Graded:
         raise BadGroundTruth(f"math-verify cannot read the row's ground_truth {gold[:80]!r}")
     return graded
 
-
-_DATA_SETS = (
-    "math", "MATH", "math500", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
-    "hendrycks/competition_math", "EleutherAI/hendrycks_math", "agentica-org/DeepScaleR-Preview-Dataset",
-    "AI-MO/NuminaMath-CoT", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
-    "numina_cn_k12", "numina_olympiads", "hiyouga/geometry3k", "amc23", "minerva_math", "olympiadbench",
-)  # fmt: skip
 
 REWARD = GradedReward(
     name=NAME,

@@ -25,6 +25,10 @@ from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_te
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_DATA_SETS = (
+    "qa", "trivia", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
+    "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle",
+)  # fmt: skip
 
 
 class Parameters(Section):
@@ -83,11 +87,6 @@ def _answers(completions: tuple[str, ...], parameters: Parameters) -> list[str |
 def _verdict(answer: str | None, reward: float) -> Verdict:
     return Verdict(reward, {"has_answer": float(answer is not None)})
 
-
-_DATA_SETS = (
-    "qa", "trivia", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
-    "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle",
-)  # fmt: skip
 
 EXACT_REWARD = PureReward(
     name=EXACT,

@@ -27,6 +27,7 @@ from penstock.trainer.algorithm.reward_shaping import RunningMoments
 from penstock.trainer.errors import CheckpointError
 
 _STATE_TAG = "algorithm_state.v1"
+_ROUNDING = 1e-9  # of the largest advantage of a batch, as for rewards; sums in another order differ by less
 
 
 @dataclass(slots=True)
@@ -70,9 +71,6 @@ class AlgorithmState:
             "norm": asdict(self.norm),
             "kl_coefficient": self.kl.coefficient,
         }
-
-
-_ROUNDING = 1e-9  # of the largest advantage of a batch, as for rewards; sums in another order differ by less
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from penstock.trainer.algorithm.batch import MicroBatch
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]  # estimated from the sampled token
 AnyKlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
 _MAX_K3 = 10.0
+_LEAST_REST = 1e-6  # what float32 leaves of 1 minus a sum of probabilities may be rounding
 
 
 def kl_estimate(current: Tensor, reference: Tensor, form: KlForm) -> Tensor:
@@ -92,9 +93,6 @@ class KlController:
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * num_samples / self.horizon
-
-
-_LEAST_REST = 1e-6  # what float32 leaves of 1 minus a sum of probabilities may be rounding
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ BRANCH_TOKENS = 16  # rows branch at the end of a prompt or a multiple of this a
 
 Tokens = npt.NDArray[np.int32]
 Experts = npt.NDArray[np.unsignedinteger]  # [T, layers, k]
+_LEAST_GAIN = 0.02  # of the costliest rank, for which a group is split and its prefix is computed twice
+_MAX_SPLITS = 32
 
 
 class Node(NamedTuple):
@@ -187,10 +189,6 @@ def _nodes(runs: list[_Run], size: int) -> tuple[Node, ...]:
             ends[open_runs.pop()] = run.start
         open_runs.append(number)
     return tuple(Node(run.start, run.end, end) for run, end in zip(runs, ends, strict=True))
-
-
-_LEAST_GAIN = 0.02  # of the costliest rank, for which a group is split and its prefix is computed twice
-_MAX_SPLITS = 32
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from penstock.trainer.algorithm.chosen_parts import (
 START = "<!-- made by python -m penstock.trainer.commands.algorithm_reference; edit the files of the parts instead -->"
 _SHAPE = re.compile(r", \[[A-Z]\](?: bool)?")  # of a result; of no use in a table
 END = "<!-- end of what is made -->"
+PAGE = Path("docs/algorithms.md")
 
 
 def with_reference(page: str) -> str:
@@ -98,9 +99,6 @@ def _written(value: Any) -> str:
 def _table(title: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [title, ["---"] * len(title), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
-
-
-PAGE = Path("docs/algorithms.md")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,6 +18,9 @@ from penstock.protocol.parent_death import end_with_parent
 from penstock.trainer import process_memory
 
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+STOPPED = 128 + 2  # exit code after Ctrl-C, as of a shell
+USAGE_ERROR = 2  # exit code of an error that is explained on stderr
+Commands = Mapping[str, tuple[str, str]]  # name -> arguments, description
 
 
 def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
@@ -42,12 +45,6 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
         return
     if not end_with_parent(os.getppid()):
         signal.raise_signal(signal.SIGKILL)
-
-
-STOPPED = 128 + 2  # exit code after Ctrl-C, as of a shell
-USAGE_ERROR = 2  # exit code of an error that is explained on stderr
-
-Commands = Mapping[str, tuple[str, str]]  # name -> arguments, description
 
 
 def start_process() -> None:

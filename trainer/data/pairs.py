@@ -37,6 +37,8 @@ from penstock.trainer.settings import DataSettings
 
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+Ids = npt.NDArray[np.int32]
+Ends = Literal["end token", "chat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,6 @@ def _tools(row: Row, data: DataSettings) -> tuple[Any, ...]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse("tools", "expected a list of JSON schemas", shown(tools))
     return tuple(tools)
-
-
-Ids = npt.NDArray[np.int32]
-Ends = Literal["end token", "chat"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

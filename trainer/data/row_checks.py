@@ -28,6 +28,10 @@ _NAMES: Mapping[str, Sequence[str]] = {  # the likeliest first
         "label", "solution", "reference", "answers", "output",
     ),
 }  # fmt: skip
+MAX_PROBLEMS_SHOWN = 20
+_BATCH_ROWS = 512  # rows that are tokenised together
+_PAIR = ("chosen", "rejected")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def suggest(columns: Collection[str]) -> dict[str, str]:
@@ -45,10 +49,6 @@ def as_setting(mapping: Mapping[str, str]) -> str:
 
 def _plain(name: str) -> str:
     return name.strip().lower().replace(" ", "_").replace("-", "_")
-
-
-MAX_PROBLEMS_SHOWN = 20
-_BATCH_ROWS = 512  # rows that are tokenised together
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +127,6 @@ def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> 
     data = settings.data
     needs_template = renders_chats and data.text_prompts == "chat"
     return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=needs_template)
-
-
-_PAIR = ("chosen", "rejected")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def is_self_play(row: Row) -> bool:

@@ -19,6 +19,8 @@ from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.publishing.weight_gc import KeptVersionsKey
 from penstock.trainer.telemetry.event_writer import EventWriter
 
+log = structlog.get_logger("trainer.evaluation.evaluation_log")
+
 
 class EvaluationSchedule:
     """Starts evaluations and waits for them; for the training thread only."""
@@ -75,9 +77,6 @@ class EvaluationSchedule:
     def wait_for_all(self, should_stop: Callable[[], bool]) -> None:
         assert self._evaluator is not None
         self._evaluator.wait_for_all(should_stop)
-
-
-log = structlog.get_logger("trainer.evaluation.evaluation_log")
 
 
 class EvaluationLog:

@@ -30,6 +30,7 @@ from penstock.trainer.errors import UnsupportedModel
 APART = frozenset({"qwen2_moe", "qwen3_moe", "olmoe"})  # model_type whose files have each expert's tensors apart
 WHOLE = frozenset({"gpt_oss"})  # those whose files have them as transformers holds them
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_KEYWORD = "routing"
 
 
 def check_family(model: nn.Module, family: str) -> None:
@@ -70,9 +71,6 @@ def parts(name: str, tensor: Tensor, family: str) -> Iterator[tuple[str, Tensor]
 def _split(name: str, family: str) -> tuple[str, str | None]:
     kind = next((kind for kind in (_GATE_UP, _DOWN) if name.endswith(kind)), None) if family in APART else None
     return name.removesuffix(kind or ""), kind
-
-
-_KEYWORD = "routing"
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,28 @@ import numpy as np
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.learner.vision import is_of_tower
 
+# Part of the name that CUDA reports -> FLOP/s. A longer part is looked for first: an "H100 PCIe" is not an "H100".
+_BFLOAT16 = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "GH200": 989.4e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "H20": 148e12,
+    "H800": 989.4e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "MI300X": 1307.4e12,
+    "RTX 4090": 165.2e12,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -102,29 +124,6 @@ def share_of_experts(config: Any) -> float:
     total = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     used = getattr(config, "num_experts_per_tok", None)
     return used / total if total and used else 1.0
-
-
-# Part of the name that CUDA reports -> FLOP/s. A longer part is looked for first: an "H100 PCIe" is not an "H100".
-_BFLOAT16 = {
-    "A10": 125e12,
-    "A30": 165e12,
-    "A40": 149.7e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "B200": 2250e12,
-    "GH200": 989.4e12,
-    "H100 NVL": 835.5e12,
-    "H100 PCIe": 756e12,
-    "H100": 989.4e12,
-    "H200": 989.4e12,
-    "H20": 148e12,
-    "H800": 989.4e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "MI300X": 1307.4e12,
-    "RTX 4090": 165.2e12,
-}
 
 
 def peak_of(device: str, dtype: str) -> float | None:

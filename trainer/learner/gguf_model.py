@@ -44,6 +44,10 @@ _FEWEST_BITS = 1.5  # of a weight, in any quantisation: what a file's bytes can 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+log = structlog.get_logger("trainer.gguf_model")
+_DIGITS = 16
+_LOCK_DEADLINE_S = 3600.0  # another process converts a large model
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +187,6 @@ def _check_values(values: dict[str, Any], num_layers: int) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
             raise _RefusedError(f"{name[:80]} = {value}: expected at most {_MAX_NUMBER}; restore the file")
-
-
-log = structlog.get_logger("trainer.gguf_model")
-
-_DIGITS = 16
-_LOCK_DEADLINE_S = 3600.0  # another process converts a large model
-_POLL_S = 0.2
 
 
 def with_model_folders(settings: TrainerSettings) -> TrainerSettings:

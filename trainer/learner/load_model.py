@@ -33,6 +33,7 @@ check_log = structlog.get_logger("trainer.loaded_model_check")
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _SHOWN = 3
+log = structlog.get_logger("trainer.model")
 
 
 def check_loaded(model: nn.Module, report: Mapping[str, Any], folder: Path) -> None:
@@ -70,9 +71,6 @@ def offload_activations(body: nn.Module) -> None:
 
     body.register_forward_pre_hook(begin)
     body.register_forward_hook(end, always_call=True)
-
-
-log = structlog.get_logger("trainer.model")
 
 
 def load_policy(

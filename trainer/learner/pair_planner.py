@@ -37,6 +37,7 @@ from penstock.trainer.settings import TrainerSettings
 _PLANNED_TOGETHER = 2048  # pairs whose micro-batches are planned together
 
 Numbered = tuple[list[int], PairBatch]  # a micro-batch, and which of the pairs are in it
+_PREFIX = "pairs/"  # of the sums of pairs, which are beside those of the groups
 
 
 class Scorer(Protocol):
@@ -146,9 +147,6 @@ def _with_gradients(batch: PairBatch, part: list[int], losses: Tensor, gradients
 def _places(part: Sequence[int]) -> Tensor:
     numbers = torch.tensor(part, dtype=torch.int64)
     return torch.stack([2 * numbers, 2 * numbers + 1], dim=1).flatten()
-
-
-_PREFIX = "pairs/"  # of the sums of pairs, which are beside those of the groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ _DENSE = 0.5  # a patch of this share of a full snapshot's size costs about as m
 # A larger share costs more: each worker decodes the patch and writes it twice, after the one before it; a full snapshot
 # is written once, over the old bytes. Patches of float32 weights exceed this share, of bfloat16 stay far below.
 _POINTLESS = 0.8
+log = structlog.get_logger("trainer.model_versions")
 
 
 class FullSnapshots:
@@ -110,9 +111,6 @@ class FullSnapshots:
         newest = self._newest
         assert newest is not None
         self._patches = [p for p in self._patches if is_newer(p[0], PolicyVersion(newest.version))]
-
-
-log = structlog.get_logger("trainer.model_versions")
 
 
 class ModelVersions:

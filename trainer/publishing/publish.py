@@ -40,6 +40,10 @@ _BUDGET = 6  # republications, however many versions are refused
 _REFILL_S = 600.0  # until one more is allowed
 _ENOUGH_WORKERS = 2  # more refusals of one manifest change nothing
 _MAX_MANIFESTS = 64  # remembered; a refusal may arrive before its version is known to be the newest
+log = structlog.get_logger("trainer.publish")
+_FULL_SNAPSHOT_DEADLINE_S = 60.0  # at the end of the run
+_RECHECK_S = 30.0  # a refused version is published again once the budget for that allows it
+_MAX_REASON = 500  # characters of a refusal's reason that are logged
 
 
 class Refusals:
@@ -94,13 +98,6 @@ def republication_is_due(kind: str, refused_by: set[str], num_republications: in
     if num_republications >= _MAX_REPUBLICATIONS:
         return False
     return len(refused_by) >= (1 if kind != "anchor" and num_republications == 0 else 2)
-
-
-log = structlog.get_logger("trainer.publish")
-
-_FULL_SNAPSHOT_DEADLINE_S = 60.0  # at the end of the run
-_RECHECK_S = 30.0  # a refused version is published again once the budget for that allows it
-_MAX_REASON = 500  # characters of a refusal's reason that are logged
 
 
 class Publisher:

@@ -49,6 +49,10 @@ _SWAPS = 5
 _FAILURES = 3  # sweeps in a row whose record could not be written, before the rest is collected without
 
 Stored = Mapping[PolicyVersion, tuple[int, BlobRef]]  # step and manifest of the versions that the head leads to
+log = structlog.get_logger("trainer.weight_gc")
+SWEEP_S = 30.0
+ORPHAN_AGE_S = 3600.0  # no publication takes so long from its first object to its manifest
+_MANIFEST = "/manifest.json"
 
 
 class KeptVersionsKey:
@@ -154,13 +158,6 @@ def _located(kept: KeptVersions, stored: Stored) -> KeptVersions:
         else:
             kept_log.warning("an evaluated version is not stored any more: it is not kept", policy_version=version)
     return kept.model_copy(update={"best": tuple(best)})
-
-
-log = structlog.get_logger("trainer.weight_gc")
-
-SWEEP_S = 30.0
-ORPHAN_AGE_S = 3600.0  # no publication takes so long from its first object to its manifest
-_MANIFEST = "/manifest.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,10 @@ from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
 
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+log = structlog.get_logger("trainer.recovery.checkpoint_files")
+_THREADS = 8  # hashed at the same time; hashlib releases the interpreter lock
+
 
 def commit_folder(partial: Path, final: Path) -> None:
     """Give a folder, which `sync_tree` wrote to disk, its final name; a folder of that name is removed."""
@@ -66,12 +70,6 @@ def raise_not_written(partial: Path, err: Exception) -> NoReturn:
         f"{free / 1e6:.0f} MB are free there. The checkpoint before it is unchanged, nothing is lost: free disk space "
         "(trainer.keep_checkpoints, run.dir) and start the trainer again"
     ) from err
-
-
-CHECKPOINTS = "checkpoints"  # in the folder of a run
-log = structlog.get_logger("trainer.recovery.checkpoint_files")
-
-_THREADS = 8  # hashed at the same time; hashlib releases the interpreter lock
 
 
 def hash_files(folder: Path) -> dict[str, str]:

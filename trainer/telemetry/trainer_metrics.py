@@ -62,6 +62,8 @@ _OF_ENVIRONMENTS = MappingProxyType(
     }
 )
 _KL = MappingProxyType({"behaviour": "kl_behaviour", "reference": "kl_reference"})
+log = structlog.get_logger("trainer.telemetry.queue_reader")
+PERIOD_S = 5.0
 
 
 class TrainerMetrics:
@@ -215,11 +217,6 @@ def serving(
     with MetricsServer(settings.host, settings.trainer_port, exporter.page, key="trainer_port") as server:
         metrics.url = server.url
         yield metrics
-
-
-log = structlog.get_logger("trainer.telemetry.queue_reader")
-
-PERIOD_S = 5.0
 
 
 class QueueReader:

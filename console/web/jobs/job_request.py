@@ -35,6 +35,29 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _PATH = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Command = Literal["train", "sft", "dpo", "rm"]
 _FINE_TUNING: dict[str, Command] = {"sft": "sft", "dpo": "dpo", "rm": "rm"}
+_DIRECT = {
+    "model_path": ("model", "path"),
+    "train_data_path": ("data", "train"),
+    "eval_data_path": ("data", "eval"),
+    "learning_rate": ("trainer", "lr"),
+    "batch_size": ("rollout", "groups_per_step"),
+    "rollout_n": ("rollout", "group_size"),
+    "kl_coef": ("algorithm", "kl_coefficient"),
+    "num_epochs": ("trainer", "epochs"),
+}
+_OF_SECTION = {
+    "train_data_path": "data",
+    "eval_data_path": "eval_data",
+    "learning_rate": "lr",
+    "batch_size": "batch_size",
+    "num_epochs": "epochs",
+}  # of [sft], [dpo] and [rm]
+_WITH_ROLLOUTS = {
+    "rollout_n": "it trains on given answers",
+    "kl_coef": "dpo.beta is the weight of its reference",
+    "context_length": "rows have at most trainer.micro_batch_tokens tokens, pairs half of it",
+}
+_COMPUTED = ("name", "algorithm", "context_length", "model_size", "num_gpus")
 
 
 class RunRequest(BaseModel):
@@ -102,31 +125,6 @@ class RunRequest(BaseModel):
                 fix="leave one out",
             )
         return self.command or by_algorithm or "train"
-
-
-_DIRECT = {
-    "model_path": ("model", "path"),
-    "train_data_path": ("data", "train"),
-    "eval_data_path": ("data", "eval"),
-    "learning_rate": ("trainer", "lr"),
-    "batch_size": ("rollout", "groups_per_step"),
-    "rollout_n": ("rollout", "group_size"),
-    "kl_coef": ("algorithm", "kl_coefficient"),
-    "num_epochs": ("trainer", "epochs"),
-}
-_OF_SECTION = {
-    "train_data_path": "data",
-    "eval_data_path": "eval_data",
-    "learning_rate": "lr",
-    "batch_size": "batch_size",
-    "num_epochs": "epochs",
-}  # of [sft], [dpo] and [rm]
-_WITH_ROLLOUTS = {
-    "rollout_n": "it trains on given answers",
-    "kl_coef": "dpo.beta is the weight of its reference",
-    "context_length": "rows have at most trainer.micro_batch_tokens tokens, pairs half of it",
-}
-_COMPUTED = ("name", "algorithm", "context_length", "model_size", "num_gpus")
 
 
 def run_file_text(request: RunRequest) -> str:

@@ -24,6 +24,7 @@ _RESERVED = frozenset({
 
 
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SGLANG_URL = EngineKind("sglang-url", SglangClient, returns_experts=True)
 
 
 class SglangSettings(StartedServerSettings):
@@ -162,5 +163,4 @@ def _launches(settings: SglangSettings, environ: Mapping[str, str]) -> list[Serv
     ]
 
 
-SGLANG_URL = EngineKind("sglang-url", SglangClient, returns_experts=True)
 SGLANG = EngineKind("sglang", SglangClient, _launches, options=SglangSettings, section="sglang", returns_experts=True)

@@ -26,6 +26,7 @@ _SWITCHES = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+VLLM_URL = EngineKind("vllm-url", VllmClient)
 
 
 class VllmSettings(StartedServerSettings):
@@ -135,5 +136,4 @@ def _launches(settings: VllmSettings, environ: Mapping[str, str]) -> list[Server
     ]
 
 
-VLLM_URL = EngineKind("vllm-url", VllmClient)
 VLLM = EngineKind("vllm", VllmClient, _launches, options=VllmSettings, section="vllm")

@@ -11,6 +11,7 @@ from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.parts import ClipRange, Options, OptionsT_co, Part
 
 __all__ = ["ClipRange", "Correction", "CorrectionFunction", "Drift", "Options", "correction"]
+CorrectionFunction = Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,9 +24,6 @@ class Drift:
     ages: Tensor  # [N] versions between sampling and training
     sequences: Sequences
     drift_limit: float | None = None  # largest (log current / behaviour)² that M2PO keeps in this batch
-
-
-CorrectionFunction = Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,6 +10,9 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, StdNormalisation
 
 __all__ = ["AdvantageFunction", "Estimator", "Options", "Outcomes", "StdNormalisation", "Turns", "advantage_estimator"]
+AdvantageFunction = Callable[..., Tensor]
+STD_EPSILON = 1e-6  # verl's; TRL uses 1e-4
+_FLAT = 1e-9  # rewards closer together than this, relative to their size, are one and the same reward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,9 +65,6 @@ class Outcomes:
         return Turns(places, torch.zeros_like(places), self.rewards, torch.full_like(places, -1))
 
 
-AdvantageFunction = Callable[..., Tensor]
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Estimator(Part[OptionsT_co]):
     """An advantage estimator: ``fn(outcomes, **options)`` returns one advantage per trajectory, [B], or turn, [K]."""
@@ -111,10 +111,6 @@ def advantage_estimator(
         )
 
     return build
-
-
-STD_EPSILON = 1e-6  # verl's; TRL uses 1e-4
-_FLAT = 1e-9  # rewards closer together than this, relative to their size, are one and the same reward
 
 
 def group_mean(outcomes: Outcomes, values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part
 
 __all__ = ["Candidate", "Filter", "FilterFunction", "Kept", "Options", "keep", "trajectory_filter"]
+FilterFunction = Callable[..., bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,6 @@ class Candidate:
     num_tokens: int = 0  # sampled
     source: str = ""  # kind of task, the row's data_source
     num_turns: int = 1  # answers of an episode
-
-
-FilterFunction = Callable[..., bool]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -31,6 +31,7 @@ RESERVED_REASONS = frozenset(
         "abandoned",
     }
 )  # fmt: skip  # the trainer's own
+GroupFilterFunction = Callable[..., bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,6 @@ class GroupCandidate:
     newest_version: int
     prompt_text: str  # empty with data.from_run, where groups are chosen before their packs are read
     row: RewardRequest | None  # data_source, ground_truth and extra_info of its row; None with data.from_run
-
-
-GroupFilterFunction = Callable[..., bool]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
