@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
-from penstock.deploy import early_checks
+from penstock.deploy import local_settings
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_engine, check_engine_is_installed, check_inputs, check_metrics_ports
 from penstock.deploy.local import LocalStack, connection_environment
@@ -40,7 +40,7 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.algorithm.settings_checks import summary_line
+from penstock.trainer.algorithm.summary_line import summary_line
 
 TRAINER = "trainer"
 REWARD = "reward"
@@ -79,7 +79,7 @@ class LocalRun:
         names others (None: unless it does); ``tls``: these take encrypted connections only.
         """
         self._environ = dict(os.environ if environ is None else environ)
-        self._local = early_checks.read_local_settings(
+        self._local = local_settings.read_local_settings(
             arguments,
             self._environ,
             num_workers=num_workers,
@@ -130,7 +130,7 @@ class LocalRun:
             check_engine_is_installed(self._local.arguments, self._environ)
             check_metrics_ports(self._local.rollout, self._local.num_workers)
         elif self._local.starts_servers:
-            early_checks.find_input(self._input, self.folder)
+            local_settings.find_input(self._input, self.folder)
 
     def start(self) -> None:
         """Start all processes; returns while the services are still starting up.
@@ -149,7 +149,7 @@ class LocalRun:
         try:
             if self._local.starts_servers:
                 if self._input is not None:
-                    early_checks.copy_input(self._input, self.folder)
+                    local_settings.copy_input(self._input, self.folder)
                 self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs", tls=self._tls)
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3

@@ -41,7 +41,7 @@ from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.algorithm.settings_checks import summary_line
+from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.train import OUTAGE
 from penstock.trainer.data.data_order import known_steps
 from penstock.trainer.recovery import resume_checks

@@ -27,8 +27,9 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.reward_service import pack_progress
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.errors import NotCalled, RewardCrashed, RewardError
-from penstock.reward_service.metrics import CURRENT_TRACE, PackTrace, ServiceMetrics
+from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
+from penstock.reward_service.pack_trace import CURRENT_TRACE, PackTrace
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.scores import Outcome
 from penstock.reward_service.scoring import as_scored

@@ -62,14 +62,8 @@ from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.telemetry import trainer_metrics
-from penstock.trainer.telemetry.event_writer import (
-    METRICS_FILE,
-    SERVICE_ID,
-    EventWriter,
-    HeartbeatWriter,
-    LogprobWriter,
-    StepReporter,
-)
+from penstock.trainer.telemetry.event_writer import METRICS_FILE, SERVICE_ID, EventWriter, HeartbeatWriter, StepReporter
+from penstock.trainer.telemetry.logprob_writer import LogprobWriter
 from penstock.trainer.telemetry.trainer_metrics import QueueReader, TrainerMetrics
 from penstock.trainer.training import Training
 

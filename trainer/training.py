@@ -17,7 +17,8 @@ from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_dig
 from penstock.protocol.traces.traces import HeldGroups, Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
-from penstock.trainer.algorithm.mismatch import CollapseCheck, EngineCheck, compare_fresh_tokens
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
+from penstock.trainer.algorithm.stop_checks import CollapseCheck, EngineCheck
 from penstock.trainer.commit import PUBLICATION_DEADLINE_S, CheckpointSchedule, Committer, WeightSubmitter
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
@@ -35,13 +36,8 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter, Stop, save_batch
 from penstock.trainer.settings import TrainerSettings
-from penstock.trainer.telemetry.event_writer import (
-    EventWriter,
-    HeartbeatWriter,
-    LogprobWriter,
-    StepNumbers,
-    StepReporter,
-)
+from penstock.trainer.telemetry.event_writer import EventWriter, HeartbeatWriter, StepReporter
+from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 from penstock.trainer.telemetry.metrics import speed_fields, step_fields
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 

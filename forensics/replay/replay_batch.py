@@ -31,7 +31,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
-from penstock.trainer.algorithm.mismatch import EngineCheck, compare_fresh_tokens
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
+from penstock.trainer.algorithm.stop_checks import EngineCheck
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainingDiverged
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.learner.learner import Learner, build_learner

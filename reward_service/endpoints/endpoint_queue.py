@@ -41,7 +41,8 @@ from penstock.reward_service.errors import (
     RewardCrashed,
     RewardError,
 )
-from penstock.reward_service.metrics import CURRENT_TRACE, PackTrace, Timings
+from penstock.reward_service.metrics import Timings
+from penstock.reward_service.pack_trace import CURRENT_TRACE, PackTrace
 from penstock.reward_service.scores import Outcome
 from penstock.serving.http_connections import HttpConnections
 

@@ -2,7 +2,7 @@
 
 A *managed* engine (`managed_engine.py`) is a child process: when it exits or hangs, it is restarted with the newest
 weights it was given. An *attached* one (`attached_engine.py`) is a server at a URL that the worker did not start: when
-it was restarted and lost the weights, they are loaded again. Several of either act as one in `engine_kind.py`.
+it was restarted and lost the weights, they are loaded again. Several of either act as one in `engine_pool.py`.
 """
 
 from __future__ import annotations

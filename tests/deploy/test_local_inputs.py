@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.console.tools.removal import _others_in
-from penstock.deploy.early_checks import copy_input, find_input
+from penstock.deploy.local_settings import copy_input, find_input
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import ConfigError
 

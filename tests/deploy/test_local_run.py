@@ -13,7 +13,6 @@ from tests.deploy.live_processes import processes_of
 from tests.servers import require, secret_file, wait_for
 
 from penstock.deploy import quickstart_task
-from penstock.deploy.early_checks import adapter_overrides
 from penstock.deploy.local_run import (
     REWARD,
     LocalRun,
@@ -21,6 +20,7 @@ from penstock.deploy.local_run import (
     fails_at_first_start,
     worker_name,
 )
+from penstock.deploy.local_settings import adapter_overrides
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load

@@ -15,15 +15,16 @@ from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import Span, group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.reward_service import metrics
+from penstock.reward_service import metrics, pack_trace
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import EndpointFailed, RewardCrashed
-from penstock.reward_service.metrics import PackTrace, ServiceMetrics
+from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
 from penstock.reward_service.pack_scoring import Pack, RetryPolicy, ScoringContext, score_pack
+from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.scores import GroupScores, Outcome
 from penstock.serving.http_connections import HttpConnections
@@ -50,12 +51,12 @@ async def test_each_group_of_a_call_has_a_span_below_its_scoring() -> None:
     ]
     groups = [GroupToScore(group_id=name, prompt="secret prompt", completions=["x", "y"]) for name in ("g#0", "g1")]
     trace = PackTrace.start(traces, TRACEPARENT, [group.group_id for group in groups], {"pack_id": "p"})
-    metrics.CURRENT_TRACE.set(trace)
+    pack_trace.CURRENT_TRACE.set(trace)
     try:
         for queue in queues:
             await queue.score_groups(groups, attempt=1)
     finally:
-        metrics.CURRENT_TRACE.set(None)
+        pack_trace.CURRENT_TRACE.set(None)
         for queue in queues:
             await queue.close()
         await http.close()

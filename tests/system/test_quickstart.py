@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.protocol.record.run_folder import is_locked
-from penstock.trainer.algorithm.mismatch import MIN_TOKENS
+from penstock.trainer.algorithm.stop_checks import MIN_TOKENS
 from tests.console.command import penstock
 from tests.packaging.conftest import HostileFolder
 from tests.servers import require

@@ -1,7 +1,5 @@
 """How far the policy in training is from the one that sampled its batch: sums of a micro-batch, figures of a step.
 
-`EngineCheck` stops a run whose engine computes other log-probabilities than the trainer, `CollapseCheck` one whose entropy is gone.
-
 The sums add up over micro-batches and ranks and the maxima are maximised, so that a figure is about the
 whole batch however it was split. With x = log current / behaviour of a sampled token, before the update:
 
@@ -32,21 +30,16 @@ update is published; a later one only when several follow one another.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 
 from penstock.trainer.algorithm.corrections.ratios import divergence
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Sequences
-from penstock.trainer.errors import EngineMismatch, PolicyCollapsed
-
-log = structlog.get_logger("trainer.engine")
 
 _STEPS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 _EDGES = (-MAX_LOG_RATIO, *(-step for step in reversed(_STEPS)), 0.0, *_STEPS, MAX_LOG_RATIO)  # of the histogram of x
@@ -56,11 +49,6 @@ PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 # What `compare_fresh_tokens` reads: it compares two policies only while the weights are those that sampled.
 FRESH_SUMS = ("fresh_tokens", "fresh_k1", "fresh_k3", "fresh_abs")
 FRESH_MAXIMA = ("fresh_abs",)
-
-MIN_TOKENS = 32  # too few tokens give no reliable mean
-_WARN_AFTER = 50  # steps without a comparison
-collapse_log = structlog.get_logger("trainer.collapse")
-PATIENCE = 3  # consecutive steps: one batch may be of easy prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,70 +174,3 @@ def _percentiles(counts: list[float]) -> dict[str, float]:
                 found[str(percent)] = float(torch.tensor(low + share * (high - low), dtype=torch.float64).exp())
                 break
     return found
-
-
-class EngineCheck:
-    def __init__(self, *, limit: float | None, max_violations: int) -> None:
-        """Stop at a mean difference above ``limit`` nats (None: never) in ``max_violations`` comparisons in a row."""
-        self._limit, self._max_violations = limit, max_violations
-        self._num_comparisons = 0
-        self._num_violations = 0
-        self.steps_since = 0  # steps without enough tokens to compare
-
-    def check(self, found: Mismatch | None, version: int) -> None:
-        if found is None or found.num_tokens < MIN_TOKENS:
-            self.steps_since += 1
-            if self.steps_since == _WARN_AFTER:
-                log.warning(
-                    "trainer and engine not compared: every token was sampled by an older version", steps=_WARN_AFTER
-                )
-            return
-        self.steps_since = 0
-        is_first = self._num_comparisons == 0
-        self._num_comparisons += 1
-        if is_first:
-            log.info("engine compared", policy_version=version, mean_abs=found.mean_abs, max_abs=found.max_abs)
-        if self._limit is None or found.mean_abs <= self._limit:  # a NaN is above every limit
-            self._num_violations = 0
-            return
-        self._num_violations += 1
-        log.warning("engine and trainer differ", policy_version=version, mean_abs=found.mean_abs, limit=self._limit)
-        if is_first or self._num_violations >= self._max_violations:
-            raise EngineMismatch(self._explain(found, version))
-
-    def _explain(self, found: Mismatch, version: int) -> str:
-        times = (
-            "at the first comparison"
-            if self._num_comparisons == 1
-            else f"in {self._num_violations} comparisons in a row"
-        )
-        largest = f"{found.max_abs:.3g}" if math.isfinite(found.max_abs) else "not finite"
-        return (
-            f"engine and trainer give the same {found.num_tokens} tokens of version {version} log-probabilities that "
-            f"differ by {found.mean_abs:.3g} nats on average (largest {largest}, KL {found.kl_k3:.3g}), more than "
-            f"trainer.max_mismatch = {self._limit:g} {times}; training on them would fail without an error. Check "
-            "the engine's temperature handling (SGLANG_RETURN_ORIGINAL_LOGPROB must be unset), its dtype, quantisation "
-            "and attention backend against model.dtype, rope scaling and tokenizer of model.path, in-place weight "
-            "updates, routing of a mixture of experts. If you accept the difference, raise trainer.max_mismatch"
-        )
-
-
-class CollapseCheck:
-    def __init__(self, limit: float | None) -> None:
-        """Stop when the entropy is below ``limit`` nats per token in `PATIENCE` steps in a row; None: never."""
-        self._limit = limit
-        self._num_below = 0
-
-    def check(self, entropy: float, step: int) -> None:
-        if self._limit is None or entropy >= self._limit:
-            self._num_below = 0
-            return
-        self._num_below += 1
-        collapse_log.warning("entropy below trainer.min_entropy", step=step, entropy=entropy, limit=self._limit)
-        if self._num_below >= PATIENCE:
-            raise PolicyCollapsed(
-                f"step {step}: the entropy of the sampled tokens is {entropy:.3g} nats per token, below trainer.min_entropy = "
-                f"{self._limit:g} in {PATIENCE} steps in a row: the completions of a prompt are nearly all the same, and nothing "
-                "new is tried. Lower trainer.lr, set algorithm.entropy_coefficient, keep rollout.temperature at 1, or lower "
-                "trainer.min_entropy if the reward is as high as you want"
-            )

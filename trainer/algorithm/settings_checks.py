@@ -1,75 +1,13 @@
-"""Which keys of [algorithm] contradict one another, and the line that names the algorithm of a run; imports no torch."""
+"""Refuse keys of [algorithm] that contradict one another; imports no torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.trainer.algorithm.chosen_parts import DEFAULT
 from penstock.trainer.algorithm.corrections.m2po import m2po
 
 if TYPE_CHECKING:
     from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-
-_PARTS = frozenset({"name", "advantage", "loss", "aggregation", "filters", "group_filters", "corrections", "options"})
-_AGAINST_STALENESS = (
-    "dual_clip", "stale_negative_weight", "ess_level", "importance", "rejection", "m2po_budget", "opsm_delta", "veto",
-    "age_band_cap", "token_tis_cap",
-)  # fmt: skip
-_UNHARMED_STALENESS = 2  # benchmarks/staleness.md: at two versions of age the plain clip equals on-policy, at four not
-
-
-def summary_line(algorithm: AlgorithmSettings, *, max_staleness: int) -> str:
-    """Return the preset, its parts, and every further setting that is not at its default, by the names of their keys.
-
-    A loss that nothing protects against samples as old as ``max_staleness`` (versions) is pointed out.
-    """
-    loss = algorithm.parts.loss.value
-    options = {name: value for name, value in algorithm.options_of(loss).model_dump().items() if value is not None}
-    parts = [f"{algorithm.advantage} advantages", f"{algorithm.loss}{_listed(options)}", algorithm.aggregation]
-    parts += [*algorithm.filters, *algorithm.group_filters, *algorithm.corrections]
-    others = {
-        name: value
-        for name, info in type(algorithm).model_fields.items()
-        if name not in _PARTS | options.keys() and (value := getattr(algorithm, name)) != info.default
-        if value is not None
-    }
-    line = f"{algorithm.name}: {', '.join(parts)}{_listed(others | algorithm.options, '; ', '')}"
-    if max_staleness > _UNHARMED_STALENESS and not _is_protected(algorithm):
-        line += (
-            f"; nothing protects it from samples up to {max_staleness} versions old: "
-            f'see algorithm.name = "{DEFAULT}", or lower rollout.max_staleness'
-        )
-    if max_staleness > 0 and algorithm.uses_proximal and _weighs_nothing_by_sampler(algorithm):
-        line += (
-            "; its ratios are to the policy before the batch, so older samples count as new ones: "
-            'set algorithm.importance = "token"'
-        )
-    return line
-
-
-def _weighs_nothing_by_sampler(algorithm: AlgorithmSettings) -> bool:
-    fields = type(algorithm).model_fields
-    switches = ("importance", "rejection", "m2po_budget", "opsm_delta", "veto", "age_band_cap")
-    return not algorithm.corrections and all(getattr(algorithm, name) == fields[name].default for name in switches)
-
-
-def _is_protected(algorithm: AlgorithmSettings) -> bool:
-    fields = type(algorithm).model_fields
-    return (
-        algorithm.loss != "ppo_clip"
-        or bool(algorithm.corrections)
-        or any(getattr(algorithm, name) != fields[name].default for name in _AGAINST_STALENESS)
-    )
-
-
-def _listed(values: dict[str, object], before: str = " (", after: str = ")") -> str:
-    return before + ", ".join(f"{name} {_shown(value)}" for name, value in values.items()) + after if values else ""
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_teacher(algorithm: AlgorithmSettings) -> None:

@@ -16,7 +16,7 @@ from penstock.protocol.config.run_file import Loaded, config_document, load, spl
 from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.algorithm.settings_checks import summary_line
+from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.run_command import stop_on_signals
 from penstock.trainer.data.data_order import with_steps
 from penstock.trainer.data.inputs import resolve_inputs

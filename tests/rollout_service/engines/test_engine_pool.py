@@ -14,7 +14,7 @@ from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.engine_client import PlacesEpisodes, aggregate_metrics
-from penstock.rollout_service.engines.engine_kind import EnginePool
+from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.messages import objections, read_metrics
 from penstock.rollout_service.errors import (

@@ -19,7 +19,7 @@ from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.embedded import embedded_command
-from penstock.rollout_service.engines.engine_kind import EnginePool
+from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.errors import EngineRefused, ReplyRefused, WeightsNotApplied

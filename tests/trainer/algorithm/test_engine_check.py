@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from penstock.trainer.algorithm.mismatch import MIN_TOKENS, EngineCheck, Mismatch
+from penstock.trainer.algorithm.mismatch import Mismatch
+from penstock.trainer.algorithm.stop_checks import MIN_TOKENS, EngineCheck
 from penstock.trainer.errors import EngineMismatch
 
 

@@ -15,7 +15,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.chosen_parts import LOSSES
 from penstock.trainer.algorithm.objective import PolicyGradient, build_objective
-from penstock.trainer.algorithm.settings_checks import summary_line
+from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.settings import TrainerSettings
 
 TWICE = {"epochs": 2}

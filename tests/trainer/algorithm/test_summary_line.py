@@ -6,7 +6,7 @@ import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import PRESETS
-from penstock.trainer.algorithm.settings_checks import summary_line
+from penstock.trainer.algorithm.summary_line import summary_line
 
 
 def line(*, max_staleness: int = 2, **given: object) -> str:

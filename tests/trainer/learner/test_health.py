@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.mismatch import PATIENCE, CollapseCheck
 from penstock.trainer.algorithm.objective import build_objective
+from penstock.trainer.algorithm.stop_checks import STEPS_BEFORE_STOP, CollapseCheck
 from penstock.trainer.errors import PolicyCollapsed, TrainingDiverged
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.flops import Load, Work, load_of, pass_cost, peak_of
@@ -181,5 +181,5 @@ def test_an_entropy_below_the_limit_ends_the_run_after_three_steps() -> None:
         PolicyCollapsed, match=r"step 8: the entropy .* is 0\.01 nats per token, below trainer\.min_entropy = 0\.1"
     ):
         check.check(0.01, 8)
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * STEPS_BEFORE_STOP):
         CollapseCheck(None).check(0.0, 1)

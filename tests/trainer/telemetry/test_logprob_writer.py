@@ -16,7 +16,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.learner.planning import Learned
 from penstock.trainer.learner.step_metrics import KeptRows, StepMetrics
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, all_rows
-from penstock.trainer.telemetry.event_writer import LogprobWriter, StepNumbers
+from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 
 
 class Slow(Blobs):

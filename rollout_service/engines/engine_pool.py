@@ -1,0 +1,247 @@
+"""Several engines as one: each group goes to the engine with the fewest pending tokens, a version to all of them.
+
+A group's samples stay together, so that their prompt is computed once. One call is spread over the ready engines that
+serve the newest version: an engine that still drains before it can load gets no new requests.
+
+The turns of an episode are asked of one engine, which keeps what it computed. An episode is placed with its first turn, on the
+engine that plays the fewest, since one that waits for a tool has no pending tokens; it moves when its engine cannot be asked, or
+others serve a newer version: then nothing that was computed is of use any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.protocol.groups import Sampling
+from penstock.protocol.heartbeats import cpu_seconds
+from penstock.protocol.versions import PolicyVersion, newest_of, oldest_of
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum
+from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine_client import (
+    Generates,
+    KeptCompletions,
+    UpdateMode,
+    able_to_abandon,
+    aggregate_metrics,
+)
+from penstock.rollout_service.engines.redundancy import Redundancy
+from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
+
+T = TypeVar("T")
+
+
+class EnginePool:
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = tuple(engines)
+        self.client = _Router(self._engines)
+        self.ready = _AnyReady(self._engines)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The oldest version that one of them serves; None before each has one."""
+        return oldest_of([engine.version for engine in self._engines])
+
+    @property
+    def applied(self) -> set[PolicyVersion]:
+        return set().union(*(engine.applied for engine in self._engines))
+
+    async def prepare(self) -> None:
+        await asyncio.gather(*(engine.prepare() for engine in self._engines))
+
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
+        await _all_of(engine.load(folder, version, mode) for engine in self._engines)
+
+    async def wait_for_version(self, version: PolicyVersion) -> None:
+        await _first([engine.wait_for_version(version) for engine in self._engines])
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        await _all_of(engine.load_adapter(folder, version) for engine in self._engines)
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return their common checksum; None when one reports none, or they are sharded differently.
+
+        Raises EngineDisagrees when engines of one layout serve different weights.
+        """
+        checksums = await asyncio.gather(*(engine.weights_checksum() for engine in self._engines))
+        first = checksums[0]
+        if first is None or any(checksum is None or checksum.layout != first.layout for checksum in checksums):
+            return None
+        if any(checksum != first for checksum in checksums):
+            raise EngineDisagrees(
+                f"the engines of this worker serve different weights as version {self.version}: {checksums}"
+            )
+        return first
+
+    async def check_health(self) -> None:
+        await asyncio.gather(*(engine.check_health() for engine in self._engines))
+
+    async def run(self) -> None:
+        """Supervise them; an error of one ends them all."""
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._engines:
+                tasks.create_task(engine.run())
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(engine.stop() for engine in self._engines))
+
+    def cpu_seconds(self) -> float:
+        own = cpu_seconds()
+        return own + sum(max(0.0, engine.cpu_seconds() - own) for engine in self._engines)
+
+    async def figures(self) -> dict[str, float]:
+        return aggregate_metrics(await asyncio.gather(*(engine.figures() for engine in self._engines)))
+
+
+class _Router:
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._pending_tokens = [0] * len(engines)  # upper bound for each engine
+        self._num_episodes = [0] * len(engines)  # that have their place there
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+
+        async def ask(client: Generates, wanted: Sequence[int]) -> list[list[Completion]]:
+            own = None if seeds is None else [seeds[index] for index in wanted]
+            return await client.generate([prompts[index] for index in wanted], sampling, n, adapter, own)
+
+        return await self._spread(len(prompts), n * sampling.max_new_tokens, ask)
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[Generates]:
+        place = _Place(self)
+        try:
+            yield place
+        finally:
+            self.move(place, None)
+
+    def move(self, place: _Place, to: int | None) -> None:
+        if place.number is not None:
+            self._num_episodes[place.number] -= 1
+        place.number = to
+        if to is not None:
+            self._num_episodes[to] += 1
+
+    @contextlib.contextmanager
+    def client_at(self, place: _Place, cost: int) -> Iterator[Generates]:
+        """Yield the client of an episode's engine, or of another one where that cannot be asked; count ``cost`` tokens there."""
+        usable = self._usable()
+        if place.number not in usable:
+            self.move(place, None)
+            self.move(place, min(usable, key=lambda one: (self._num_episodes[one], self._pending_tokens[one], one)))
+        number = place.number
+        assert number is not None
+        self._pending_tokens[number] += cost
+        try:
+            yield self._engines[number].client
+        finally:
+            self._pending_tokens[number] -= cost
+
+    async def generate_redundantly(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        redundancy: Redundancy,
+        adapter: PolicyVersion | None = None,
+    ) -> list[KeptCompletions]:
+
+        async def ask(client: Generates, wanted: Sequence[int]) -> list[KeptCompletions]:
+            own = [prompts[index] for index in wanted]
+            return await able_to_abandon(client).generate_redundantly(own, sampling, redundancy, adapter)
+
+        return await self._spread(len(prompts), redundancy.started * sampling.max_new_tokens, ask)
+
+    async def _spread(
+        self, num_prompts: int, cost: int, ask: Callable[[Generates, Sequence[int]], Awaitable[list[T]]]
+    ) -> list[T]:
+        assigned = self._assign(num_prompts, cost)
+        found: dict[int, T] = {}
+
+        async def ask_one(number: int, wanted: Sequence[int]) -> None:
+            replies = await ask(self._engines[number].client, wanted)
+            found.update(zip(wanted, replies, strict=True))
+
+        try:
+            async with asyncio.TaskGroup() as requests:
+                for number, wanted in assigned.items():
+                    requests.create_task(ask_one(number, wanted))
+        except* (EngineError, TaskRefused) as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            for number, wanted in assigned.items():
+                self._pending_tokens[number] -= cost * len(wanted)
+        return [found[index] for index in range(num_prompts)]
+
+    def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
+        usable = self._usable()
+        assigned: dict[int, list[int]] = {}
+        for index in range(num_prompts):
+            least_busy = min(usable, key=lambda number: (self._pending_tokens[number], number))
+            self._pending_tokens[least_busy] += cost
+            assigned.setdefault(least_busy, []).append(index)
+        return assigned
+
+    def _usable(self) -> list[int]:
+        ready = [number for number, engine in enumerate(self._engines) if engine.ready.is_set()]
+        if not ready:
+            raise EngineUnreachable(f"none of the {len(self._engines)} engines is ready")
+        newest = newest_of(self._engines[number].version for number in ready)
+        return [number for number in ready if self._engines[number].version == newest]
+
+
+class _Place:
+    def __init__(self, router: _Router) -> None:
+        self.number: int | None = None  # of its engine; None: nothing was asked yet
+        self._router = router
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        with self._router.client_at(self, len(prompts) * n * sampling.max_new_tokens) as client:
+            return await client.generate(prompts, sampling, n, adapter, seeds)
+
+
+class _AnyReady:
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+
+    def is_set(self) -> bool:
+        return any(engine.ready.is_set() for engine in self._engines)
+
+    async def wait(self) -> bool:
+        await _first([engine.ready.wait() for engine in self._engines])
+        return True
+
+
+async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
+    waiting = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
+
+
+async def _all_of(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait for all; raises the error of the first that failed."""
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        if outcome is not None:
+            raise outcome

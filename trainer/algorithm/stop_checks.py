@@ -1,0 +1,85 @@
+"""Stop a run whose engine computes other log-probabilities than the trainer, or whose policy has collapsed."""
+
+from __future__ import annotations
+
+import math
+
+import structlog
+
+from penstock.trainer.algorithm.mismatch import Mismatch
+from penstock.trainer.errors import EngineMismatch, PolicyCollapsed
+
+log = structlog.get_logger("trainer.engine")
+
+
+MIN_TOKENS = 32  # too few tokens give no reliable mean
+_WARN_AFTER = 50  # steps without a comparison
+collapse_log = structlog.get_logger("trainer.collapse")
+STEPS_BEFORE_STOP = 3  # consecutive steps: one batch may be of easy prompts
+
+
+class EngineCheck:
+    def __init__(self, *, limit: float | None, max_violations: int) -> None:
+        """Stop at a mean difference above ``limit`` nats (None: never) in ``max_violations`` comparisons in a row."""
+        self._limit, self._max_violations = limit, max_violations
+        self._num_comparisons = 0
+        self._num_violations = 0
+        self.steps_since = 0  # steps without enough tokens to compare
+
+    def check(self, found: Mismatch | None, version: int) -> None:
+        if found is None or found.num_tokens < MIN_TOKENS:
+            self.steps_since += 1
+            if self.steps_since == _WARN_AFTER:
+                log.warning(
+                    "trainer and engine not compared: every token was sampled by an older version", steps=_WARN_AFTER
+                )
+            return
+        self.steps_since = 0
+        is_first = self._num_comparisons == 0
+        self._num_comparisons += 1
+        if is_first:
+            log.info("engine compared", policy_version=version, mean_abs=found.mean_abs, max_abs=found.max_abs)
+        if self._limit is None or found.mean_abs <= self._limit:  # a NaN is above every limit
+            self._num_violations = 0
+            return
+        self._num_violations += 1
+        log.warning("engine and trainer differ", policy_version=version, mean_abs=found.mean_abs, limit=self._limit)
+        if is_first or self._num_violations >= self._max_violations:
+            raise EngineMismatch(self._explain(found, version))
+
+    def _explain(self, found: Mismatch, version: int) -> str:
+        times = (
+            "at the first comparison"
+            if self._num_comparisons == 1
+            else f"in {self._num_violations} comparisons in a row"
+        )
+        largest = f"{found.max_abs:.3g}" if math.isfinite(found.max_abs) else "not finite"
+        return (
+            f"engine and trainer give the same {found.num_tokens} tokens of version {version} log-probabilities that "
+            f"differ by {found.mean_abs:.3g} nats on average (largest {largest}, KL {found.kl_k3:.3g}), more than "
+            f"trainer.max_mismatch = {self._limit:g} {times}; training on them would fail without an error. Check "
+            "the engine's temperature handling (SGLANG_RETURN_ORIGINAL_LOGPROB must be unset), its dtype, quantisation "
+            "and attention backend against model.dtype, rope scaling and tokenizer of model.path, in-place weight "
+            "updates, routing of a mixture of experts. If you accept the difference, raise trainer.max_mismatch"
+        )
+
+
+class CollapseCheck:
+    def __init__(self, limit: float | None) -> None:
+        """Stop when the entropy is below ``limit`` nats per token in `STEPS_BEFORE_STOP` steps in a row; None: never."""
+        self._limit = limit
+        self._num_below = 0
+
+    def check(self, entropy: float, step: int) -> None:
+        if self._limit is None or entropy >= self._limit:
+            self._num_below = 0
+            return
+        self._num_below += 1
+        collapse_log.warning("entropy below trainer.min_entropy", step=step, entropy=entropy, limit=self._limit)
+        if self._num_below >= STEPS_BEFORE_STOP:
+            raise PolicyCollapsed(
+                f"step {step}: the entropy of the sampled tokens is {entropy:.3g} nats per token, below trainer.min_entropy = "
+                f"{self._limit:g} in {STEPS_BEFORE_STOP} steps in a row: the completions of a prompt are nearly all the same, and nothing "
+                "new is tried. Lower trainer.lr, set algorithm.entropy_coefficient, keep rollout.temperature at 1, or lower "
+                "trainer.min_entropy if the reward is as high as you want"
+            )
