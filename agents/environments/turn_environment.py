@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.agents.environments.episode_environment import Attempt, Begun, EpisodeEnvironment, RowUnfit, Site
 from penstock.agents.environments.play import Play, Row, play_episode
@@ -43,18 +43,27 @@ class TurnEnvironment(EpisodeEnvironment):
 
 
 class ServerEnvironment(TurnEnvironment):
+    """An environment of servers: all its plays share the connections that ``sessions_class`` opens."""
+
+    sessions_class: ClassVar[type[Any]]  # made of the options and the run's own servers; has a coroutine ``close``
+    play_class: ClassVar[type[Any]]  # made of seed, row, options and the sessions
+
     def __init__(self) -> None:
         super().__init__()
         self.sessions: Any = None
 
-    @abstractmethod
-    def new_sessions(self, options: Any) -> Any:
-        """Return the connections to the servers of ``options``, with a coroutine ``close``."""
-
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         super().use_model(folder, context_tokens)
         if self.chosen is not None:
-            self.sessions = self.new_sessions(self.chosen)
+            self.sessions = self.sessions_class(self.chosen, self.own_servers)
+
+    def play(self, seed: int, row: Row, options: Any) -> Play:
+        if self.sessions is None:
+            raise ValueError(
+                f'{self.name} needs a server: write [environment.define.NAME] with type = "{self.name}" and options.url, '
+                "and name that"
+            )
+        return self.play_class(seed, row, options, self.sessions)
 
     async def close(self) -> None:
         if self.sessions is not None:

@@ -15,7 +15,7 @@ from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import Span, group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.reward_service import metrics, pack_trace
+from penstock.reward_service import pack_trace
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
@@ -139,6 +139,6 @@ async def test_a_delivery_records_what_became_of_each_group(bus: Bus, blobs: Blo
 
 
 async def test_without_traces_nothing_is_gathered() -> None:
-    trace = PackTrace.start(metrics.Traces(), TRACEPARENT, ["g"], {})
+    trace = PackTrace.start(pack_trace.Traces(), TRACEPARENT, ["g"], {})
     trace.scored("g", {})
     assert trace._groups == {}

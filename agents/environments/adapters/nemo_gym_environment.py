@@ -185,21 +185,13 @@ def _says_done(text: str) -> bool:
 class NemoGym(ServerEnvironment):
     name = "nemo_gym"
     options = NemoGymOptions
+    sessions_class = Sessions
+    play_class = NemoGymPlay
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
         other = super().defined(name, definition)
         check_reply_deadline(name, definition, other.chosen.call_deadline_s, ALIVE_WITHIN_S)
         return other
-
-    def new_sessions(self, options: NemoGymOptions) -> Sessions:
-        return Sessions(options, self.own_servers)
-
-    def play(self, seed: int, row: Row, options: NemoGymOptions) -> NemoGymPlay:
-        if self.sessions is None:
-            raise ValueError(
-                'nemo_gym needs a server: write [environment.define.NAME] with type = "nemo_gym" and options.url, and name that'
-            )
-        return NemoGymPlay(seed, row, options, self.sessions)
 
 
 NEMO_GYM = NemoGym()

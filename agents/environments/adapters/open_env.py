@@ -296,16 +296,8 @@ def _tool_text(result: Any) -> str:
 class OpenEnv(ServerEnvironment):
     name = "openenv"
     options = OpenEnvOptions
-
-    def new_sessions(self, options: OpenEnvOptions) -> Sessions:
-        return Sessions(options, self.own_servers)
-
-    def play(self, seed: int, row: Row, options: OpenEnvOptions) -> OpenEnvPlay:
-        if self.sessions is None:
-            raise ValueError(
-                'openenv needs a server: write [environment.define.NAME] with type = "openenv" and options.url, and name that'
-            )
-        return OpenEnvPlay(seed, row, options, self.sessions)
+    sessions_class = Sessions
+    play_class = OpenEnvPlay
 
 
 OPENENV = OpenEnv()
