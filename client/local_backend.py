@@ -142,7 +142,7 @@ class LocalBackend:
         return self.state not in GOING_ON
 
     def _register(self, reward: ServedFunction | RegisteredReward) -> None:
-        wait_until(lambda: self.reward_port() is not None or self._is_over(), _REWARD_S)
+        wait_until(lambda: self.reward_port() is not None or self._is_over(), _REWARD_S, POLL_S)
         port = self.reward_port()
         if port is None and self.state == "finished":  # it was finished before: there is nothing to score
             return

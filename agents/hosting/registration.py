@@ -183,19 +183,19 @@ class Registrar:
         return Lease(at=time.time(), lease_s=self._offer.lease_s, running=about.running, draining=about.draining)
 
 
-def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> int:
+def register_server(url: str, settings: Sequence[str], name: str, options: LeaseOptions, targets: TargetOptions) -> int:
     configure("environment")
-    asyncio.run(_register(url, settings, name, lease, targets))
+    asyncio.run(_register(url, settings, name, options, targets))
     return 0
 
 
-async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> None:
+async def _register(url: str, given: Sequence[str], name: str, options: LeaseOptions, targets: TargetOptions) -> None:
     from penstock.serving.web_server import stopping_by_signal  # noqa: PLC0415  to keep a registration only
 
     stop = asyncio.Event()
     secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
     async with registrar_of(
-        name, url, given, lease, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
+        name, url, given, options, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
     ) as registrar:
         with stopping_by_signal(stop):
             async with registrar.registered():
@@ -204,12 +204,12 @@ async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptio
 
 @contextlib.asynccontextmanager
 async def registrar_of(
-    name: str, url: str, given: Sequence[str], lease: LeaseOptions, *, secrets: Sequence[str],
+    name: str, url: str, given: Sequence[str], options: LeaseOptions, *, secrets: Sequence[str],
     ca_file: Path | None = None, allowed: Sequence[str],
 ) -> AsyncIterator[Registrar]:  # fmt: skip
     """Yield what registers the server at a URL on the NATS that ``given`` names, while it is connected; raises PenstockError."""
     try:
-        offer = Offer(check_name(name), checked_url(url), lease.lease_s, lease.replace)
+        offer = Offer(check_name(name), checked_url(url), options.lease_s, options.replace)
     except ValueError as err:
         raise ConfigError(str(err)) from None
     settings = read_settings(given, dict(os.environ))

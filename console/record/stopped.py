@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from penstock.console.terminal import console, printable
-from penstock.console.tools.runs import run_folder
+from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
 from penstock.protocol.groups import ScoredGroup
 from penstock.protocol.record.stopped_batch import FOLDER, read_batch, stopped_batches
@@ -37,7 +37,7 @@ class StoppedGroup:
 def print_stopped(
     run: str, arguments: Sequence[str], environ: Mapping[str, str], *, step: int | None, as_json: bool
 ) -> int:
-    folder = run_folder(run, arguments, environ)
+    folder = existing_folder(run, arguments, environ)
     chosen = _choose(folder, step)
     try:
         batch, groups = read_batch(chosen)

@@ -24,7 +24,7 @@ from penstock.console.evaluation_results import EvaluationResult, estimate_text
 from penstock.console.registry import versions
 from penstock.console.registry.versions import OFFLINE, Registry, Scores, stored_scores
 from penstock.console.report import curves
-from penstock.console.tools.runs import run_folder
+from penstock.console.tools.runs import existing_folder
 from penstock.console.tools.weights import export
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
@@ -103,7 +103,7 @@ def _failures(repo: str, what: str) -> Iterator[None]:
 
 def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     run, at, version = target.partition("@")
-    folder = run_folder(run, arguments, environ)
+    folder = existing_folder(run, arguments, environ)
     if not at:
         return model_card(folder, None, "", stored_scores(folder))
     registry = Registry.read(run, arguments, environ)

@@ -23,7 +23,7 @@ from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, ser
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable, table
-from penstock.console.tools.runs import run_folder
+from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
 
@@ -210,7 +210,7 @@ def _order(service: ServiceProfile) -> tuple[int, str]:
 
 
 def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    folder = run_folder(run, arguments, environ)
+    folder = existing_folder(run, arguments, environ)
     found = profile(curves.rows(folder), run_snapshot.load_totals(folder))
     if not found.steps and not found.services:
         raise ConfigError(

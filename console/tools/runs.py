@@ -86,7 +86,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
 
 
 def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    folder = run_folder(run, arguments, environ)
+    folder = existing_folder(run, arguments, environ)
     try:
         text = printable(read_regular(folder / "report.md").decode("utf-8", "replace"))
     except FileNotFoundError:
@@ -105,9 +105,10 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     return 0
 
 
-def run_folder(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path:
+def existing_folder(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path:
     """Return the folder of a run of this machine; raises ConfigError that lists the runs found."""
-    folder = connections.find(arguments, environ).settings.run.dir / check_run_id(run)
+    check_run_id(run)
+    folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():
         raise unknown_run(run, folder.parent)
     return folder

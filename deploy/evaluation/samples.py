@@ -116,7 +116,7 @@ class Sampler:
         pending = []
         ids = iter(self._planned)
         while batch := list(itertools.islice(ids, per_pack)):
-            pack = pack_tasks([self._task(of) for of in batch])
+            pack = pack_tasks([self._task(planned) for planned in batch])
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
             message = pack.announced(self._run_id, stored)

@@ -179,7 +179,7 @@ class Panel:
         try:
             question = self._question.fill(values)
         except KeyError as err:
-            raise NoVerdict(f"the row has no column {err.args[0]!r}that the template uses") from None
+            raise NoVerdict(f"the row has no column {err.args[0]!r} that the template uses") from None
         return await self._chat.ask(question)
 
 

@@ -1,4 +1,4 @@
-"""Run the trainer with optimizer steps that take the time of their tokens, asleep: for `benchmarks.asynchrony` only.
+"""Run the trainer with optimizer steps that take the time of their tokens, asleep: for `benchmarks.asynchrony`.
 
     python -m tests.rigs.simulated_trainer RUN.TOML [SECTION.KEY=VALUE ...]
 
@@ -14,28 +14,30 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from penstock.protocol.trajectory import Group
 from penstock.trainer.__main__ import main
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.step_metrics import StepMetrics
-from penstock.trainer.learner.step_plan import StepPlan
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, groups_of
 
 VARIABLE = "PENSTOCK_SIMULATED_STEP"
 
 
 def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
-    compute = Learner._train
+    compute = Learner._learn
     lines = trace.open("a", buffering=1)
 
-    def train(self: Learner, plan: StepPlan, groups: Mapping[Any, Group], keep_rows: int) -> StepMetrics:
+    def learn(
+        self: Learner, plan: StepPlan, ready: Iterable[ReadyGroup], keep_rows: int, *, measures: bool = False
+    ) -> StepMetrics:
         started = time.monotonic()
+        arrived = list(ready)
+        groups = groups_of(plan, 0, arrived, self._packs)
         row = plan.micro_batches[0][0][0]
-        figures = compute(self, replace(plan, micro_batches=(((row,),),)), groups, keep_rows)
+        metrics = compute(self, replace(plan, micro_batches=(((row,),),)), arrived, keep_rows, measures=measures)
         lengths = [
             sum(run.end - run.start for run in trajectory.version_runs)
             for group in groups.values()
@@ -43,9 +45,9 @@ def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
         ]
         time.sleep(max(0.0, started + step_s + token_s * sum(lengths) - time.monotonic()))
         lines.write(json.dumps({"started": started, "ended": time.monotonic(), "lengths": lengths}) + "\n")
-        return figures
+        return metrics
 
-    Learner._train = train
+    Learner._learn = learn
 
 
 if __name__ == "__main__":

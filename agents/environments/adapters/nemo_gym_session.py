@@ -18,6 +18,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ class Sessions:
     async def open(self, row: Mapping[str, Any], seed: int) -> GymSession:
         """Return a session that a server has begun; waits for one that takes it. Raises GymFailed."""
 
-        async def start(server: Server) -> GymSession:
+        async def start(server: Server, _: AsyncExitStack) -> GymSession:
             session = GymSession(self._connections, server, seed, self._options.call_deadline_s)
             await session.begin(row)
             return session

@@ -133,7 +133,7 @@ class Sessions:
         self._options = options
 
     async def open(self, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
-        async def start(server: Server) -> tuple[OpenEnvSession, dict[str, Any]]:
+        async def start(server: Server, undo: contextlib.AsyncExitStack) -> tuple[OpenEnvSession, dict[str, Any]]:
             url = f"{server.url}/ws"
             try:
                 async with asyncio.timeout(_OPEN_S):
@@ -141,11 +141,8 @@ class Sessions:
             except TimeoutError:
                 raise ConnectionFailed(url, f"no session was opened within {_OPEN_S:g} s") from None
             session = OpenEnvSession(socket, server)
-            try:
-                return session, await session.ask("reset", reset)
-            except BaseException:
-                await session.disconnect()
-                raise
+            undo.push_async_callback(session.disconnect)
+            return session, await session.ask("reset", reset)
 
         return await open_session(self._servers, start, self._options.place_deadline_s, OpenEnvFailed)
 

@@ -231,24 +231,27 @@ async def take_place(servers: Servers, ends: float) -> Server | None:
 
 async def open_session(
     servers: Servers,
-    start: Callable[[Server], Awaitable[Session]],
+    start: Callable[[Server, contextlib.AsyncExitStack], Awaitable[Session]],
     place_deadline_s: float,
     failed: type[PenstockError],
 ) -> Session:
     """Return what ``start`` returns of a server that takes a session, and wait for one; raises ``failed``.
 
-    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. The place is given back where it raises.
+    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. Where it raises, the place is given back and the
+    server rests first; what ``start`` pushed on its stack is closed then, which may take seconds.
     """
     ends, last = time.monotonic() + place_deadline_s, "all servers rest"
     while (server := await take_place(servers, ends)) is not None:
+        undo = contextlib.AsyncExitStack()
         try:
-            session = await start(server)
+            session = await start(server, undo)
         except BaseException as err:
             server.running -= 1
             if isinstance(err, ServerFull):
                 server.is_full(time.monotonic(), _FULL_S)
             else:  # cancelled: it took longer than a reply may
                 server.failed(time.monotonic())
+            await undo.aclose()
             if not isinstance(err, (ServerFull, ConnectionFailed)):
                 raise
             last = str(err)

@@ -22,7 +22,6 @@ from penstock.agents.environments.play import Reply, Row
 from penstock.agents.proxy.api.chat_completions import read_request
 from penstock.agents.proxy.messages import AgentRequest, Message, Part
 
-PROTOCOL = 1
 _MOST = 1e9  # a sum over the turns of an episode stays finite
 
 EpisodeId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

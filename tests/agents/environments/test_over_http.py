@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.json_server import JsonServer
 from penstock.agents.environments.episode_environment import group_seed
 from penstock.agents.environments.games.lookup import LOOKUP, value_of
 from penstock.agents.environments.over_http.http_environment import HTTP, Http
-from penstock.agents.environments.over_http.servers import Server, Servers
+from penstock.agents.environments.over_http.servers import Server, Servers, open_session
 from penstock.agents.environments.play import Reply, done, say
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import serve
@@ -28,11 +29,12 @@ from penstock.agents.hosting.episodes import Episodes
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.groups import Task
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 from penstock.serving import target_policy
+from penstock.serving.http_connections import ConnectionFailed
 from penstock.serving.strict_json import is_deeper
 from penstock.serving.web_server import serving_app
 
@@ -480,3 +482,22 @@ async def test_a_compressed_answer_is_refused(model: Path) -> None:
         found = await play(model, over_http(model, url, attempts=1), [])
     assert isinstance(found, TaskRefused)
     assert "compresses its answer" in str(found)
+
+
+async def test_a_server_that_failed_rests_before_what_was_opened_on_it_is_closed() -> None:
+    """Closing may take seconds, in which no other episode must be sent there."""
+    servers = Servers(["a", "b"])
+    closed: list[tuple[str, bool, int]] = []
+
+    async def start(server: Server, undo: contextlib.AsyncExitStack) -> str:
+        async def close() -> None:
+            closed.append((server.url, server.rests_until > time.monotonic(), server.running))
+
+        undo.push_async_callback(close)
+        if not closed:
+            raise ConnectionFailed(server.url, "it did not answer")
+        return server.url
+
+    session = await open_session(servers, start, 5.0, PenstockError)
+    assert len(closed) == 1
+    assert closed[0] == ({"a": "b", "b": "a"}[session], True, 0)

@@ -11,6 +11,7 @@ from tests.console.command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 from tests.servers import secret_file
 
+from penstock.console.tools import dead_letters
 from penstock.console.tools.dead_letters import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -166,6 +167,12 @@ def test_the_progress_of_the_run_is_read_from_its_record(
     shown = json.loads(penstock("dead-letters", "show", run, "1", "--json", *typed, cwd=tmp_path).stdout)
     assert "no such object" in shown["unreadable"]
     assert "sampled by version 0 and the run is at 9" in shown["cannot_be_sent_again"]
+
+
+@pytest.mark.parametrize(("trainer", "rollout"), [({}, {"max_staleness": 2}), ({"steps": 10}, {})])
+def test_a_limit_that_a_session_did_not_record_leaves_the_other(trainer: dict[str, int], rollout: dict[str, int]):
+    limits = dead_letters._Limits.model_validate({"settings": {"trainer": trainer, "rollout": rollout}})
+    assert (limits.trainer.steps, limits.rollout.max_staleness) == (trainer.get("steps"), rollout.get("max_staleness"))
 
 
 def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typed: list[str], tmp_path: Path):
