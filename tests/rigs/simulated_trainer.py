@@ -28,7 +28,6 @@ VARIABLE = "PENSTOCK_SIMULATED_STEP"
 
 def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
     compute = Learner._learn
-    lines = trace.open("a", buffering=1)
 
     def learn(
         self: Learner, plan: StepPlan, ready: Iterable[ReadyGroup], keep_rows: int, *, measures: bool = False
@@ -44,7 +43,8 @@ def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
             for trajectory in group.trained_rows
         ]
         time.sleep(max(0.0, started + step_s + token_s * sum(lengths) - time.monotonic()))
-        lines.write(json.dumps({"started": started, "ended": time.monotonic(), "lengths": lengths}) + "\n")
+        with trace.open("a") as lines:
+            lines.write(json.dumps({"started": started, "ended": time.monotonic(), "lengths": lengths}) + "\n")
         return metrics
 
     Learner._learn = learn
