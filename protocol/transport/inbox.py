@@ -243,7 +243,9 @@ class Inbox(Generic[F]):
             return None
         try:
             fact = decode(msg.data, self._fact)
-            _require_run(fact, self.spec)
+            run_id = getattr(fact, "run_id", self.spec.run_id)
+            if run_id != self.spec.run_id:
+                raise MalformedFact(f"a message of run {run_id!r} in a stream of run {self.spec.run_id!r}")
         except WireError as err:
             log.warning("message does not decode", subject=msg.subject, error=str(err))
             self._connection.spawn(self._dead_letter_undecodable(msg, err))
@@ -275,12 +277,6 @@ class Inbox(Generic[F]):
                 if self._connection.is_up:
                     with contextlib.suppress(nats.errors.Error):
                         await msg.in_progress()
-
-
-def _require_run(fact: Fact, spec: ConsumerSpec) -> None:
-    run_id = getattr(fact, "run_id", spec.run_id)
-    if run_id != spec.run_id:
-        raise MalformedFact(f"a message of run {run_id!r} in a stream of run {spec.run_id!r}")
 
 
 async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:

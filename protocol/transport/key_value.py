@@ -191,15 +191,12 @@ class KeyValue:
                     raise
                 if err.err_code == ERR_OTHER_REVISION:
                     if expected is None:
-                        return await self._create_again(key, value)
+                        try:
+                            return await self._store.create(key, value)
+                        except nats.js.errors.KeyWrongLastSequenceError as err:
+                            raise self._failed_swap(key, None, err) from None
                     raise self._failed_swap(key, expected, err) from None
             await asyncio.sleep(RETRY_S)
-
-    async def _create_again(self, key: str, value: bytes) -> int:
-        try:
-            return await self._store.create(key, value)
-        except nats.js.errors.KeyWrongLastSequenceError as err:
-            raise self._failed_swap(key, None, err) from None
 
     def _failed_swap(self, key: str, expected: int | None, err: nats.js.errors.APIError) -> CompareAndSwapFailed:
         return CompareAndSwapFailed(

@@ -215,13 +215,6 @@ class Connection:
         last = f"; last error from NATS: {self._last_error}" if self._last_error else ""
         return f"{text}{state}{last}"
 
-    def _refusal(self, what: str) -> str:
-        user = f"user {self._settings.user!r}" if self._settings.user else "a client without a user name"
-        return (
-            f"{what} was refused: NATS at {self._settings.url} does not let {user} do this ({self._last_error}); use the login "
-            "of the service that does it: docs/security.md lists what each may do"
-        )
-
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         """Try a request until it is answered; an answer that is an error is raised as it is.
 
@@ -244,7 +237,11 @@ class Connection:
                 if isinstance(err, nats.js.errors.Error) and not self._is_for_now(err):
                     raise
                 if self._denials > denials:  # the server reports it to the connection, not to the request
-                    raise BusRefused(self._refusal(what)) from None
+                    user = f"user {self._settings.user!r}" if self._settings.user else "a client without a user name"
+                    raise BusRefused(
+                        f"{what} was refused: NATS at {self._settings.url} does not let {user} do this ({self._last_error}); use the login "
+                        "of the service that does it: docs/security.md lists what each may do"
+                    ) from None
                 if time.monotonic() + pause > deadline or self.client.is_closed:
                     raise BusUnreachable(
                         self.explain(f"no answer to {what} within {deadline_s:.0f} s ({_name(err)})")

@@ -219,7 +219,8 @@ class Tail(Generic[F]):
     def _hand_over(self, subject: str, data: bytes, sequence: int) -> None:
         try:
             fact = decode(data, self.fact)
-            _check_kind(fact, subject)
+            if isinstance(fact, RunEvent) and fact.kind != subjects.kind_of_event(subject):
+                raise MalformedFact(f"an event of kind {fact.kind[:40]!r} was published to {subject}")
         except WireError as err:
             log.warning("skipped a message that does not decode", subject=subject, error=str(err))
             self.on_unreadable(err)
@@ -228,8 +229,3 @@ class Tail(Generic[F]):
             self.on_fact(fact, sequence, subject)
         except Exception:  # a reader that cannot use one message still gets the others
             log.exception("a reader failed on a message; it gets the next ones", subject=subject, sequence=sequence)
-
-
-def _check_kind(fact: Fact, subject: str) -> None:
-    if isinstance(fact, RunEvent) and fact.kind != subjects.kind_of_event(subject):
-        raise MalformedFact(f"an event of kind {fact.kind[:40]!r} was published to {subject}")

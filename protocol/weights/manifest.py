@@ -187,18 +187,14 @@ def _check_kind(manifest: VersionManifest) -> None:
     if manifest.kind == "patch" and manifest.parent is None:
         raise ValueError("kind patch: a parent is needed")
     if manifest.kind == "adapter":
-        _check_adapter(manifest)
+        names = [file.name for file in manifest.model_files]
+        if names != [ADAPTER_CONFIG]:
+            raise ValueError(f"kind adapter: its only model file is {ADAPTER_CONFIG}, got {names}")
+        if len(manifest.buckets) != 1:
+            raise ValueError(f"kind adapter: its tensors are one bucket, got {len(manifest.buckets)}")
     for ancestor in (manifest.parent, manifest.anchor):
         if ancestor is not None and not is_newer(PolicyVersion(manifest.version), PolicyVersion(ancestor.version)):
             raise ValueError(f"version {manifest.version} cannot build on version {ancestor.version}")
-
-
-def _check_adapter(manifest: VersionManifest) -> None:
-    names = [file.name for file in manifest.model_files]
-    if names != [ADAPTER_CONFIG]:
-        raise ValueError(f"kind adapter: its only model file is {ADAPTER_CONFIG}, got {names}")
-    if len(manifest.buckets) != 1:
-        raise ValueError(f"kind adapter: its tensors are one bucket, got {len(manifest.buckets)}")
 
 
 def _check_names(names: list[str]) -> None:

@@ -192,13 +192,10 @@ class WeightReader:
         with self._lock:
             self.num_bytes += len(data)
             if state.codec != "safetensors":
-                self._keep(stored.sha256, data)
+                self._cache[stored.sha256] = data
+                while self._cache and sum(map(len, self._cache.values())) > self._cache_bytes:
+                    self._cache.popitem(last=False)
         return data
-
-    def _keep(self, sha256: str, data: bytes) -> None:
-        self._cache[sha256] = data
-        while self._cache and sum(map(len, self._cache.values())) > self._cache_bytes:
-            self._cache.popitem(last=False)
 
     def _header_bytes(self, plan: CatchUp, number: int, data: bytes) -> int:
         bucket = self.layout(plan.target).buckets[number]

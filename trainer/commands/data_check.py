@@ -126,7 +126,12 @@ def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
     ]
     if runs_tests:
         for report in reports:
-            _run_tests(report)
+            if report.rows_with_tests:
+                tests = data_rows.check_tests(report.rows_with_tests)
+                if tests.num_checked or tests.not_run:
+                    report.tests = tests
+                for place, problem in tests.problems:
+                    report.problems.add(place, problem)
     for report in reports:
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
     return 1 if any(report.problems.count for report in reports) else 0
@@ -201,15 +206,6 @@ def _check_length(place: str, report: FileReport, data: DataSettings, limit: int
         )
         report.overlong = report.overlong or f"{reason} = {limit}, the first is {place} with {length}"
         report.num_overlong += 1
-
-
-def _run_tests(report: FileReport) -> None:
-    if report.rows_with_tests:
-        tests = data_rows.check_tests(report.rows_with_tests)
-        if tests.num_checked or tests.not_run:
-            report.tests = tests
-        for place, problem in tests.problems:
-            report.problems.add(place, problem)
 
 
 def _check_row(

@@ -201,7 +201,10 @@ class PromptSet:
                 images.update(read.sha256)
                 length = len(read.token_ids)
                 if fits(length, self._data, self._limit, at.place, problems, self.dropped):
-                    self._keep(at, name, length)
+                    self._file_numbers.append(at.file_number)
+                    self._row_numbers.append(at.row_number)
+                    self.rows_by_reward[name] += 1
+                    self.num_tokens += length
                     self._image_hashes.append(_short(read.sha256))
                     self.num_with_images += read.places is not None
         problems.raise_if_any()
@@ -217,12 +220,6 @@ class PromptSet:
                 "train on pairs alone with `penstock dpo`"
             )
         return nothing_left(self._files, self.dropped, self._limit)
-
-    def _keep(self, at: Located, name: str, length: int) -> None:
-        self._file_numbers.append(at.file_number)
-        self._row_numbers.append(at.row_number)
-        self.rows_by_reward[name] += 1
-        self.num_tokens += length
 
 
 def _short(sha256: bytes) -> int:

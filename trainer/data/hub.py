@@ -66,7 +66,10 @@ def _download(kind: Kind, repo_id: str, revision: str | None, key: str, choose: 
         raise ConfigError(
             f"{key} = {repo_id}: the hub's {kind} has no file to use; it has {', '.join(names[:8]) or 'none'}"
         )
-    _remember(files[0], commit, revision)
+    storage = next(parent for parent in files[0].parents if parent.name == commit).parent.parent
+    reference = storage / "refs" / (revision or "main")
+    reference.parent.mkdir(parents=True, exist_ok=True)
+    reference.write_text(commit)
     log.info("from the hub", id=repo_id, revision=commit, files=len(files))
     return files
 
@@ -106,13 +109,6 @@ def _fetch(kind: Kind, repo_id: str, commit: str, name: str) -> Path:
             cache_dir=constants.HF_HUB_CACHE,
         )
     )
-
-
-def _remember(file: Path, commit: str, revision: str | None) -> None:
-    storage = next(parent for parent in file.parents if parent.name == commit).parent.parent
-    reference = storage / "refs" / (revision or "main")
-    reference.parent.mkdir(parents=True, exist_ok=True)
-    reference.write_text(commit)
 
 
 def _cached(kind: Kind, repo_id: str, revision: str | None, key: str, choose: Choose, why: str) -> list[Path]:
