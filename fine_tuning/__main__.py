@@ -53,6 +53,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     refuse_vision(settings, name)
     # run file errors are reported without importing torch
     task = import_module(f"penstock.fine_tuning.{name}")
+    from penstock.fine_tuning.loop import train  # noqa: PLC0415
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 
     ranks = Ranks()
@@ -62,7 +63,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     signals = stop_on_signals(stop, is_leader=ranks.is_leader)
     try:
         with run_folder.hold_lock(settings.run.folder) if ranks.is_leader else nullcontext():
-            result = task.run(settings, ranks, stop)
+            result = train(settings, ranks, stop, name, task.open_rows, task.open_task)
         code = 128 + signals[0] if result is None and signals else 0
         if ranks.is_leader:
             sys.stdout.write("" if result is None else f"{result.folder}\n")
@@ -78,11 +79,9 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     start_process()
-    return run_command("penstock.fine_tuning", COMMANDS, arguments, _run)
-
-
-def _run(name: str, arguments: Sequence[str]) -> int:
-    return fine_tune(_SECTIONS[name], arguments)
+    return run_command(
+        "penstock.fine_tuning", COMMANDS, arguments, lambda name, given: fine_tune(_SECTIONS[name], given)
+    )
 
 
 if __name__ == "__main__":

@@ -12,14 +12,17 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import structlog
 
 from penstock.fine_tuning import training_folder
+from penstock.fine_tuning.session import Plan, section_of
 from penstock.fine_tuning.training_folder import (
     BackgroundCheckpoints,
     Result,
@@ -28,53 +31,22 @@ from penstock.fine_tuning.training_folder import (
     move_result,
     write_result,
 )
-from penstock.protocol.errors import ConfigError
 from penstock.trainer.commit import CheckpointSchedule
-from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.data_settings import FineTuningSettings
+from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.telemetry.metrics import layer_fields
 
 log = structlog.get_logger("trainer.fine_tuning")
 
 progress_log = structlog.get_logger("trainer.progress")
 _LINES_PER_JOB = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """Steps over positions 0, 1, 2, … of the data's order, which begins again after each epoch."""
-
-    num_rows: int
-    batch_size: int
-    num_steps: int
-    num_positions: int  # of all steps: the last one may have fewer than batch_size
-
-    @classmethod
-    def of(cls, num_rows: int, batch_size: int, *, steps: int, epochs: float | None) -> Length:
-        """Return the length of ``epochs`` passes over the rows, or of ``steps`` steps if there are none."""
-        if epochs is None:
-            return cls(num_rows, batch_size, steps, steps * batch_size)
-        positions = max(1, round(epochs * num_rows))
-        return cls(num_rows, batch_size, math.ceil(positions / batch_size), positions)
-
-    def positions(self, step: int) -> range:
-        first = step * self.batch_size
-        return range(first, min(first + self.batch_size, self.num_positions))
-
-    def epoch_after(self, step: int) -> float:
-        return min(step * self.batch_size, self.num_positions) / self.num_rows
-
-
-def check_warmup(section: str, warmup_steps: int, length: Length) -> None:
-    if warmup_steps > length.num_steps:
-        raise ConfigError(
-            f"{section}.warmup_steps = {warmup_steps}, and {length.num_rows} rows make {length.num_steps} steps of "
-            f"{section}.batch_size = {length.batch_size}; lower it, so that the peak is reached"
-        )
+R = TypeVar("R", TurnSet, PairSet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,38 +76,46 @@ class Made:
     reported: Mapping[str, float]  # further fields of the step's line
 
 
-class Task(Protocol):
-    policy: Policy
-    num_rows: int
-    has_validation: bool
+class Task(ABC, Generic[R]):
+    """What is trained, on which rows; every method is called on all ranks."""
 
+    changed_config: Mapping[str, Any] | None = None  # what differs in the result's config.json from that of model.path
+
+    def __init__(
+        self, policy: Policy, rows: R, held_out: R | None, settings: TrainerSettings, dims: ParallelDims
+    ) -> None:
+        self.policy, self.rows, self.held_out = policy, rows, held_out
+        self.settings, self.dims = settings, dims
+        self.budget_tokens = settings.trainer.micro_batch_tokens  # of a micro-batch
+
+    @abstractmethod
     def step(self, rows: Sequence[int]) -> Made: ...
 
+    @abstractmethod
     def validate(self) -> Mapping[str, float]:
-        """Return metrics of the held-out rows, among them ``loss``; collective."""
-        ...
+        """Return metrics of the held-out rows, among them ``loss``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    name: str  # of the command, in progress lines
-    settings: FineTuningSettings
-    order: DataOrder
-    length: Length
-    output: Path
-    like: Path  # model folder that training starts from
-    dims: ParallelDims
-    fixed: Mapping[str, Any]  # settings that a checkpoint must have been made with
-    data: Mapping[str, str]  # sha256 of the rows' files
-    resume: bool
-    checkpoint_every_s: float
-    keep_checkpoints: int
-    verify_export: bool = True
-    changed_config: Mapping[str, Any] | None = None  # fields of the result's config.json that are not those of ``like``
+def train(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    stop: threading.Event,
+    name: str,
+    open_rows: Callable[[TrainerSettings, Sequence[Path], ParallelDims], R],
+    open_task: Callable[[Plan, R, R | None], Task[R]],
+) -> Result | None:
+    """Train ``model.path`` on the rows of the section ``name`` on every rank; None if ``stop`` was set first."""
+    dims, section = ParallelDims(ranks, settings.trainer.layout), section_of(settings, name)
+    place = settings.run.folder / f"{name}-training"
+    with closing(TrainingFolder(place)) if dims.writes_files else nullcontext() as folder:  # before anything is loaded
+        rows = open_rows(settings, section.files or settings.data.train_files, dims)
+        held_out = open_rows(settings, section.eval_files, dims) if section.eval_files else None
+        plan = Plan(settings, name, dims, rows, held_out)
+        return Training(plan, open_task(plan, rows, held_out), folder, stop).run()
 
 
 class Training:
-    def __init__(self, plan: Plan, task: Task, folder: TrainingFolder | None, stop: threading.Event) -> None:
+    def __init__(self, plan: Plan, task: Task[Any], folder: TrainingFolder | None, stop: threading.Event) -> None:
         """Hold the parts; ``folder`` is that of rank 0, None on the others. ``stop`` asks for a checkpoint and an end."""
         self._plan, self._task, self._folder = plan, task, folder
         self._stop = stop
@@ -147,10 +127,10 @@ class Training:
         self._seconds = 0.0
         self._losses: list[float] = []  # the first and the last
         self._progress = ProgressLine(plan.name, plan.length.num_steps)
-        every = plan.settings.checkpoint_every or plan.length.num_steps + 1
-        self._schedule = CheckpointSchedule(every_steps=every, every_s=plan.checkpoint_every_s, now=time.monotonic())
+        every, trainer = plan.section.checkpoint_every or plan.length.num_steps + 1, plan.settings.trainer
+        self._schedule = CheckpointSchedule(every_steps=every, every_s=trainer.checkpoint_every_s, now=time.monotonic())
         self._checkpoints = BackgroundCheckpoints(
-            task.policy, plan.dims, keep=plan.keep_checkpoints, on_committed=self._schedule.committed
+            task.policy, plan.dims, keep=trainer.keep_checkpoints, on_committed=self._schedule.committed
         )
         self._newest_state: TrainingState | None = None  # of the checkpoint that was begun last (rank 0)
 
@@ -163,14 +143,14 @@ class Training:
 
     def _run(self) -> Result | None:
         self._resume()
-        is_over = self._best.ends(self._plan.settings.early_stop)
+        is_over, every = self._best.ends(self._plan.section.early_stop), self._plan.section.eval_every
         while self._step < self._plan.length.num_steps and not is_over:
             self._make_step()
-            if self._is_validation_due():
+            if self._task.held_out is not None and every > 0 and self._step % every == 0:
                 is_over = self._validate()
             if self._step < self._plan.length.num_steps and not is_over and self._checkpoint_or_stop():
                 return None
-        if self._task.has_validation and self._validated_at != self._step:
+        if self._task.held_out is not None and self._validated_at != self._step:
             self._validate()
         return self._write_result()
 
@@ -184,10 +164,9 @@ class Training:
         self._num_tokens += made.num_tokens
         self._losses = [*self._losses[:1], made.metrics.loss]
         if self._folder is not None:
-            self._report(made, seconds)
+            self._report(self._folder, made, seconds)
 
-    def _report(self, made: Made, seconds: float) -> None:
-        assert self._folder is not None
+    def _report(self, folder: TrainingFolder, made: Made, seconds: float) -> None:
         metrics = made.metrics
         speed = self._num_tokens / max(self._seconds, 1e-9)
         fields = {
@@ -196,15 +175,10 @@ class Training:
             **layer_fields(metrics.layers),
             "step_s": seconds,
         }  # fmt: skip
-        self._folder.write("step", fields)
-        shown = {
-            name.rpartition("/")[2]: value for name, value in made.reported.items() if name == "rewards/accuracies"
-        }
+        folder.write("step", fields)
+        accuracy = made.reported.get("rewards/accuracies")
+        shown = {} if accuracy is None else {"accuracies": accuracy}
         self._progress.show(self._step, loss=metrics.loss, **shown, lr=metrics.lr, tokens_per_s=speed)
-
-    def _is_validation_due(self) -> bool:
-        every = self._plan.settings.eval_every
-        return self._task.has_validation and every > 0 and self._step % every == 0
 
     def _validate(self) -> bool:
         started = time.monotonic()
@@ -212,7 +186,7 @@ class Training:
         self._validated_at = self._step
         self._best = self._best.after(self._step, found["loss"])
         is_best = self._best.step == self._step
-        ends = self._best.ends(self._plan.settings.early_stop)
+        ends = self._best.ends(self._plan.section.early_stop)
         if self._folder is not None:
             fields = {f"eval_{name}": value for name, value in found.items()}
             self._folder.write(
@@ -220,7 +194,7 @@ class Training:
             )
             shown = {name: round(value, 6) for name, value in fields.items()}
             log.info("validated", step=self._step, **shown, best_step=self._best.step)
-        if is_best and self._plan.settings.keep_best:
+        if is_best and self._plan.section.keep_best:
             self._export(self._best_folder())
         if ends and self._step < self._plan.length.num_steps and self._folder is not None:
             log.info("stopped early", step=self._step, best_step=self._best.step, best_loss=self._best.loss)
@@ -239,32 +213,26 @@ class Training:
             choice = [is_due, stops]
         is_due, stops = self._dims.ranks.broadcast(choice)
         if is_due or stops:
-            self._checkpoint(started)
+            self._newest_state = None if self._folder is None else self._state(self._folder)
+            root = None if self._folder is None else self._folder.checkpoints
+            self._checkpoints.begin(root, self._newest_state)
+            self._schedule.written(started=started, now=time.monotonic())
         if stops and self._folder is not None:
             self._wait_for_checkpoint(self._folder)
         return stops
-
-    def _checkpoint(self, started: float) -> None:
-        if self._folder is None:
-            self._checkpoints.begin()
-        else:
-            self._newest_state = self._state()
-            self._checkpoints.begin(self._folder.checkpoints, self._newest_state)
-        self._schedule.written(started=started, now=time.monotonic())
 
     def _wait_for_checkpoint(self, folder: TrainingFolder) -> None:
         self._checkpoints.thread.wait()
         if self._newest_state is not None:
             folder.keep_best({step for step in (self._newest_state.best_step, self._best.step) if step is not None})
 
-    def _state(self) -> TrainingState:
-        assert self._folder is not None
+    def _state(self, folder: TrainingFolder) -> TrainingState:
         return TrainingState(
             step=self._step,
             num_ranks=self._dims.ranks.num_ranks,
             settings=dict(self._plan.fixed),
             data=dict(self._plan.data),
-            metrics_bytes=self._folder.metrics_bytes,
+            metrics_bytes=folder.metrics_bytes,
             best_step=self._best.step,
             best_loss=None if self._best.step is None else self._best.loss,
             num_since_best=self._best.num_since,
@@ -300,7 +268,7 @@ class Training:
             )
 
     def _newest(self, folder: TrainingFolder) -> tuple[Path, TrainingState] | None:
-        if not self._plan.resume:
+        if not self._plan.settings.trainer.resume:
             training_folder.remove_all(folder.checkpoints)
             return None
         newest = training_folder.newest(folder.checkpoints)
@@ -312,21 +280,17 @@ class Training:
         return None if self._folder is None or self._best.step is None else self._folder.best(self._best.step)
 
     def _export(self, folder: Path | None) -> None:
-        plan = self._plan
+        settings, task = self._plan.settings, self._task
+        verify = settings.trainer.verify_export
         write_result(
-            self._task.policy,
-            self._dims,
-            folder,
-            like=plan.like,
-            changed=plan.changed_config,
-            verify=plan.verify_export,
+            task.policy, self._dims, folder, like=settings.model.path, changed=task.changed_config, verify=verify
         )
 
     def _write_result(self) -> Result:
         plan = self._plan
         if self._folder is not None:
             self._checkpoints.thread.wait()
-        uses_best = plan.settings.keep_best and self._best.step != self._step
+        uses_best = plan.section.keep_best and self._best.step != self._step
         best = self._best_folder()
         if not uses_best:
             self._export(plan.output if self._folder is not None else None)

@@ -6,7 +6,6 @@ renders it, and not after the end token.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,9 +16,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from penstock.fine_tuning.loop import Made, Training
-from penstock.fine_tuning.session import open_folder, plan_of, seed_random_numbers
-from penstock.fine_tuning.training_folder import Result
+from penstock.fine_tuning.loop import Made, Task
+from penstock.fine_tuning.session import Plan, seed_random_numbers
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.objective import Outcome, PlainObjective
 from penstock.trainer.algorithm.packed_rows import Layout
@@ -33,9 +31,8 @@ from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.preference_objective import plan_pairs
 from penstock.trainer.learner.step_metrics import layer_groups
-from penstock.trainer.learner.trainable import Optimisation, Trainable, optimisation
+from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.rm")
@@ -157,22 +154,10 @@ class RewardObjective(PlainObjective):
         return Outcome(losses.sum() / self.num_pairs, sums, maxima or {"reward_max": empty, "reward_min": empty})
 
 
-class RewardTask:
-    def __init__(
-        self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
-    ) -> None:
-        self.policy = policy
-        self.num_rows = len(pairs)
-        self.has_validation = held_out is not None
-        self._pairs, self._held_out = pairs, held_out
-        self._use_margin = settings.rm.use_margin
-        self._center = settings.rm.center
-        self._budget = settings.trainer.micro_batch_tokens
-        self._dims = dims
-
+class RewardTask(Task[PairSet]):
     def step(self, rows: Sequence[int]) -> Made:
-        pairs = [self._pairs[row] for row in rows]
-        objective = RewardObjective(len(pairs), self._center)
+        pairs = [self.rows[row] for row in rows]
+        objective = RewardObjective(len(pairs), self.settings.rm.center)
         figures = self.policy.train_step(list(self._micro_batches(pairs)), objective)
         means = {name: value / len(pairs) for name, value in figures.sums.items()}
         extremes = {"reward_max": figures.maxima["reward_max"], "reward_min": -figures.maxima["reward_min"]}
@@ -180,9 +165,9 @@ class RewardTask:
         return Made(figures, tokens, {**means, **extremes})
 
     def validate(self) -> Mapping[str, float]:
-        assert self._held_out is not None
-        pairs = [self._held_out[row] for row in range(len(self._held_out))]
-        objective = RewardObjective(len(pairs), self._center)
+        assert self.held_out is not None
+        pairs = [self.held_out[row] for row in range(len(self.held_out))]
+        objective = RewardObjective(len(pairs), self.settings.rm.center)
         names = ("loss", "accuracy", "margin")
         found = dict.fromkeys(names, 0.0)
         with self.policy.without_dropout():
@@ -191,42 +176,34 @@ class RewardTask:
                 found["loss"] += float(outcome.loss)
                 for name in names[1:]:
                     found[name] += float(outcome.sums[name]) / len(pairs)
-        return dict(zip(names, self._dims.sum([found[name] for name in names]), strict=True))
+        return dict(zip(names, self.dims.sum([found[name] for name in names]), strict=True))
 
     def _micro_batches(self, pairs: Sequence[Pair]) -> Iterator[ScoredBatch]:
         for first in range(0, len(pairs), _SCORED_TOGETHER):
             some = [_longer(pair) for pair in pairs[first : first + _SCORED_TOGETHER]]
-            plan = plan_pairs(some, budget_tokens=self._budget, num_shares=self._dims.rows.count)
-            for part in plan[self._dims.rows.index]:
+            plan = plan_pairs(some, budget_tokens=self.budget_tokens, num_shares=self.dims.rows.count)
+            for part in plan[self.dims.rows.index]:
                 yield self._batch([some[number] for number in part])
 
     def _batch(self, pairs: Sequence[Pair]) -> ScoredBatch:
         rows = [_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
         plain = build(rows, prompts=[len(pair.prompt) for pair in pairs for _ in range(2)])
-        margins = torch.tensor([pair.margin if self._use_margin else 0.0 for pair in pairs])
+        margins = torch.tensor([pair.margin if self.settings.rm.use_margin else 0.0 for pair in pairs])
         return ScoredBatch(**{field.name: getattr(plain, field.name) for field in fields(MicroBatch)}, margins=margins)
 
 
-def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
-    """Train a reward model on the preferences of ``rm.data`` on every rank; None if ``stop`` was set first."""
-    dims = ParallelDims(ranks, settings.trainer.layout)
-    with open_folder(settings, "rm", dims) as folder:
-        pairs = _open_pairs(settings, settings.rm.files or settings.data.train_files, dims)
-        held_out = _open_pairs(settings, settings.rm.eval_files, dims) if settings.rm.eval_files else None
-        data = {"rm.data": pairs.fingerprint} | ({"rm.eval_data": held_out.fingerprint} if held_out else {})
-        plan = plan_of(settings, "rm", dims, num_rows=len(pairs), data=data)
-        seed_random_numbers(settings, dims)
-        policy, changed = load_reward_model(
-            settings.model.path, optimisation(settings, settings.rm, plan.length.num_steps), dims
-        )
-        task = RewardTask(policy, pairs, held_out, settings, dims)
-        return Training(replace(plan, changed_config=changed), task, folder, stop).run()
+def open_task(plan: Plan, rows: PairSet, held_out: PairSet | None) -> RewardTask:
+    seed_random_numbers(plan)
+    policy, changed = load_reward_model(plan.settings.model.path, plan.optimisation, plan.dims)
+    task = RewardTask(policy, rows, held_out, plan.settings, plan.dims)
+    task.changed_config = changed
+    return task
 
 
-def _open_pairs(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
+def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
     data = settings.data
     longest = settings.trainer.micro_batch_tokens // 2 - 1  # both texts of a pair are in one micro-batch
-    pairs = PairSet.open(files, data=data, tokenizer=read_tokenizer(settings), max_tokens=longest, ends="chat")
+    pairs = PairSet(files, data=data, tokenizer=read_tokenizer(settings), max_tokens=longest, ends="chat")
     if dims.writes_files:
         log.info("pairs", kept=len(pairs), dropped=dict(pairs.dropped))
     return pairs

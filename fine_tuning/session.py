@@ -1,22 +1,24 @@
-"""What every training on given answers begins with: its folder, its plan, its model."""
+"""What every training on given answers begins with: its plan and its model."""
 
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, closing, nullcontext
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from penstock.fine_tuning.loop import Length, Plan, check_warmup
-from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.config.run_file import values_of
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import derived_seed
 from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.data_settings import FineTuningSettings
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.trainable import optimisation
+from penstock.trainer.learner.trainable import Optimisation, optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
 
@@ -39,43 +41,78 @@ def section_of(settings: TrainerSettings, name: str) -> FineTuningSettings:
     return section
 
 
-def open_folder(
-    settings: TrainerSettings, name: str, dims: ParallelDims
-) -> AbstractContextManager[TrainingFolder | None]:
-    """Open the training's folder on rank 0, before anything is loaded; a context with None on the others."""
-    return closing(TrainingFolder(settings.run.folder / f"{name}-training")) if dims.writes_files else nullcontext()
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Steps over positions 0, 1, 2, … of the data's order, which begins again after each epoch."""
+
+    num_rows: int
+    batch_size: int
+    num_steps: int
+    num_positions: int  # of all steps: the last one may have fewer than batch_size
+
+    @classmethod
+    def of(cls, num_rows: int, batch_size: int, *, steps: int, epochs: float | None) -> Length:
+        """Return the length of ``epochs`` passes over the rows, or of ``steps`` steps if there are none."""
+        if epochs is None:
+            return cls(num_rows, batch_size, steps, steps * batch_size)
+        positions = max(1, round(epochs * num_rows))
+        return cls(num_rows, batch_size, math.ceil(positions / batch_size), positions)
+
+    def positions(self, step: int) -> range:
+        first = step * self.batch_size
+        return range(first, min(first + self.batch_size, self.num_positions))
+
+    def epoch_after(self, step: int) -> float:
+        return min(step * self.batch_size, self.num_positions) / self.num_rows
 
 
-def plan_of(settings: TrainerSettings, name: str, dims: ParallelDims, *, num_rows: int, data: dict[str, str]) -> Plan:
-    section = section_of(settings, name)
-    length = Length.of(num_rows, section.batch_size, steps=section.steps, epochs=section.epochs)
-    check_warmup(name, section.warmup_steps, length)
-    return Plan(
-        name=name,
-        settings=section,
-        order=DataOrder(num_rows, settings.run.seed, settings.data.shuffle),
-        length=length,
-        output=section.output or settings.run.folder / name,
-        like=settings.model.path,
-        dims=dims,
-        fixed=_fixed(settings, name),
-        data=data,
-        resume=settings.trainer.resume,
-        checkpoint_every_s=settings.trainer.checkpoint_every_s,
-        keep_checkpoints=settings.trainer.keep_checkpoints,
-        verify_export=settings.trainer.verify_export,
-    )
+def check_warmup(section: str, warmup_steps: int, length: Length) -> None:
+    if warmup_steps > length.num_steps:
+        raise ConfigError(
+            f"{section}.warmup_steps = {warmup_steps}, and {length.num_rows} rows make {length.num_steps} steps of "
+            f"{section}.batch_size = {length.batch_size}; lower it, so that the peak is reached"
+        )
 
 
-def load_trained(settings: TrainerSettings, section: FineTuningSettings, length: Length, dims: ParallelDims) -> Policy:
+class Plan:
+    """A training by its section of the settings, on ``rows``, and what another session must agree on to continue it."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        name: str,
+        dims: ParallelDims,
+        rows: TurnSet | PairSet,
+        held_out: TurnSet | PairSet | None,
+    ) -> None:
+        """Raise ConfigError for a warm-up that is longer than the training; ``name`` is that of the command and the section."""
+        self.settings, self.name, self.dims = settings, name, dims
+        self.section = section_of(settings, name)
+        self.length = Length.of(
+            len(rows), self.section.batch_size, steps=self.section.steps, epochs=self.section.epochs
+        )
+        check_warmup(name, self.section.warmup_steps, self.length)
+        self.order = DataOrder(len(rows), settings.run.seed, settings.data.shuffle)
+        self.output = self.section.output or settings.run.folder / name
+        self.fixed = _fixed(settings, name)
+        self.data = {f"{name}.data": rows.fingerprint}  # sha256 of the rows' files
+        if held_out is not None:
+            self.data[f"{name}.eval_data"] = held_out.fingerprint
+
+    @property
+    def optimisation(self) -> Optimisation:
+        return optimisation(self.settings, self.section, self.length.num_steps)
+
+
+def load_trained(plan: Plan) -> Policy:
     """Load ``model.path`` under DeepSpeed; the random numbers of dropout follow from ``run.seed`` and the rank."""
-    seed_random_numbers(settings, dims)
-    return load_policy(settings.model.path, optimisation(settings, section, length.num_steps), dims, temperature=1.0)
+    seed_random_numbers(plan)
+    return load_policy(plan.settings.model.path, plan.optimisation, plan.dims, temperature=1.0)
 
 
-def seed_random_numbers(settings: TrainerSettings, dims: ParallelDims) -> None:
+def seed_random_numbers(plan: Plan) -> None:
     """Begin the random numbers of first values and dropout at a place that follows from ``run.seed``, another one on each rank."""
-    seed, rank = settings.first_seed, dims.ranks.rank
+    seed, rank = plan.settings.first_seed, plan.dims.ranks.rank
     torch.manual_seed(derived_seed(seed, "dropout", rank) if seed else rank)  # 0 begins as in earlier releases
 
 

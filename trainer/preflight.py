@@ -327,7 +327,7 @@ def _open_prompts(
     max_new_tokens: int,
     skips_pairs: bool = False,
 ) -> PromptSet:
-    prompts = PromptSet.open(
+    prompts = PromptSet(
         files,
         data=settings.data,
         reward=settings.reward,

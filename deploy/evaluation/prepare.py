@@ -204,7 +204,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
 def _opened(file: Path, settings: TrainerSettings, tokenizer: ChatTokenizer) -> PromptSet:
     all_rows = settings.data.model_copy(update={"max_samples": None})
     longest = settings.eval.max_new_tokens or settings.rollout.max_new_tokens
-    prompts = PromptSet.open([file], data=all_rows, reward=settings.reward, tokenizer=tokenizer, max_new_tokens=longest)
+    prompts = PromptSet([file], data=all_rows, reward=settings.reward, tokenizer=tokenizer, max_new_tokens=longest)
     for reason, count in prompts.dropped.items():
         print(f"penstock eval: {file}: {count} prompts left out: {reason}", file=sys.stderr)
     return prompts

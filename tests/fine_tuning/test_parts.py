@@ -17,8 +17,9 @@ from tests.examples import examples
 
 from penstock.console.report import curves
 from penstock.fine_tuning import training_folder
-from penstock.fine_tuning.loop import Best, Length, check_warmup
+from penstock.fine_tuning.loop import Best
 from penstock.fine_tuning.rm import RewardTask, ScoredBatch
+from penstock.fine_tuning.session import Length, check_warmup
 from penstock.fine_tuning.training_folder import TrainingFolder, TrainingState
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_folder

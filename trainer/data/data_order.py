@@ -93,7 +93,7 @@ def with_steps(loaded: Loaded[TrainerSettings]) -> Loaded[TrainerSettings]:
     if steps_replace_epochs(loaded):
         chosen = settings.trainer.model_copy(update={"epochs": None})
         return Loaded(_checked(settings.model_copy(update={"trainer": chosen})), loaded.origins)
-    prompts = PromptSet.open(
+    prompts = PromptSet(
         settings.data.train_files,
         data=settings.data,
         reward=settings.reward,

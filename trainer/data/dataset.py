@@ -50,16 +50,21 @@ class Prompt:
 class PromptSet:
     def __init__(
         self,
-        files: Sequence[RowFile],
+        files: Sequence[Path],
+        *,
         data: DataSettings,
         reward: RewardSettings,
         tokenizer: ChatTokenizer,
-        *,
-        max_new_tokens: int,
-        skips_pairs: bool,
-        processor: ImageProcessor | None,
-    ):
-        self._files = files
+        max_new_tokens: int = 1,
+        skips_pairs: bool = False,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left.
+
+        ``max_new_tokens`` have to fit into the model's context after every prompt. Rows with two answers are refused unless
+        ``skips_pairs``, which counts them. Rows with images are refused without a ``processor``, the model's.
+        """
+        self._files = [open_rows(path) for path in files]
         self._images = ImageRows(processor)
         self._limit = prompt_limit(data, tokenizer, max_new_tokens)
         self._data, self._reward, self._skips_pairs = data, reward, skips_pairs
@@ -72,43 +77,16 @@ class PromptSet:
         self._image_hashes = array("Q")  # of the images of a prompt as they were at the start, 64 bits; 0: it has none
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason."""
-        self.notes = [FileNotes(file.path, "grpo") for file in files]
+        self.notes = [FileNotes(path, "grpo") for path in files]
         """What was read of each file."""
         self.rows_by_reward: Counter[str] = Counter()
         """Prompts by the name of the reward that scores them."""
         self.num_tokens = 0
         self.num_with_images = 0
         """Prompts with an image or several."""
-        self.fingerprint = fingerprint([file.path for file in files])
+        self.fingerprint = fingerprint(files)
         """sha256 of the files' contents, and of those of all images of their rows."""
         self._check()
-
-    @classmethod
-    def open(
-        cls,
-        files: Sequence[Path],
-        *,
-        data: DataSettings,
-        reward: RewardSettings,
-        tokenizer: ChatTokenizer,
-        max_new_tokens: int = 1,
-        skips_pairs: bool = False,
-        processor: ImageProcessor | None = None,
-    ) -> PromptSet:
-        """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left.
-
-        ``max_new_tokens`` have to fit into the model's context after every prompt. Rows with two answers are refused unless
-        ``skips_pairs``, which counts them. Rows with images are refused without a ``processor``, the model's.
-        """
-        return cls(
-            [open_rows(path) for path in files],
-            data,
-            reward,
-            tokenizer,
-            max_new_tokens=max_new_tokens,
-            skips_pairs=skips_pairs,
-            processor=processor,
-        )
 
     def __len__(self) -> int:
         return len(self._row_numbers)

@@ -176,30 +176,6 @@ class Pair:
 class PairSet:
     def __init__(
         self,
-        files: Sequence[RowFile],
-        data: DataSettings,
-        tokenizer: ChatTokenizer,
-        max_tokens: int,
-        ends: Ends,
-        takes_one_answer: bool,
-        skips_prompts: bool,
-    ):
-        self._ends_at = ends
-        self._takes_one_answer, self._skips_prompts = takes_one_answer, skips_prompts
-        self.dropped: Counter[str] = Counter()
-        """Rows left out, by reason."""
-        self.num_rows = Counter[Path]()
-        """Rows read, by file."""
-        self.fingerprint = fingerprint([file.path for file in files])
-        """sha256 of the files' contents."""
-        self._token_ids = array("i")  # prompt, chosen, rejected, prompt, …
-        self._ends = array("q")
-        self._margins = array("d")
-        self._check(files, data, tokenizer, max_tokens)
-
-    @classmethod
-    def open(
-        cls,
         files: Sequence[Path],
         *,
         data: DataSettings,
@@ -208,16 +184,26 @@ class PairSet:
         ends: Ends = "end token",
         takes_one_answer: bool = False,
         skips_prompts: bool = False,
-    ) -> PairSet:
+    ) -> None:
         """Open and check files; a prompt has with each answer at most ``max_tokens``.
 
         Answers end with their end token, as they are sampled, or with the chat as the template renders it, as a reward model
         is given it. Rows with one answer and a label are refused unless ``takes_one_answer``, and those without two answers unless
         ``skips_prompts``. Raises MalformedData listing the malformed rows, or if no row is left.
         """
-        return cls(
-            [open_rows(path) for path in files], data, tokenizer, max_tokens, ends, takes_one_answer, skips_prompts
-        )
+        rows = [open_rows(path) for path in files]
+        self._ends_at = ends
+        self._takes_one_answer, self._skips_prompts = takes_one_answer, skips_prompts
+        self.dropped: Counter[str] = Counter()
+        """Rows left out, by reason."""
+        self.num_rows = Counter[Path]()
+        """Rows read, by file."""
+        self.fingerprint = fingerprint(files)
+        """sha256 of the files' contents."""
+        self._token_ids = array("i")  # prompt, chosen, rejected, prompt, …
+        self._ends = array("q")
+        self._margins = array("d")
+        self._check(rows, data, tokenizer, max_tokens)
 
     def __len__(self) -> int:
         return len(self._ends) // 3

@@ -10,7 +10,7 @@ import csv
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -72,7 +72,7 @@ def open_rows(path: Path) -> RowFile:
     return rows
 
 
-def fingerprint(paths: Iterator[Path] | list[Path] | tuple[Path, ...]) -> str:
+def fingerprint(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

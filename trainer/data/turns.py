@@ -45,34 +45,29 @@ class _Example:
 
 class TurnSet:
     def __init__(
-        self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int, mask: TurnMasks
-    ):
-        self.dropped: Counter[str] = Counter()
-        """Examples left out, by reason."""
-        self.num_endless = 0
-        """Examples whose template marks no end token after an answer: the model does not learn to end it."""
-        self.notes = [FileNotes(file.path, "sft") for file in files]
-        """What was read of each file."""
-        self.fingerprint = fingerprint([file.path for file in files])
-        """sha256 of the files' contents."""
-        self._uses_markers = mask == "markers" or (mask == "auto" and tokenizer.marks_answers)
-        self._token_ids = array("i")  # of all examples, concatenated
-        self._is_trained = array("b")
-        self._ends = array("q")
-        self._check(files, data, tokenizer, max_tokens)
-
-    @classmethod
-    def open(
-        cls,
+        self,
         files: Sequence[Path],
         *,
         data: DataSettings,
         tokenizer: ChatTokenizer,
         max_tokens: int,
         mask: TurnMasks = "turns",
-    ) -> TurnSet:
+    ) -> None:
         """Open files of examples of at most ``max_tokens``; raises MalformedData, also if none is left."""
-        return cls([open_rows(path) for path in files], data, tokenizer, max_tokens, mask)
+        rows = [open_rows(path) for path in files]
+        self.dropped: Counter[str] = Counter()
+        """Examples left out, by reason."""
+        self.num_endless = 0
+        """Examples whose template marks no end token after an answer: the model does not learn to end it."""
+        self.notes = [FileNotes(path, "sft") for path in files]
+        """What was read of each file."""
+        self.fingerprint = fingerprint(files)
+        """sha256 of the files' contents."""
+        self._uses_markers = mask == "markers" or (mask == "auto" and tokenizer.marks_answers)
+        self._token_ids = array("i")  # of all examples, concatenated
+        self._is_trained = array("b")
+        self._ends = array("q")
+        self._check(rows, data, tokenizer, max_tokens)
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -203,7 +203,7 @@ def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
     if not settings.algorithm.dpo_coefficient:
         return None
     data, num_wanted = settings.data, settings.dpo.batch_size
-    pairs = PairSet.open(
+    pairs = PairSet(
         data.train_files,
         data=data,
         tokenizer=read_tokenizer(settings),

@@ -52,7 +52,7 @@ def opened(path: Path, model: Path, *, max_new_tokens: int = 1, **data: Any) -> 
     tokenizer = ChatTokenizer.read(
         model, arguments=settings.template_arguments, needs_template=settings.text_prompts == "chat"
     )
-    return PromptSet.open(
+    return PromptSet(
         [path], data=settings, reward=RewardSettings(name="r"), tokenizer=tokenizer, max_new_tokens=max_new_tokens
     )
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_read_is_refused_with_line_and_column(tmp_path: Path, mod
     with pytest.raises(MalformedData, match=f"rows.jsonl:2: {reply}"):
         opened(path, model)
     with pytest.raises(MalformedData, match=f"rows.jsonl:2: {reply}"):
-        TurnSet.open([path], data=DataSettings(), tokenizer=ChatTokenizer.read(model), max_tokens=99)
+        TurnSet([path], data=DataSettings(), tokenizer=ChatTokenizer.read(model), max_tokens=99)
 
 
 def test_the_offered_settings_read_the_rest():
@@ -167,9 +167,7 @@ def test_every_column_has_its_use(tmp_path: Path, model: Path):
         "format trl: prompt from prompt; ground truth from ground_truth; data source from data_source; "
         "for the reward only level, tools; not used: completion"
     )
-    turns = TurnSet.open(
-        [tmp_path / "rows.jsonl"], data=DataSettings(), tokenizer=ChatTokenizer.read(model), max_tokens=99
-    )
+    turns = TurnSet([tmp_path / "rows.jsonl"], data=DataSettings(), tokenizer=ChatTokenizer.read(model), max_tokens=99)
     assert turns.notes[0].columns("answer") == ["completion"]
     assert turns.notes[0].columns("unused") == ["data_source", "ground_truth", "level", "tools"]
     assert any("data.use_tools = true" in hint for hint in notes.hints())
@@ -185,7 +183,7 @@ def test_texts_are_read_with_or_without_the_template(tmp_path: Path, model: Path
     plain = opened(path, model, text_prompts="plain")
     tokenizer = ChatTokenizer.read(model)
     assert (plain[0].text, list(plain[0].token_ids)) == ("Once upon", tokenizer.encode("Once upon"))
-    turn = TurnSet.open([path], data=DataSettings(text_prompts="plain"), tokenizer=tokenizer, max_tokens=99)[0]
+    turn = TurnSet([path], data=DataSettings(text_prompts="plain"), tokenizer=tokenizer, max_tokens=99)[0]
     assert turn.token_ids[~turn.loss_mask].tolist() == tokenizer.encode("Once upon")
     assert turn.token_ids[turn.loss_mask].tolist() == [*tokenizer.encode(" a time"), tokenizer.eos_ids[0]]
     with pytest.raises(MalformedData, match="column system: expected none beside a plain text prompt"):

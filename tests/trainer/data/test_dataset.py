@@ -72,13 +72,13 @@ def write(folder: Path, rows: list[Any], kind: str = "jsonl") -> Path:
 
 def prompts(path: Path | list[Path], tokenizer: ChatTokenizer, *, reward: str | None = "r", **data: Any) -> PromptSet:
     paths = path if isinstance(path, list) else [path]
-    return PromptSet.open(
+    return PromptSet(
         paths, data=DataSettings.model_validate(data), reward=RewardSettings(name=reward), tokenizer=tokenizer
     )
 
 
 def turns(path: Path, tokenizer: ChatTokenizer, *, max_tokens: int = 1000, **data: Any) -> TurnSet:
-    return TurnSet.open([path], data=DataSettings.model_validate(data), tokenizer=tokenizer, max_tokens=max_tokens)
+    return TurnSet([path], data=DataSettings.model_validate(data), tokenizer=tokenizer, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
@@ -315,7 +315,7 @@ def test_the_prompts_used_last_are_not_read_again(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, [FLAT | {"prompt": f"sort {number}"} for number in range(10, 20)])
-    prompts = PromptSet.open([path], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer)
+    prompts = PromptSet([path], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer)
     numbers: list[int] = []
     read = prompts._read_again
     monkeypatch.setattr(prompts, "_read_again", lambda index: numbers.append(index) or read(index))

@@ -102,7 +102,7 @@ def test_a_hostile_data_file_is_refused(
     monkeypatch.setattr(row_files, "_MAX_PARQUET_ROWS", 100)
     write(tmp_path / name)
     with pytest.raises(MalformedData, match=expected), ends_within(30):
-        PromptSet.open([tmp_path / name], data=DataSettings(), reward=RewardSettings(name="r"), tokenizer=tokenizer)
+        PromptSet([tmp_path / name], data=DataSettings(), reward=RewardSettings(name="r"), tokenizer=tokenizer)
 
 
 def test_a_repeated_text_is_held_once(tmp_path: Path) -> None:
@@ -131,4 +131,4 @@ def test_a_repeated_text_is_held_once(tmp_path: Path) -> None:
 def test_hostile_turns_are_refused(tmp_path: Path, tokenizer: ChatTokenizer, text: str) -> None:
     (tmp_path / "d.jsonl").write_text(text)
     with pytest.raises(MalformedData, match=r"d\.jsonl:1: "):
-        TurnSet.open([tmp_path / "d.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=512)
+        TurnSet([tmp_path / "d.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=512)

@@ -114,14 +114,14 @@ def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
     rows.append({"prompt": "sort " + "1" * 40, "chosen": GOOD, "rejected": BAD})
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataSettings(system_prompt="be brief")
-    pairs = PairSet.open([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50)
+    pairs = PairSet([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50)
     assert (len(pairs), dict(pairs.dropped)) == (1, {"identical": 1, "overlong": 1})
     chat = [{"role": "system", "content": "be brief"}, USER]
     assert pairs[0].prompt.tolist() == tokenizer.encode(tokenizer.render(chat, add_generation_prompt=True))
     assert pairs[0].chosen.tolist() == [*tokenizer.encode(GOOD), tokenizer.eos_ids[0]]
     assert pairs[0].rejected.tolist() == [*tokenizer.encode(BAD), tokenizer.eos_ids[0]]
     assert pairs[0].margin == 2.0
-    whole = PairSet.open([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50, ends="chat")
+    whole = PairSet([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50, ends="chat")
     rendered = tokenizer.render([*chat, answer(GOOD)], add_generation_prompt=False)
     assert [*whole[0].prompt, *whole[0].chosen] == tokenizer.encode(rendered)
 
@@ -140,7 +140,7 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
 
     def opened(*, takes_one_answer: bool) -> PairSet:
         file, data = tmp_path / "rows.jsonl", DataSettings()
-        return PairSet.open([file], data=data, tokenizer=tokenizer, max_tokens=50, takes_one_answer=takes_one_answer)
+        return PairSet([file], data=data, tokenizer=tokenizer, max_tokens=50, takes_one_answer=takes_one_answer)
 
     pairs = opened(takes_one_answer=True)
     good, bad = ([*tokenizer.encode(text), tokenizer.eos_ids[0]] for text in (GOOD, BAD))
@@ -185,10 +185,10 @@ def test_one_file_holds_prompts_and_pairs(tmp_path: Path) -> None:
     def prompts(data: DataSettings) -> PromptSet:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         reward = RewardSettings(name="r")
-        return PromptSet.open([file], data=data, reward=reward, tokenizer=tokenizer, skips_pairs=True)
+        return PromptSet([file], data=data, reward=reward, tokenizer=tokenizer, skips_pairs=True)
 
     def pairs() -> PairSet:
-        return PairSet.open([file], data=DataSettings(), tokenizer=tokenizer, max_tokens=50, skips_prompts=True)
+        return PairSet([file], data=DataSettings(), tokenizer=tokenizer, max_tokens=50, skips_prompts=True)
 
     with pytest.raises(MalformedData, match=r":3: column self_play: .* set data.self_play_reward to a reward"):
         prompts(DataSettings())

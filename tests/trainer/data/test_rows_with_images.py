@@ -52,7 +52,7 @@ def processor(folder: Path) -> ImageProcessor:
 
 
 def opened(path: Path, processor: ImageProcessor | None, **data: Any) -> PromptSet:
-    return PromptSet.open(
+    return PromptSet(
         [path], data=DataSettings(**data), reward=RewardSettings(name="r"), tokenizer=ChatTokenizer.read(path.parent), processor=processor
     )  # fmt: skip
 

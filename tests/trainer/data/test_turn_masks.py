@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]
 
 def read(folder: Path, tokenizer: ChatTokenizer, mask: TurnMasks, rows: Any = None) -> TurnSet:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or [{"messages": CHAT}]))
-    return TurnSet.open([folder / "rows.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=200, mask=mask)
+    return TurnSet([folder / "rows.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=200, mask=mask)
 
 
 def trained(turns: TurnSet, tokenizer: ChatTokenizer) -> list[list[str]]:
