@@ -112,10 +112,10 @@ class WeightsSource:
         self._bus: Any = _Bus(bus)
         connections = Connections(run_id, self._bus, self._store)
         self._bucket_bytes = bucket_bytes
-        coordinator = PublishCoordinator(RankPublisher(self._store, run_id))
+        self._coordinator = PublishCoordinator(RankPublisher(self._store, run_id))
         self._num_copies = 0
         writer = VersionWriter(connections, model_folder, signing_key)
-        self.publisher = VersionPublisher(connections, writer, coordinator, policy=policy, epoch=epoch)
+        self.publisher = VersionPublisher(connections, writer, self._coordinator, policy=policy, epoch=epoch)
 
     def publish(
         self,
@@ -138,9 +138,10 @@ class WeightsSource:
         else:
             weights = AdapterWeights.of(tensors, base, copy_id=self._num_copies)
         snapshot = Snapshot(PolicyVersion(version), version, weights, "float32")
-        self.publisher.hold(snapshot)
+        if isinstance(weights, ModelWeights):
+            self._coordinator.hold(weights.buckets)
         self.publisher.publish(snapshot)
-        self.publisher.close(20.0)
+        self.publisher.models.full_snapshots.close(20.0)
         self._store.corrupt, self._bus.quiet = (), False
         return self._bus.last
 

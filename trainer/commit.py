@@ -86,16 +86,17 @@ class WeightSubmitter:
         CheckpointError if the weights are not those of the checkpoint's state, and PublicationFailed.
         """
         version = PolicyVersion(resumed.version if resumed else 0)
-        head = self._publisher.head
+        versions = self._publisher.versions
+        head = versions.head.value
         weights = self._copy()
         self._check_resumed(resumed)
         parent = resumed.version if resumed else None
-        if head is not None and head.version == parent and self._publisher.resume(weights, self.dtype):
+        if head is not None and head.version == parent and versions.resume(weights, self.dtype):
             return version, False
         version = next_version(PolicyVersion(head.version)) if head is not None else version
-        if (base := self._publisher.missing_base(weights)) is not None:
+        if (base := versions.missing_base(weights)) is not None:
             base_version = next_version(version)
-            self._publisher.store_base(base, base_version, self._learner.policy.steps_done, self.dtype)
+            versions.store_base(base, base_version, self._learner.policy.steps_done, self.dtype)
             version = next_version(base_version)
         self._submit(weights, version, must_publish=True)
         self._publisher.wait_until_published(version, PUBLICATION_DEADLINE_S)

@@ -43,7 +43,7 @@ def test_the_run_file_of_a_task_is_one(tmp_path: Path, task: QuickstartTask):
     worker = load(RolloutSettings, files=[file]).settings
     assert trainer.rollout.environment in load_environments(worker.worker.environments, worker.environment.define)
     assert (trainer.trainer.steps, trainer.rollout.group_size) == (12, task.group_size)
-    prompts = PromptSet.open(
+    prompts = PromptSet(
         [tmp_path / "data" / "train.jsonl"],
         data=trainer.data,
         reward=trainer.reward,

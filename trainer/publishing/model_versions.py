@@ -21,7 +21,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PatchSize, PublishCoordinator
 from penstock.trainer.publishing.version_writer import Content, Label, StoredVersion, VersionWriter, Written
-from penstock.trainer.publishing.weight_buckets import AdapterBase, ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 snapshot_log = structlog.get_logger("trainer.full_snapshots")
@@ -52,8 +52,9 @@ class FullSnapshots:
         with self._lock:
             if self._newest is None or not is_newer(PolicyVersion(self._newest.version), PolicyVersion(newest.version)):
                 self._newest = newest
+            floor = PolicyVersion(self._newest.version)
             self._patches += [(PolicyVersion(m.version), m.num_bytes) for m in patches]
-            self._forget_older_patches()
+            self._patches = [patch for patch in self._patches if is_newer(patch[0], floor)]
 
     def replaces_patch(self, patch_bytes: int) -> bool:
         """Return True if such a patch is hardly smaller than a full snapshot, or not much and one is due."""
@@ -107,14 +108,9 @@ class FullSnapshots:
             num_versions=len(self._patches) + (extra > 0),
         )
 
-    def _forget_older_patches(self) -> None:
-        newest = self._newest
-        assert newest is not None
-        self._patches = [p for p in self._patches if is_newer(p[0], PolicyVersion(newest.version))]
-
 
 class ModelVersions:
-    """Stores whole models; implements `VersionKind`. Used by one thread, except `hold`."""
+    """Stores whole models. Used by one thread."""
 
     def __init__(
         self, writer: VersionWriter, coordinator: PublishCoordinator, *, policy: FullSnapshotPolicy, epoch: int
@@ -125,9 +121,6 @@ class ModelVersions:
         self._was_read = False  # whether reading the head's model was tried
         self._dtype = ""  # of what was published or resumed last
 
-    def hold(self, snapshot: Snapshot[ModelWeights]) -> None:
-        self._coordinator.hold(snapshot.weights.buckets)
-
     def resume(self, weights: ModelWeights, dtype: str, newest: Written) -> bool:
         buckets, manifest = weights.buckets, newest.manifest
         if weights.root() != manifest.state_root or buckets.layout.layout_id != manifest.layout_id:
@@ -137,9 +130,6 @@ class ModelVersions:
         self._coordinator.commit(buckets.copy_id, retain=False)
         self._layout, self._was_read, self._dtype = buckets.layout, True, dtype
         return True
-
-    def missing_base(self, weights: ModelWeights, newest: Written | None) -> AdapterBase | None:
-        return None
 
     def store(self, snapshot: Snapshot[ModelWeights], newest: Written | None) -> StoredVersion:
         started = time.monotonic()
@@ -181,9 +171,6 @@ class ModelVersions:
         written = self._writer.write("anchor", label, content, parent=manifest.parent)
         self.full_snapshots.restart(written.as_anchor)
         return written
-
-    def close(self, deadline_s: float) -> None:
-        self.full_snapshots.close(deadline_s)
 
     def _holds(self, newest: Written | None, layout: WeightLayout) -> bool:
         if newest is None or newest.manifest.kind == "adapter":

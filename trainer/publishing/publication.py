@@ -33,8 +33,8 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.model_versions import ModelVersions
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator
-from penstock.trainer.publishing.version_writer import AdapterVersions, Label, VersionKind, VersionWriter, Written
-from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot, Weights
+from penstock.trainer.publishing.version_writer import AdapterVersions, Label, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot, Weights
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 log = structlog.get_logger("trainer.publication")
@@ -132,7 +132,7 @@ class Publication:
 
 
 class VersionPublisher:
-    """Publishes one snapshot after another. Used by one thread, except `hold`."""
+    """Publishes one snapshot after another. Used by one thread."""
 
     def __init__(
         self,
@@ -146,24 +146,22 @@ class VersionPublisher:
         self._run_id, self._bus, self._writer = connections.run_id, connections.bus, writer
         self._epoch = epoch
         self.head = HeadKey(connections.bus, connections.run_id)
-        self._models = ModelVersions(writer, coordinator, policy=policy, epoch=epoch)
+        self.models = ModelVersions(writer, coordinator, policy=policy, epoch=epoch)
         self._adapters = AdapterVersions(connections, writer, coordinator, epoch=epoch)
         self.newest: Written | None = None
 
-    @property
-    def num_full_snapshots(self) -> int:
-        return self._models.full_snapshots.num_written
-
-    def hold(self, snapshot: Snapshot[Any]) -> None:
-        self._kind(snapshot.weights).hold(snapshot)
-
     def missing_base(self, weights: Weights) -> AdapterBase | None:
-        return self._kind(weights).missing_base(weights, self._read_newest())
+        """Return the base that these weights need and that is not stored, else None."""
+        if isinstance(weights, ModelWeights) or self._adapters.find_base(weights.base, self._read_newest()) is not None:
+            return None
+        return weights.base
 
-    def store_base(self, base: AdapterBase, label: Label, dtype: str) -> None:
-        self._adapters.store_base(base, label, dtype)
+    def store_base(self, base: AdapterBase, version: PolicyVersion, step: int, dtype: str) -> None:
+        """Store adapters' base under a number that no head names; raises BlobError or PublicationFailed."""
+        self._adapters.store_base(base, Label(version, step, self._epoch), self._writer.small_files(dtype))
 
     def resume(self, weights: Weights, dtype: str) -> bool:
+        """Return True if these weights equal the head's bit for bit; the next version then follows on it."""
         newest = self._read_newest()
         if newest is None or not self._kind(weights).resume(weights, dtype, newest):
             return False
@@ -200,7 +198,7 @@ class VersionPublisher:
         newest = self._read_newest()
         if newest is None:
             return False
-        kind: VersionKind[Any] = self._adapters if newest.manifest.kind == "adapter" else self._models
+        kind = self._adapters if newest.manifest.kind == "adapter" else self.models
         written = kind.store_again(newest)
         if written is None:
             return False
@@ -208,12 +206,8 @@ class VersionPublisher:
         log.warning("published again: workers refused the version", policy_version=written.manifest.version)
         return True
 
-    def close(self, deadline_s: float) -> None:
-        for kind in (self._models, self._adapters):
-            kind.close(deadline_s)
-
-    def _kind(self, weights: Weights) -> VersionKind[Any]:
-        return self._adapters if isinstance(weights, AdapterWeights) else self._models
+    def _kind(self, weights: Weights) -> Any:
+        return self._adapters if isinstance(weights, AdapterWeights) else self.models
 
     def _commit(self, written: Written) -> None:
         crash_points.reach(CrashPoint.MANIFEST_STORED)

@@ -21,14 +21,14 @@ import structlog
 
 from penstock.protocol import subjects
 from penstock.protocol.errors import WireError
-from penstock.protocol.facts import Head, WeightsPublished, WeightsRefused, decode
+from penstock.protocol.facts import WeightsPublished, WeightsRefused, decode
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.publication import Publication, PublishedVersions, VersionPublisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.version_writer import Label, VersionWriter, Written
-from penstock.trainer.publishing.weight_buckets import AdapterBase, Snapshot, Weights
+from penstock.trainer.publishing.version_writer import VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 if TYPE_CHECKING:
@@ -122,11 +122,11 @@ class Publisher:
         self._coordinator = coordinator or PublishCoordinator(
             RankPublisher(connections.blobs, connections.run_id, trusted_keys=trusted_keys)
         )
-        self._versions = VersionPublisher(
+        self.versions = VersionPublisher(
             connections, writer, self._coordinator, policy=policy or FullSnapshotPolicy(), epoch=epoch
         )
         self._on_published = on_published
-        head = self.head
+        head = self.versions.head.value
         self._published = {PolicyVersion(head.version)} if head else set[PolicyVersion]()
         self._sampled_with = PublishedVersions(self._announced(), PolicyVersion(head.version) if head else None)
         self._pinned: set[PolicyVersion] = set()
@@ -144,26 +144,6 @@ class Publisher:
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._thread.start()
 
-    @property
-    def head(self) -> Head | None:
-        return self._versions.head.value
-
-    @property
-    def num_full_snapshots(self) -> int:
-        return self._versions.num_full_snapshots
-
-    def resume(self, weights: Weights, dtype: str) -> bool:
-        """Return True if these weights equal the head's bit for bit. Call before the first `submit`."""
-        return self._versions.resume(weights, dtype)
-
-    def missing_base(self, weights: Weights) -> AdapterBase | None:
-        """Return the base that these weights need and that is not stored, else None. Call before the first `submit`."""
-        return self._versions.missing_base(weights)
-
-    def store_base(self, base: AdapterBase, version: PolicyVersion, step: int, dtype: str) -> None:
-        """Store adapters' base under a number that no head names; raises BlobError or PublicationFailed."""
-        self._versions.store_base(base, Label(version, step, self._epoch), dtype)
-
     def pinned(self) -> set[PolicyVersion]:
         with self._changed:
             return set(self._pinned)
@@ -174,7 +154,8 @@ class Publisher:
             if snapshot.must_publish:
                 self._pinned.add(snapshot.version)
             self._drop_overtaken()
-            self._versions.hold(snapshot)
+            if isinstance(snapshot.weights, ModelWeights):  # a snapshot has all of an adapter
+                self._coordinator.hold(snapshot.weights.buckets)
             self._waiting.append(snapshot)
             self._changed.notify_all()
 
@@ -244,7 +225,7 @@ class Publisher:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(deadline_s)
-        self._versions.close(_FULL_SNAPSHOT_DEADLINE_S)
+        self.versions.models.full_snapshots.close(_FULL_SNAPSHOT_DEADLINE_S)
         with self._changed:
             self._raise_failure()
         if self._thread.is_alive():
@@ -282,7 +263,7 @@ class Publisher:
                 if is_refused:
                     self._publish_again()
                 if snapshot is not None:
-                    self._record(self._versions.publish(snapshot))
+                    self._record(self.versions.publish(snapshot))
             except Exception as err:  # noqa: BLE001  the training thread raises it
                 log.error("publication failed", error=f"{type(err).__name__}: {err}")  # noqa: TRY400
                 with self._changed:
@@ -301,7 +282,7 @@ class Publisher:
 
     def _on_refusal(self, fact: WeightsRefused) -> None:
         with self._changed:
-            is_new = self._refusals.add(fact, self._versions.newest)
+            is_new = self._refusals.add(fact, self.versions.newest)
             self._changed.notify_all()
         if is_new:
             reason = fact.reason[:_MAX_REASON]
@@ -310,12 +291,12 @@ class Publisher:
             )
 
     def _is_refused(self) -> bool:
-        return self._refusals.need_republication(self._versions.newest)
+        return self._refusals.need_republication(self.versions.newest)
 
     def _publish_again(self) -> None:
-        newest = self._versions.newest
+        newest = self.versions.newest
         assert newest is not None
         with self._changed:
             self._refusals.clear(newest)
-        if not self._versions.publish_again():
+        if not self.versions.publish_again():
             log.warning("the refused version cannot be published again: the next version will be a full snapshot")

@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.protocol import blob_keys
 from penstock.protocol.groups import BlobRef
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
 
+Source = Literal["copy", "committed", "retained"]
 _COPY_DEADLINE_S = 600.0  # a rank that trails rank 0 by more than this is stuck
 
 
@@ -137,38 +138,15 @@ class RankPublisher:
         return StoredBuckets(objects, tuple(self._changes), tuple(states))
 
     @order
-    def store_whole(self, copy_id: int, version: PolicyVersion, attempt: str, file_name: str = "") -> StoredBuckets:
-        """Store every bucket of a copy as a safetensors file, called ``file_name`` if it is the only one; raises BlobError."""
-        return self._store_whole(self._copy(copy_id), version, attempt, file_name)
-
-    @order
-    def store_committed(self, version: PolicyVersion, attempt: str) -> StoredBuckets:
-        """Store every bucket of the committed version as a safetensors file; raises BlobError."""
-        return self._store_whole(self._committed, version, attempt)
-
-    @order
-    def store_retained(self, version: PolicyVersion, attempt: str) -> StoredBuckets:
-        """Store every bucket that was retained as a safetensors file; raises BlobError."""
-        return self._store_whole(self._retained, version, attempt)
-
-    @order
-    def commit(self, copy_id: int, retain: bool) -> None:
-        """Take a copy as the committed version, against which the next patch is made; ``retain`` it for a full snapshot as well."""
-        self._committed = copy = self._copy(copy_id)
-        self._changes = {}
-        if retain:
-            self._retained = copy
-        with self._changed:
-            self._copies.pop(copy_id, None)
-
-    @order
-    def release(self) -> None:
-        """Release what was retained: the full snapshot is written, or has failed."""
-        self._retained = None
-
-    def _store_whole(
-        self, buckets: WeightBuckets | None, version: PolicyVersion, attempt: str, file_name: str = ""
+    def store_whole(
+        self, source: Source, version: PolicyVersion, attempt: str, copy_id: int = 0, file_name: str = ""
     ) -> StoredBuckets:
+        """Store every bucket of a copy, or of what is committed or retained, as a safetensors file; raises BlobError.
+
+        It is called ``file_name`` if it is the only one.
+        """
+        held = {"committed": self._committed, "retained": self._retained}
+        buckets = self._copy(copy_id) if source == "copy" else held[source]
         assert buckets is not None
         objects, states = [], []
         for number, raw in buckets.raw.items():
@@ -188,6 +166,21 @@ class RankPublisher:
                 )
             )
         return StoredBuckets(tuple(objects), tuple(buckets.raw), tuple(states))
+
+    @order
+    def commit(self, copy_id: int, retain: bool) -> None:
+        """Take a copy as the committed version, against which the next patch is made; ``retain`` it for a full snapshot as well."""
+        self._committed = copy = self._copy(copy_id)
+        self._changes = {}
+        if retain:
+            self._retained = copy
+        with self._changed:
+            self._copies.pop(copy_id, None)
+
+    @order
+    def release(self) -> None:
+        """Release what was retained: the full snapshot is written, or has failed."""
+        self._retained = None
 
     def _put(self, key: str, data: bytes) -> BlobRef:
         reference = self._blobs.put(key, data)
@@ -246,11 +239,12 @@ class PublishCoordinator:
 
     def store_whole(self, copy_id: int, version: PolicyVersion, *, file_name: str = "") -> StoredObjects:
         attempt = secrets.token_hex(4)
-        return _joined(attempt, self._orders.ask(RankPublisher.store_whole, copy_id, version, attempt, file_name))
+        found = self._orders.ask(RankPublisher.store_whole, "copy", version, attempt, copy_id, file_name)
+        return _joined(attempt, found)
 
     def store_committed(self, version: PolicyVersion) -> StoredObjects:
         attempt = secrets.token_hex(4)
-        return _joined(attempt, self._orders.ask(RankPublisher.store_committed, version, attempt))
+        return _joined(attempt, self._orders.ask(RankPublisher.store_whole, "committed", version, attempt))
 
     def commit(self, copy_id: int, *, retain: bool) -> None:
         self._orders.ask(RankPublisher.commit, copy_id, retain)
@@ -258,7 +252,7 @@ class PublishCoordinator:
     def store_retained(self, version: PolicyVersion) -> StoredObjects:
         attempt = secrets.token_hex(4)
         try:
-            return _joined(attempt, self._in_background.ask(RankPublisher.store_retained, version, attempt))
+            return _joined(attempt, self._in_background.ask(RankPublisher.store_whole, "retained", version, attempt))
         finally:
             self._in_background.ask(RankPublisher.release)
 

@@ -12,7 +12,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import structlog
 
@@ -29,14 +29,12 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher, StoredObjects
-from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot, small_files
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot, small_files
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
 
 log = structlog.get_logger("trainer.published_base")
-
-W = TypeVar("W", ModelWeights, AdapterWeights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,115 +164,54 @@ class StoredVersion:
     diff_s: float  # compare and encode; wall-clock time
 
 
-class VersionKind(Protocol[W]):
-    """Stores versions of one kind; ``newest`` is always the version that the head names."""
+class AdapterVersions:
+    """Stores adapters, and once their base, as a full snapshot under a number that no head names. Used by one thread."""
 
-    def hold(self, snapshot: Snapshot[W]) -> None:
-        """Hold on this rank what a later `store` needs. Called on the training thread."""
-        ...
+    def __init__(
+        self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator, *, epoch: int
+    ) -> None:
+        self._blobs, self._writer, self._epoch = connections.blobs, writer, epoch
+        self._coordinator = coordinator  # of the base, whose buckets are on all ranks
+        self._alone = PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
+        self._base: Written | None = None  # of this session's adapters
+        self._newest: Snapshot[AdapterWeights] | None = None  # the head's version, if it is an adapter
 
-    def resume(self, weights: W, dtype: str, newest: Written) -> bool:
-        """Return True if these weights equal the newest version's bit for bit; the next version then follows on it."""
-        ...
+    def resume(self, weights: AdapterWeights, dtype: str, newest: Written) -> bool:
+        """Return True if these weights equal the head's bit for bit, and their base is stored."""
+        manifest = newest.manifest
+        if manifest.state_root != weights.root() or self.find_base(weights.base, newest) is None:
+            return False
+        self._newest = Snapshot(PolicyVersion(manifest.version), manifest.step, weights, dtype)
+        return True
 
-    def missing_base(self, weights: W, newest: Written | None) -> AdapterBase | None:
-        """Return the base that these weights need and that is not stored; None if nothing is missing."""
-        ...
-
-    def store(self, snapshot: Snapshot[W], newest: Written | None) -> StoredVersion:
-        """Store the objects of a version, then its manifest; nothing refers to it yet."""
-        ...
-
-    def committed(self, snapshot: Snapshot[W], written: Written) -> None: ...
-
-    def store_again(self, newest: Written) -> Written | None:
-        """Store the newest version again under its own number; None if its weights are not at hand."""
-        ...
-
-    def close(self, deadline_s: float) -> None: ...
-
-
-class PublishedBase:
-    """The base of this session's adapters. Used by one thread."""
-
-    def __init__(self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator) -> None:
-        self._blobs = connections.blobs
-        self._writer, self._coordinator = writer, coordinator
-        self._found: Written | None = None
-
-    def find(self, base: AdapterBase, newest: Written | None) -> AnchorRef | None:
-        if self._found is not None and self._found.manifest.state_root == base.root:
-            return self._found.as_anchor
-        reference = _base_of(newest)
-        if reference is not None and reference.state_root == base.root and (manifest := self._read(reference)):
-            self._found = Written(manifest, reference.manifest)
-            return self._found.as_anchor
-        return None
-
-    def store(self, base: AdapterBase, label: Label, files: tuple[ModelFile, ...]) -> AnchorRef:
-        """Store a base as a full snapshot under a version number of its own, which no head names."""
-        self._coordinator.hold(base.buckets)
-        stored = self._coordinator.store_whole(base.buckets.copy_id, label.version)
-        content = Content(base.buckets.layout, files, stored, base.root)
-        self._found = self._writer.write("anchor", label, content, parent=None)
-        return self._found.as_anchor
-
-    def repair(self, base: AdapterBase, files: tuple[ModelFile, ...]) -> AnchorRef:
-        assert self._found is not None
-        manifest = self._found.manifest
-        try:
-            for reference in (self._found.reference, *manifest.references()):
-                self._blobs.get(reference)
-        except (BlobMissing, BlobCorrupt) as err:
-            log.warning("the adapters' base is damaged; storing it again", error=str(err))
-            return self.store(base, Label(PolicyVersion(manifest.version), manifest.step, manifest.epoch), files)
-        return self._found.as_anchor
-
-    def _read(self, reference: AnchorRef) -> VersionManifest | None:
+    def find_base(self, base: AdapterBase, newest: Written | None) -> AnchorRef | None:
+        if self._base is not None and self._base.manifest.state_root == base.root:
+            return self._base.as_anchor
+        if newest is None:
+            return None
+        reference = newest.manifest.anchor or newest.as_anchor
+        if reference.state_root != base.root:
+            return None
         try:
             found = self._writer.reader().manifest(reference.manifest, PolicyVersion(reference.version))
         except UNUSABLE as err:
             log.warning("the base of the head's version is unreadable", error=str(err))
             return None
-        return found if found.kind == "anchor" else None
+        if found.kind != "anchor":
+            return None
+        self._base = Written(found, reference.manifest)
+        return self._base.as_anchor
 
-
-def _base_of(newest: Written | None) -> AnchorRef | None:
-    if newest is None:
-        return None
-    return newest.manifest.anchor or newest.as_anchor
-
-
-class AdapterVersions:
-    """Stores adapters; implements `VersionKind`. Used by one thread, except `hold`."""
-
-    def __init__(
-        self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator, *, epoch: int
-    ) -> None:
-        self._writer, self._epoch = writer, epoch
-        self._alone = PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
-        self._base = PublishedBase(connections, writer, coordinator)
-        self._newest: Snapshot[AdapterWeights] | None = None  # the head's version, if it is an adapter
-
-    def hold(self, snapshot: Snapshot[AdapterWeights]) -> None:
-        """Hold nothing: the snapshot has all of the adapter."""
-
-    def resume(self, weights: AdapterWeights, dtype: str, newest: Written) -> bool:
-        manifest = newest.manifest
-        if manifest.state_root != weights.root() or self._base.find(weights.base, newest) is None:
-            return False
-        self._newest = Snapshot(PolicyVersion(manifest.version), manifest.step, weights, dtype)
-        return True
-
-    def missing_base(self, weights: AdapterWeights, newest: Written | None) -> AdapterBase | None:
-        return weights.base if self._base.find(weights.base, newest) is None else None
-
-    def store_base(self, base: AdapterBase, label: Label, dtype: str) -> None:
-        self._base.store(base, label, self._writer.small_files(dtype))
+    def store_base(self, base: AdapterBase, label: Label, files: tuple[ModelFile, ...]) -> AnchorRef:
+        self._coordinator.hold(base.buckets)
+        stored = self._coordinator.store_whole(base.buckets.copy_id, label.version)
+        content = Content(base.buckets.layout, files, stored, base.root)
+        self._base = self._writer.write("anchor", label, content, parent=None)
+        return self._base.as_anchor
 
     def store(self, snapshot: Snapshot[AdapterWeights], newest: Written | None) -> StoredVersion:
         base = snapshot.weights.base
-        reference = self._base.find(base, newest)
+        reference = self.find_base(base, newest)
         if reference is None:
             raise PublicationFailed(
                 f"version {snapshot.version} is an adapter, and its base {base.root[:16]}… is not published; "
@@ -284,17 +221,25 @@ class AdapterVersions:
         return StoredVersion(written, written.manifest.density, base.buckets.layout.num_bytes, diff_s=0.0)
 
     def committed(self, snapshot: Snapshot[AdapterWeights], written: Written) -> None:
+        del written
         self._newest = snapshot
 
     def store_again(self, newest: Written) -> Written | None:
+        """Store the newest version again, and a damaged base; None if its weights are not at hand."""
         adapter = self._newest
         if adapter is None or adapter.version != newest.manifest.version:
             return None
-        files = self._writer.small_files(adapter.dtype, again=True)
-        return self._write(adapter, self._base.repair(adapter.weights.base, files), newest.manifest.parent)
-
-    def close(self, deadline_s: float) -> None:
-        """Return at once: nothing is stored in the background."""
+        assert self._base is not None
+        files, base, manifest = self._writer.small_files(adapter.dtype, again=True), self._base, self._base.manifest
+        anchor = base.as_anchor
+        try:
+            for reference in (base.reference, *manifest.references()):
+                self._blobs.get(reference)
+        except (BlobMissing, BlobCorrupt) as err:
+            log.warning("the adapters' base is damaged; storing it again", error=str(err))
+            label = Label(PolicyVersion(manifest.version), manifest.step, manifest.epoch)
+            anchor = self.store_base(adapter.weights.base, label, files)
+        return self._write(adapter, anchor, newest.manifest.parent)
 
     def _write(self, snapshot: Snapshot[AdapterWeights], base: AnchorRef, parent: Ancestor | None) -> Written:
         weights = snapshot.weights

@@ -208,7 +208,7 @@ def write_summary(training: Training, results: EvaluationLog, *, is_complete: bo
         "tokens_trained": totals["tokens_trained"],
         "versions_published": training.publisher.num_published,
         "versions_skipped": training.publisher.num_skipped,
-        "anchors_written": training.publisher.num_full_snapshots,
+        "anchors_written": training.publisher.versions.models.full_snapshots.num_written,
         "evaluations": [asdict(result) for result in results.results],
         "idle_share": idle_s / max(busy_s + idle_s, 1e-9),
         "wall_s": wall_s,

@@ -72,7 +72,7 @@ def sample(connections: Connections, outcomes: list[Outcome], tmp_path: Path) ->
     """Samples eight prompts, two samples each, and returns why prompts are missing."""
     write_model(tmp_path / "model", seed=0)
     write_data(tmp_path, seed=0, num_sft=1, num_train=1, num_eval=8)
-    prompts = PromptSet.open(
+    prompts = PromptSet(
         [tmp_path / "eval.jsonl"], data=DataSettings(), reward=RewardSettings(name="exact_match"),
         tokenizer=ChatTokenizer.read(tmp_path / "model"),
     )  # fmt: skip

@@ -121,7 +121,7 @@ class Judge:
     def __init__(self, evidence: Evidence, scratch: Path) -> None:
         """Judge by the tasks as they were captured; export weights into ``scratch``."""
         self._evidence, self._scratch, self._blobs, model = evidence, scratch, evidence.blobs, evidence.model
-        self._prompts = PromptSet.open(
+        self._prompts = PromptSet(
             [evidence.data],
             data=DataSettings(max_prompt_tokens=32),
             reward=RewardSettings(name="chaos_reward"),

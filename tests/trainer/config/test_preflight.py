@@ -83,7 +83,7 @@ def test_starting_a_published_run_over_is_refused(
 
 def prompts(settings: TrainerSettings, reward: RewardSettings) -> PromptSet:
     tokenizer = ChatTokenizer.read(settings.model.path)
-    return PromptSet.open(settings.data.train_files, data=DataSettings(), reward=reward, tokenizer=tokenizer)
+    return PromptSet(settings.data.train_files, data=DataSettings(), reward=reward, tokenizer=tokenizer)
 
 
 def test_an_unknown_reward_is_refused_with_those_on_offer(

@@ -56,7 +56,7 @@ class Scene:
     ) -> None:
         write_model(folder / "model", seed=0)
         write_data(folder, seed=0, num_sft=1, num_train=1, num_eval=70)
-        prompts = PromptSet.open(
+        prompts = PromptSet(
             [folder / "eval.jsonl"], data=DataSettings(), reward=RewardSettings(name="exact_match"),
             tokenizer=ChatTokenizer.read(folder / "model"),
         )  # fmt: skip

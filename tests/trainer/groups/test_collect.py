@@ -64,7 +64,7 @@ def write_prompts(folder: Path) -> None:
 
 
 def read_prompts(folder: Path) -> PromptSet:
-    return PromptSet.open(
+    return PromptSet(
         [folder / "train.jsonl"],
         data=DataSettings(),
         reward=RewardSettings(name="exact_match"),

@@ -397,9 +397,7 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
     write_model(tmp_path / "m", seed=0)
     write_data(tmp_path, seed=0, num_sft=1, num_train=200, num_eval=1)
     tokenizer = ChatTokenizer.read(tmp_path / "m")
-    prompts = PromptSet.open(
-        [tmp_path / "train.jsonl"], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer
-    )
+    prompts = PromptSet([tmp_path / "train.jsonl"], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer)
 
     def fresh(**groups: Any) -> Dispatch:
         return Dispatch(

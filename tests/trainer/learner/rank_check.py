@@ -115,7 +115,7 @@ class TwoWays:
             publisher.submit(Snapshot(version, version, weights, learner.policy.dtype, must_publish=True))
             publisher.wait_until_published(version, 60.0)
             publisher.unpin(version)
-            head = publisher.head
+            head = publisher.versions.head.value
             assert head is not None
             found.append(VersionManifest.from_json(self._connections.blobs.get(head.manifest)))
         together, alone = found

@@ -144,7 +144,7 @@ def test_a_later_session_continues_with_a_patch(connections: Connections, model_
         publish(first, version)
     first.close()
     second = Publisher(connections, model_folder=model_folder, epoch=1)
-    assert second.head is not None
+    assert second.versions.head.value is not None
     assert second.is_published(PolicyVersion(2))
     publish(second, 3)
     second.close()
@@ -160,8 +160,8 @@ def test_a_session_that_resumes_the_head_itself_reads_no_weights(connections: Co
     publish(first, 1)
     first.close()
     second = Publisher(connections, model_folder=model_folder, epoch=1)
-    assert not second.resume(weights(0), "float32")
-    assert second.resume(weights(1), "float32")
+    assert not second.versions.resume(weights(0), "float32")
+    assert second.versions.resume(weights(1), "float32")
     for reference in manifest_of(connections, head_of(connections).manifest).objects:
         connections.blobs.delete([reference.key])  # never read
     publish(second, 2)
@@ -206,9 +206,9 @@ def test_full_snapshots_are_written_in_the_background(connections: Connections, 
     )
     for version in range(8):
         publish(publisher, version)
-        publisher._versions.close(20.0)  # a slow full snapshot would only be later
+        publisher.versions.models.full_snapshots.close(20.0)  # a slow full snapshot would only be later
     publisher.close()
-    assert publisher.num_full_snapshots == 2
+    assert publisher.versions.models.full_snapshots.num_written == 2
     head = head_of(connections).manifest
     manifest = manifest_of(connections, head)
     assert manifest.kind == "patch"
@@ -233,7 +233,7 @@ def test_a_dense_version_is_a_full_snapshot_when_one_is_due(connections: Connect
     publisher.close()
     patches = ["patch"] * 3  # of two thirds of a full snapshot
     assert [p.kind for p in published] == ["anchor", *patches, "anchor", *patches]
-    assert publisher.num_full_snapshots == 0
+    assert publisher.versions.models.full_snapshots.num_written == 0
     assert sum(p.sent_bytes for p in published) < 1.4 * sum(p.raw_bytes for p in published)  # the rest is manifests
     found = read_version(connections.blobs, connections.run_id, 7, head_of(connections).manifest)
     assert torch.equal(found["a"], dense["a"])
@@ -404,7 +404,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
         f"{connections.run_id}-weights", subject, WeightsPublished, lambda f: seen.append(f.version), from_start=True
     ).wait()
     later = Publisher(connections, model_folder=model_folder, epoch=2)
-    assert later.resume(weights(committed), "float32")  # as from a checkpoint of this version
+    assert later.versions.resume(weights(committed), "float32")  # as from a checkpoint of this version
     publish(later, committed + 1)
     later.close()
     assert_head_is(connections, committed + 1)
@@ -420,7 +420,7 @@ def test_a_session_after_a_kill_may_resume_older_weights(connections: Connection
         publish(first, version)
     first.close()
     later = Publisher(connections, model_folder=model_folder, epoch=2)
-    assert not later.resume(weights(1), "float32")
+    assert not later.versions.resume(weights(1), "float32")
     later.submit(Snapshot(PolicyVersion(4), 1, weights(1), "float32", must_publish=True))
     later.close()
     head = head_of(connections)

@@ -182,12 +182,12 @@ def test_a_refused_full_snapshot_delays_no_version_and_is_tried_again(
     proxy.only, proxy.refusal = ".safetensors", FULL
     for version in (1, 2):
         publish(publisher, version)
-        publisher._versions.close(20.0)
+        publisher.versions.models.full_snapshots.close(20.0)
     assert proxy.num_refused
-    assert publisher.num_full_snapshots == 0
+    assert publisher.versions.models.full_snapshots.num_written == 0
     proxy.refusal = None
     publish(publisher, 3)
-    publisher._versions.close(20.0)
+    publisher.versions.models.full_snapshots.close(20.0)
     publish(publisher, 4)
     publisher.close()
     manifest = manifest_of(connections, head_of(connections).manifest)
