@@ -17,8 +17,7 @@ from safetensors.numpy import load_file
 from structlog.testing import capture_logs
 from tests.fine_tuning.trl_rows import BATCH, NUM_STEPS
 
-from penstock.fine_tuning import dpo, rm, sft
-from penstock.fine_tuning.loop import train
+from penstock.fine_tuning import dpo, loop, rm, sft
 from penstock.trainer import crash_points
 from penstock.trainer.errors import ExportFailed
 from penstock.trainer.learner import adapter
@@ -61,7 +60,7 @@ def train(ranks: Ranks, section: str, chosen: TrainerSettings, stop: int | None 
     """Train, and return the lines of metrics.jsonl, a digest of the weights and what is on disk."""
     event = threading.Event() if stop is None else StopAfter(stop)
     task = {"sft": sft, "dpo": dpo, "rm": rm}[section]
-    result = train(chosen, ranks, event, section, task.open_rows, task.open_task)
+    result = loop.train(chosen, ranks, event, section, task.open_rows, task.open_task)
     if not ranks.is_leader:
         return {}
     folder = chosen.run.folder / f"{section}-training"
@@ -202,12 +201,12 @@ def merged(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for name, lr in (("small", 1e-5), ("large", 1e-2)):
         with capture_logs() as logs:
             one = settings(folder, f"merged-{name}", "sft", {"lr": lr, "steps": 4}, **other)
-            train(one, ranks, threading.Event(), "sft", sft.open_rows, sft.open_task)
+            loop.train(one, ranks, threading.Event(), "sft", sft.open_rows, sft.open_task)
         found[name] = {key: line[key] for line in logs if "folder" in line for key in line}
     chosen, merge = settings(folder, "merged-lost", "sft", {"lr": 5e-4, "steps": 4}, **other), adapter.merged
     adapter.merged = lambda weight, *_, **_named: weight
     try:
-        train(chosen, ranks, threading.Event(), "sft", sft.open_rows, sft.open_task)
+        loop.train(chosen, ranks, threading.Event(), "sft", sft.open_rows, sft.open_task)
         found["lost"] = ""
     except ExportFailed as err:
         found["lost"] = str(err)
