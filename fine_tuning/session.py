@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -94,7 +93,10 @@ class Plan:
         check_warmup(name, self.section.warmup_steps, self.length)
         self.order = DataOrder(len(rows), settings.run.seed, settings.data.shuffle)
         self.output = self.section.output or settings.run.folder / name
-        self.fixed = _fixed(settings, name)
+        values = {".".join(path): value for path, value in values_of(settings)}
+        own = {key for key in values if key.startswith(f"{name}.") and key.split(".")[1] not in _FREE}
+        chosen = {key: value for key, value in values.items() if key in own or key.startswith(_FIXED)}
+        self.fixed = json.loads(json.dumps(chosen, default=str))
         self.data = {f"{name}.data": rows.fingerprint}  # sha256 of the rows' files
         if held_out is not None:
             self.data[f"{name}.eval_data"] = held_out.fingerprint
@@ -114,10 +116,3 @@ def seed_random_numbers(plan: Plan) -> None:
     """Begin the random numbers of first values and dropout at a place that follows from ``run.seed``, another one on each rank."""
     seed, rank = plan.settings.first_seed, plan.dims.ranks.rank
     torch.manual_seed(derived_seed(seed, "dropout", rank) if seed else rank)  # 0 begins as in earlier releases
-
-
-def _fixed(settings: TrainerSettings, name: str) -> dict[str, Any]:
-    values = {".".join(path): value for path, value in values_of(settings)}
-    own = {key for key in values if key.startswith(f"{name}.") and key.split(".")[1] not in _FREE}
-    chosen = {key: value for key, value in values.items() if key in own or key.startswith(_FIXED)}
-    return json.loads(json.dumps(chosen, default=str))

@@ -39,7 +39,18 @@ class ParallelLayout:
         text = config.get("text_config", config)
         text = text if isinstance(text, Mapping) else config
         if self.tensor_parallel > 1:
-            self._check_weights(text, where)
+            ranks, family = self.tensor_parallel, text.get("model_type")
+            if family not in DIVIDED:
+                raise ConfigError(
+                    f"trainer.tensor_parallel = {ranks}, and {where} is a {family} model: only the weights of {', '.join(DIVIDED)} are "
+                    "divided, which are compared with one process; DeepSpeed 0.19 refuses experts, and trains others wrongly without an "
+                    "error where a weight is read by a part of the heads. Set trainer.tensor_parallel = 1, and trainer.zero_stage = 3"
+                )
+            width = text.get("intermediate_size")
+            if isinstance(width, int) and width % ranks:
+                raise ConfigError(
+                    f"trainer.tensor_parallel = {ranks} does not divide intermediate_size = {width} of {where}; set it to a divisor"
+                )
         heads = text.get("num_attention_heads")
         if isinstance(heads, int):
             kv_heads = text.get("num_key_value_heads")
@@ -76,20 +87,6 @@ class ParallelLayout:
             raise ConfigError(
                 f"trainer.sequence_parallel = {ranks} neither divides the {kv_heads} key heads{of_rank} of {where} nor is divided "
                 f"by them: in attention each rank computes some of the heads; set it to a divisor or a multiple of {kv_heads}"
-            )
-
-    def _check_weights(self, config: Mapping[str, Any], where: str) -> None:
-        ranks, family = self.tensor_parallel, config.get("model_type")
-        if family not in DIVIDED:
-            raise ConfigError(
-                f"trainer.tensor_parallel = {ranks}, and {where} is a {family} model: only the weights of {', '.join(DIVIDED)} are "
-                "divided, which are compared with one process; DeepSpeed 0.19 refuses experts, and trains others wrongly without an "
-                "error where a weight is read by a part of the heads. Set trainer.tensor_parallel = 1, and trainer.zero_stage = 3"
-            )
-        width = config.get("intermediate_size")
-        if isinstance(width, int) and width % ranks:
-            raise ConfigError(
-                f"trainer.tensor_parallel = {ranks} does not divide intermediate_size = {width} of {where}; set it to a divisor"
             )
 
 

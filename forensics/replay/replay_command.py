@@ -49,7 +49,17 @@ def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions,
     if options.batch and (options.first is not None or options.last is not None):
         raise ConfigError("--batch trains on one saved batch alone; leave out --from and --to")
     files, overrides = split_arguments(arguments)
-    settings = _location(run, files, overrides)
+    recorded = [
+        override
+        for override in from_overrides(overrides, [])
+        if override.path[0].replace("-", "_") not in RunLocation.model_fields
+    ]
+    if recorded:
+        raise ConfigError(
+            f"{'.'.join(recorded[0].path)} cannot be set: a replay uses the settings in the run's record; set only run.dir, "
+            "nats and s3, and --model for the folder of the initial model"
+        )
+    settings = load(RunLocation, files=files, overrides=[*overrides, f"run.id={run}"], environ=os.environ).settings
     logs.configure("replay", level="warning")
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415  argument errors are reported without importing torch
 
@@ -69,20 +79,6 @@ def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions,
 
 
 main = program("penstock replay", replay, error=None)
-
-
-def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
-    recorded = [
-        override
-        for override in from_overrides(overrides, [])
-        if override.path[0].replace("-", "_") not in RunLocation.model_fields
-    ]
-    if recorded:
-        raise ConfigError(
-            f"{'.'.join(recorded[0].path)} cannot be set: a replay uses the settings in the run's record; set only run.dir, "
-            "nats and s3, and --model for the folder of the initial model"
-        )
-    return load(RunLocation, files=files, overrides=[*overrides, f"run.id={run_id}"], environ=os.environ).settings
 
 
 def _lead(options: ReplayOptions, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:

@@ -296,7 +296,10 @@ def _explain(
         elif errors[0]["type"] == "missing":
             yield f"{'.'.join(path)} is required: set `{path[-1]}` under [{'.'.join(path[:-1])}] or as an override"
         else:
-            yield _contradiction(path, _expectation(errors[0]), chosen)
+            text = _expectation(errors[0])
+            named = [one for one in chosen.values() if re.search(rf"\b{re.escape('.'.join(one.path))}\b", text)]
+            places = "".join(f" [{'.'.join(one.path)}: {one.origin}]" for one in named)
+            yield f"{'.'.join(path) + ': ' if path else ''}{text}{places}"
 
 
 def _refusal(settings_class: type[BaseModel], one: Given, errors: Sequence[Any]) -> str:
@@ -313,9 +316,3 @@ def _expectation(error: Any) -> str:
     if text != error["msg"] and error["type"] != "value_error":
         text = f"expected {text}"
     return text + "".join(f" (entry {part + 1})" for part in error["loc"][-1:] if isinstance(part, int))
-
-
-def _contradiction(path: KeyPath, text: str, chosen: Mapping[KeyPath, Given]) -> str:
-    named = [one for one in chosen.values() if re.search(rf"\b{re.escape('.'.join(one.path))}\b", text)]
-    places = "".join(f" [{'.'.join(one.path)}: {one.origin}]" for one in named)
-    return f"{'.'.join(path) + ': ' if path else ''}{text}{places}"

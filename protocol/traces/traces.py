@@ -112,7 +112,18 @@ class SpanRecorder:
     def _work(self) -> None:
         while not (self._stop.is_set() and self._queue.empty()):
             if batch := self._next_batch():
-                self._send(batch)
+                problem = "the collector did not take them; see the answer in its log"
+                try:
+                    is_taken = self._export(batch)
+                except Exception as err:  # noqa: BLE001  a span is never worth the service; it is counted
+                    is_taken, problem = False, f"{type(err).__name__}: {err}"
+                self._count("exported" if is_taken else "failed", len(batch))
+                if self._is_failing == is_taken:  # once for each change
+                    self._is_failing = not is_taken
+                    if is_taken:
+                        log.info("traces are exported again")
+                    else:
+                        log.warning("spans not exported; the run goes on without them", spans=len(batch), error=problem)
 
     def _next_batch(self) -> list[Span]:
         batch: list[Span] = []
@@ -123,20 +134,6 @@ class SpanRecorder:
         except queue.Empty:
             pass
         return batch
-
-    def _send(self, batch: list[Span]) -> None:
-        problem = "the collector did not take them; see the answer in its log"
-        try:
-            is_taken = self._export(batch)
-        except Exception as err:  # noqa: BLE001  a span is never worth the service; it is counted
-            is_taken, problem = False, f"{type(err).__name__}: {err}"
-        self._count("exported" if is_taken else "failed", len(batch))
-        if self._is_failing == is_taken:  # once for each change
-            self._is_failing = not is_taken
-            if is_taken:
-                log.info("traces are exported again")
-            else:
-                log.warning("spans not exported; the run goes on without them", spans=len(batch), error=problem)
 
     def _count(self, outcome: str, number: int) -> None:
         with self._lock:

@@ -175,7 +175,10 @@ class Plane:
     def blocks(self) -> Iterator[Changes]:
         last, taken = -1, 0
         for start in range(0, self.gaps_low.size, _BLOCK):
-            steps = _join(self.gaps_low[start : start + _BLOCK], self.gaps_high[start : start + _BLOCK])
+            gaps = self.gaps_high[start : start + _BLOCK].astype(np.uint16)
+            gaps <<= 8
+            gaps |= self.gaps_low[start : start + _BLOCK]
+            steps = gaps
             carries = steps != FILLER if self.has_fillers else None
             steps += 1 if carries is None else carries  # a filler advances 65535 words, a value one more than its gap
             indices = np.cumsum(steps, dtype=np.int64)
@@ -302,13 +305,6 @@ def _gaps(indices: NDArray[np.int64]) -> NDArray[np.uint16]:
     filled = np.full(int(ends[-1]) + 1, FILLER, dtype=np.uint16)
     filled[ends] = rest
     return filled
-
-
-def _join(low: Bytes, high: Bytes) -> NDArray[np.uint16]:
-    gaps = high.astype(np.uint16)
-    gaps <<= 8
-    gaps |= low
-    return gaps
 
 
 def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int) -> tuple[list[tuple[int, ...]], int]:

@@ -291,6 +291,15 @@ class CrossEntropy(PlainObjective):
 def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
     loss = settings.parts.loss.value
     drift_rule = settings.options_of(m2po)
+    found: dict[str, CorrectionFunction] = {}
+    for correction in settings.parts.corrections:
+        if correction.value.name in found:
+            raise ValueError(
+                f"two corrections are named {correction.value.name!r}; rename the function of {correction.name}"
+            )
+        found[correction.value.name] = partial(
+            correction.value.fn, **settings.options_of(correction.value).model_dump()
+        )
     return PolicyGradient(
         loss=loss.fn,
         options=settings.options_of(loss).model_dump(),
@@ -298,7 +307,7 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
         many_updates=settings.many_updates,
         negative_weight=settings.negative_weight,
         stale_weight=settings.stale_negative_weight,
-        corrections=_corrections(settings),
+        corrections=found,
         m2po_budget=drift_rule.m2po_budget,
         m2po_form=drift_rule.m2po_form,
         kl=KlTerm(settings.kl_form, settings.kl_coefficient, settings.kl_unbiased) if settings.kl_coefficient else None,
@@ -310,16 +319,3 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
         if settings.ess_level != "off"
         else None,
     )
-
-
-def _corrections(settings: AlgorithmSettings) -> dict[str, CorrectionFunction]:
-    found: dict[str, CorrectionFunction] = {}
-    for correction in settings.parts.corrections:
-        if correction.value.name in found:
-            raise ValueError(
-                f"two corrections are named {correction.value.name!r}; rename the function of {correction.name}"
-            )
-        found[correction.value.name] = partial(
-            correction.value.fn, **settings.options_of(correction.value).model_dump()
-        )
-    return found

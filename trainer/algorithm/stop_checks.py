@@ -45,23 +45,20 @@ class EngineCheck:
         self._num_violations += 1
         log.warning("engine and trainer differ", policy_version=version, mean_abs=found.mean_abs, limit=self._limit)
         if is_first or self._num_violations >= self._max_violations:
-            raise EngineMismatch(self._explain(found, version))
-
-    def _explain(self, found: Mismatch, version: int) -> str:
-        times = (
-            "at the first comparison"
-            if self._num_comparisons == 1
-            else f"in {self._num_violations} comparisons in a row"
-        )
-        largest = f"{found.max_abs:.3g}" if math.isfinite(found.max_abs) else "not finite"
-        return (
-            f"engine and trainer give the same {found.num_tokens} tokens of version {version} log-probabilities that "
-            f"differ by {found.mean_abs:.3g} nats on average (largest {largest}, KL {found.kl_k3:.3g}), more than "
-            f"trainer.max_mismatch = {self._limit:g} {times}; training on them would fail without an error. Check "
-            "the engine's temperature handling (SGLANG_RETURN_ORIGINAL_LOGPROB must be unset), its dtype, quantisation "
-            "and attention backend against model.dtype, rope scaling and tokenizer of model.path, in-place weight "
-            "updates, routing of a mixture of experts. If you accept the difference, raise trainer.max_mismatch"
-        )
+            times = (
+                "at the first comparison"
+                if self._num_comparisons == 1
+                else f"in {self._num_violations} comparisons in a row"
+            )
+            largest = f"{found.max_abs:.3g}" if math.isfinite(found.max_abs) else "not finite"
+            raise EngineMismatch(
+                f"engine and trainer give the same {found.num_tokens} tokens of version {version} log-probabilities that "
+                f"differ by {found.mean_abs:.3g} nats on average (largest {largest}, KL {found.kl_k3:.3g}), more than "
+                f"trainer.max_mismatch = {self._limit:g} {times}; training on them would fail without an error. Check "
+                "the engine's temperature handling (SGLANG_RETURN_ORIGINAL_LOGPROB must be unset), its dtype, quantisation "
+                "and attention backend against model.dtype, rope scaling and tokenizer of model.path, in-place weight "
+                "updates, routing of a mixture of experts. If you accept the difference, raise trainer.max_mismatch"
+            )
 
 
 class CollapseCheck:

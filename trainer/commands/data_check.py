@@ -304,7 +304,14 @@ def describe(report: FileReport) -> str:
     )
     lines = [f"{report.file}: {report.num_rows} rows" + (f", format {formats}" if formats else "")]
     if report.num_rows > report.problems.count:
-        lines += [_line("can train", _trainable(report)), *_sources(report)]
+        grpo = f"grpo with {report.num_grpo} rows"
+        if report.no_grpo:
+            grpo += f" (not all: {report.no_grpo})"
+        sft = f"sft with {report.num_sft} rows"
+        if not report.num_sft:
+            sft += " (no messages, response, completion or answer to imitate)"
+        pairs = "" if report.num_pairs is None else f", {report.num_pairs} pairs beside the groups"
+        lines += [_line("can train", f"{grpo}, {sft}{pairs}"), *_sources(report)]
         lines += [_line(f"{notes.purpose} reads", notes.columns_text()) for notes in report.notes if notes.num_rows]
         lines += [_line("note", hint) for hint in report.hints()]
         lines.append(_line(f"prompt {report.length_unit}", _statistics(report.prompt_lengths)))
@@ -320,17 +327,6 @@ def describe(report: FileReport) -> str:
     lines.append(_line("bad rows", str(report.problems.count) if report.problems.count else "none"))
     lines += [f"    {text}" for text in report.problems.lines()]
     return "\n".join(lines) + "\n"
-
-
-def _trainable(report: FileReport) -> str:
-    grpo = f"grpo with {report.num_grpo} rows"
-    if report.no_grpo:
-        grpo += f" (not all: {report.no_grpo})"
-    sft = f"sft with {report.num_sft} rows"
-    if not report.num_sft:
-        sft += " (no messages, response, completion or answer to imitate)"
-    pairs = "" if report.num_pairs is None else f", {report.num_pairs} pairs beside the groups"
-    return f"{grpo}, {sft}{pairs}"
 
 
 def _sources(report: FileReport) -> list[str]:

@@ -75,7 +75,19 @@ def export_model(
 
 
 def _compare(policy: Policy, dims: ParallelDims, written: Path, folder: Path) -> None:
-    batch = _texts(policy.vocab_size)
+    rng = np.random.default_rng(0)
+    batch = build(
+        [
+            Row(
+                token_ids=rng.integers(0, policy.vocab_size, _TOKENS).astype(np.int32),
+                loss_mask=np.arange(_TOKENS) > 0,
+                behaviour_logprobs=np.zeros(_TOKENS, dtype=np.float32),
+                advantage=0.0,
+                weight=0.0,
+            )
+            for _ in range(_ROWS)
+        ]
+    )
     with policy.without_dropout():
         trained = policy.logprobs(batch, replays=False).cpu()  # no engine chose experts for these texts
     if not dims.writes_files:
@@ -125,19 +137,3 @@ def _score(scorer: nn.Module, batch: MicroBatch) -> Tensor:
         return scorer(
             batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
         )
-
-
-def _texts(vocab_size: int) -> MicroBatch:
-    rng = np.random.default_rng(0)
-    return build(
-        [
-            Row(
-                token_ids=rng.integers(0, vocab_size, _TOKENS).astype(np.int32),
-                loss_mask=np.arange(_TOKENS) > 0,
-                behaviour_logprobs=np.zeros(_TOKENS, dtype=np.float32),
-                advantage=0.0,
-                weight=0.0,
-            )
-            for _ in range(_ROWS)
-        ]
-    )

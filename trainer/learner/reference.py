@@ -35,7 +35,8 @@ class _Hooks:
         self._part, self._device = part, device
         self._parked = {name: one for name, one in part._parameters.items() if one is not None}
         for parameter in self._parked.values():
-            parameter.data = _on_host(parameter.data, pinned=device.type == "cuda")
+            found = parameter.data.to("cpu")
+            parameter.data = found.pin_memory() if (device.type == "cuda") and not found.is_pinned() else found
 
     def fetch(self, *_: object) -> None:
         for name, parked in self._parked.items():
@@ -45,11 +46,6 @@ class _Hooks:
 
     def release(self, *_: object) -> None:
         self._part._parameters.update(self._parked)
-
-
-def _on_host(tensor: Tensor, *, pinned: bool) -> Tensor:
-    found = tensor.to("cpu")
-    return found.pin_memory() if pinned and not found.is_pinned() else found
 
 
 class ReferencePolicy(Protocol):

@@ -204,7 +204,9 @@ class WeightGc:
                 if self._is_last:
                     self.sweep(time.monotonic(), grace_s=0.0)
                 else:
-                    self._mark()
+                    if (head := read_head(self._state)) is not None:
+                        self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
+                        self.kept.update(_stored(head.manifest, stored_chain(head.manifest, self._manifests)))
         except PenstockError as err:
             log.warning("the last milestones are not recorded", error=str(err))
 
@@ -238,11 +240,6 @@ class WeightGc:
                 stored, floor, now, _bases(above) | assembled, self._retention.grace_s if grace_s is None else grace_s
             )
         return floor
-
-    def _mark(self) -> None:
-        if (head := read_head(self._state)) is not None:
-            self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
-            self.kept.update(_stored(head.manifest, stored_chain(head.manifest, self._manifests)))
 
     def _work(self) -> None:
         while not self._stop.wait(SWEEP_S):

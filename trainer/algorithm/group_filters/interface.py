@@ -79,7 +79,17 @@ def drop_reason(scored: ScoredGroup, group: Group | None, rules: Sequence[GroupR
     """Return the reason of the first rule that drops a group, None if it stays; raises ConfigError for a rule that fails."""
     if not rules:
         return None
-    candidate = _candidate(scored, group)
+    summary = scored.generated
+    candidate = GroupCandidate(
+        rewards=tuple(scored.rewards),
+        lengths=tuple(summary.completion_tokens),
+        finish_reasons=tuple(summary.finish_reasons),
+        has_baseline=summary.has_baseline,
+        oldest_version=summary.oldest_version,
+        newest_version=summary.newest_version,
+        prompt_text="" if group is None else group.prompt_text,
+        row=None if group is None else group.reward,
+    )
     for rule in rules:
         try:
             if rule.drops(candidate):
@@ -90,17 +100,3 @@ def drop_reason(scored: ScoredGroup, group: Group | None, rules: Sequence[GroupR
                 "file, or leave it out of algorithm.group_filters"
             ) from err
     return None
-
-
-def _candidate(scored: ScoredGroup, group: Group | None) -> GroupCandidate:
-    summary = scored.generated
-    return GroupCandidate(
-        rewards=tuple(scored.rewards),
-        lengths=tuple(summary.completion_tokens),
-        finish_reasons=tuple(summary.finish_reasons),
-        has_baseline=summary.has_baseline,
-        oldest_version=summary.oldest_version,
-        newest_version=summary.newest_version,
-        prompt_text="" if group is None else group.prompt_text,
-        row=None if group is None else group.reward,
-    )

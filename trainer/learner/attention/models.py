@@ -39,7 +39,10 @@ def use_packed_rows(model: Any) -> str | None:
     """Let a causal language model compute packed rows; otherwise leave it as it is, and return the reason."""
     reason = why_not_packed(model)
     if reason is None:
-        _register()
+        from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  seconds of import
+
+        AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, _mask)
         text_body(model).set_attn_implementation(NAME)  # a vision tower attends within images, in both directions
     return reason
 
@@ -218,10 +221,3 @@ def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> An
     from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
 
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  seconds of import
-
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
