@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -57,10 +57,6 @@ class GroupToScore:
     text: GroupTexts
 
 
-class Service(Protocol):
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any: ...
-
-
 def parse_weights(text: str) -> dict[str, float]:
     """Read ``part=0.5,other=1``; raises ConfigError for anything else."""
     try:
@@ -72,7 +68,7 @@ def parse_weights(text: str) -> dict[str, float]:
         ) from None
 
 
-def score_again(groups: Sequence[GroupToScore], rule: Rule, service: Service) -> dict[str, Outcome]:
+def score_again(groups: Sequence[GroupToScore], rule: Rule, service: RewardService) -> dict[str, Outcome]:
     if rule.reward is None:
         outcomes: dict[str, Outcome] = {group.member.group_id: group.member.scored for group in groups}
     else:
@@ -110,7 +106,7 @@ def reweight(
     return scored.model_copy(update={"rewards": rewards, "scorer": f"{scored.scorer} weighed {shown}"})
 
 
-def _from_service(groups: Sequence[GroupToScore], reward: str, service: Service) -> dict[str, Outcome]:
+def _from_service(groups: Sequence[GroupToScore], reward: str, service: RewardService) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     waiting = list(groups)
     for attempt in range(_ATTEMPTS):

@@ -11,15 +11,19 @@ not offered, which otherwise would show at a later step, by a dead letter.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.groups import Finite, Identifier
+
+if TYPE_CHECKING:
+    from penstock.protocol.transport.key_value import Entry
 
 PERIOD_S = 2.0  # a replica renews its record this often
 CURRENT_S = 15.0  # an older record belongs to a replica that has exited
@@ -46,46 +50,29 @@ class RewardsOffered(Fact):
     success: dict[str, Finite] = Field(default_factory=dict)
 
 
-class _Entry(Protocol):
-    @property
-    def key(self) -> str: ...
-    @property
-    def value(self) -> bytes: ...
-
-
 def key(replica: str) -> str:
     return f"{_KEY_PREFIX}{replica}"
 
 
-def current_offers(entries: Iterable[_Entry], *, run_id: str, now: float) -> list[RewardsOffered]:
+def current_offers(entries: Iterable[Entry], *, run_id: str, now: float) -> list[RewardsOffered]:
     """Return the current records of this run's replicas; ``now`` in seconds since 1970.
 
     Records that do not decode are of another build and are ignored.
     """
-    offers = []
-    for entry in entries:
-        if entry.key.startswith(_KEY_PREFIX):
-            try:
-                offer = decode(entry.value, RewardsOffered)
-            except WireError:
-                continue
-            if offer.run_id == run_id and abs(now - offer.at) <= CURRENT_S:
-                offers.append(offer)
-    return offers
+    offers = (offer for _, offer in _read(entries))
+    return [offer for offer in offers if offer.run_id == run_id and abs(now - offer.at) <= CURRENT_S]
 
 
-def expired_keys(entries: Iterable[_Entry], *, now: float) -> list[str]:
+def expired_keys(entries: Iterable[Entry], *, now: float) -> list[str]:
     """Return the keys of records that replicas left behind when they were killed; any replica may delete them."""
-    keys = []
+    return [key for key, offer in _read(entries) if now - offer.at > EXPIRED_S]
+
+
+def _read(entries: Iterable[Entry]) -> Iterator[tuple[str, RewardsOffered]]:
     for entry in entries:
         if entry.key.startswith(_KEY_PREFIX):
-            try:
-                offer = decode(entry.value, RewardsOffered)
-            except WireError:
-                continue
-            if now - offer.at > EXPIRED_S:
-                keys.append(entry.key)
-    return keys
+            with contextlib.suppress(WireError):
+                yield entry.key, decode(entry.value, RewardsOffered)
 
 
 def names_not_offered(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:

@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.protocol.metrics.server import host_of
 from penstock.serving import signature, strict_json
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -50,14 +51,9 @@ def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: st
     for name in ("authorization", "host"):
         if len(request.headers.getlist(name)) > 1:
             return 400, f"the header {name} is there twice; send it once"
-    if hosts is not None and _host_of(request.headers.get("host", "")) not in hosts:
+    if hosts is not None and host_of(request.headers.get("host", "")) not in hosts:
         return 403, fix
     return None
-
-
-def _host_of(host: str) -> str:
-    host = host.lower()
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 
 
 class HeadCheck:

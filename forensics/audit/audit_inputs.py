@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from penstock.forensics.audit.audit_checks import LETTERS, STAGES, AuditInputs
 from penstock.forensics.audit.record_checks import Breach, from_events, from_metrics
@@ -96,28 +96,12 @@ def pointer_faults(
     return faults
 
 
-class _Rollout(BaseModel):
-    max_staleness: int = Field(ge=0)
+class _Limits(BaseModel):
+    """What an audit reads of the settings of a session; older runs had no section ``retention``."""
 
-
-class _Algorithm(BaseModel):
-    max_trained_count: int = Field(ge=1)
-
-
-class _Retention(BaseModel):
-    trained_packs_h: float = 0.0
-
-
-class _Settings(BaseModel):
-    rollout: _Rollout
-    algorithm: _Algorithm
-    retention: _Retention = _Retention()  # older runs had no such section
-
-
-class _Recorded(BaseModel):
-    """What an audit reads of the settings of a session."""
-
-    settings: _Settings
+    max_staleness: int = Field(ge=0, validation_alias=AliasPath("settings", "rollout", "max_staleness"))
+    max_uses: int = Field(ge=1, validation_alias=AliasPath("settings", "algorithm", "max_trained_count"))
+    trained_packs_h: float = Field(default=0.0, validation_alias=AliasPath("settings", "retention", "trained_packs_h"))
 
 
 def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_packs: bool) -> AuditInputs:
@@ -287,11 +271,11 @@ def _limits(
     windows, uses, packs_expire = [], [], False
     for config in {session.config.key: session.config for chapter in recorded for session in chapter.lives}.values():
         try:
-            settings = _Recorded.model_validate_json(blobs.get(config)).settings
+            limits = _Limits.model_validate_json(blobs.get(config))
         except (BlobMissing, BlobCorrupt, ValidationError) as err:
             faults.append(Breach("record altered", "", f"settings {config.key}: {type(err).__name__}: {err}"))
             continue
-        windows.append(settings.rollout.max_staleness)
-        uses.append(settings.algorithm.max_trained_count)
-        packs_expire |= settings.retention.trained_packs_h > 0.0
+        windows.append(limits.max_staleness)
+        uses.append(limits.max_uses)
+        packs_expire |= limits.trained_packs_h > 0.0
     return min(windows, default=None), max(uses, default=None), packs_expire

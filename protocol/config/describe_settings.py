@@ -7,7 +7,6 @@ longer than a help text may.
 
 from __future__ import annotations
 
-import json
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.config.schema_keys import is_model, members_of
 from penstock.protocol.config.setting_description import ANY_NAME, MADE_AT_START, REQUIRED, SettingDescription
 
@@ -80,14 +80,7 @@ def describe(
 
 
 def as_toml(value: Any) -> str:
-    value = to_jsonable_python(value)
-    if value is None:
-        return '"none"'
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(as_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value).lower()
+    return toml_text(to_jsonable_python(value))
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -22,13 +22,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section, secret_of
 from penstock.protocol.groups import MAX_TEACHER_TOP_K
 from penstock.protocol.streams import StreamLimits
+
+if TYPE_CHECKING:
+    from penstock.protocol.transport.blobs import BlobStat
 
 _HOUR_S = 3600.0
 
@@ -51,16 +54,6 @@ class MetricsSettings(Section):
         description="Port of a rollout worker's /metrics; 0 takes any free one, as several workers of one machine need; "
         "None is off.",
     )
-
-
-class StoredObject(Protocol):
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def modified(self) -> datetime:
-        """Time of the last write, by the object store's clock."""
-        ...
 
 
 class RetentionSettings(Section):
@@ -98,7 +91,7 @@ class RetentionSettings(Section):
 
 
 def expired(
-    stored: Iterable[StoredObject],
+    stored: Iterable[BlobStat],
     *,
     named: Collection[str],
     trained: Collection[str],

@@ -97,7 +97,7 @@ class MetricsServer:
         }
         method, _, rest = lines[0].partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
-        if self._hosts is not None and _host_of(headers.get("host", "")) not in self._hosts:
+        if self._hosts is not None and host_of(headers.get("host", "")) not in self._hosts:
             # A web page in a browser of this machine, whose name resolves to loopback.
             return _message("403 Forbidden", b"the Host header must be localhost or 127.0.0.1\n")
         if path != "/metrics":
@@ -128,6 +128,6 @@ def _message(
     return head.encode("latin-1") + (body if with_body else b"")
 
 
-def _host_of(host: str) -> str:
+def host_of(host: str) -> str:
     host = host.lower()
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]

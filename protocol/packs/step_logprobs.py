@@ -102,25 +102,29 @@ def encode(found: StepLogprobs) -> bytes:
 def decode(data: bytes, *, run_id: str, step: int) -> StepLogprobs:
     what = f"log-probabilities of step {step} of run {run_id}"
     try:
-        if not 8 < len(data) <= MAX_BYTES:
-            raise _Refused(f"{len(data)} bytes, expected at most {MAX_BYTES}")
-        (size,) = struct.unpack_from("<Q", data)
-        if not 2 <= size <= min(_MAX_HEADER_BYTES, len(data) - 8):
-            raise _Refused(f"a header of {size} bytes in {len(data)}")
-        header, document = _header(data[8 : 8 + size])
-        if (header.run_id, header.step) != (run_id, step):
-            raise _Refused(f"they are of step {header.step} of run {header.run_id}")
-        num_rows, num_tokens = _sizes(document)
-        tensors = _tensors(data, 8 + size, document, {"rows": (num_rows, 3), "logprobs": (num_tokens,), "outcomes": (num_tokens,)})  # fmt: skip
-        decoded = StepLogprobs(header, tensors["rows"], tensors["logprobs"], tensors["outcomes"])
-        _check(decoded)
-        return decoded
+        return _decode(data, run_id, step)
     except _Refused as err:
         raise PackError(f"{what}: {err}; the object is not what a trainer writes") from None
 
 
 class _Refused(Exception):
     """Why an object is refused."""
+
+
+def _decode(data: bytes, run_id: str, step: int) -> StepLogprobs:
+    if not 8 < len(data) <= MAX_BYTES:
+        raise _Refused(f"{len(data)} bytes, expected at most {MAX_BYTES}")
+    (size,) = struct.unpack_from("<Q", data)
+    if not 2 <= size <= min(_MAX_HEADER_BYTES, len(data) - 8):
+        raise _Refused(f"a header of {size} bytes in {len(data)}")
+    header, document = _header(data[8 : 8 + size])
+    if (header.run_id, header.step) != (run_id, step):
+        raise _Refused(f"they are of step {header.step} of run {header.run_id}")
+    num_rows, num_tokens = _sizes(document)
+    tensors = _tensors(data, 8 + size, document, {"rows": (num_rows, 3), "logprobs": (num_tokens,), "outcomes": (num_tokens,)})  # fmt: skip
+    decoded = StepLogprobs(header, tensors["rows"], tensors["logprobs"], tensors["outcomes"])
+    _check(decoded)
+    return decoded
 
 
 def _header(text: bytes) -> tuple[LogprobsHeader, dict[str, Any]]:

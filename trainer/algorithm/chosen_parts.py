@@ -12,7 +12,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -25,21 +25,18 @@ from penstock.trainer.algorithm.group_filters.interface import GroupFilter
 from penstock.trainer.algorithm.losses.interface import Loss
 from penstock.trainer.algorithm.parts import Part
 
-LOSSES: Final[Registry[Loss[Any]]] = Registry(
-    "loss", Loss, package="penstock.trainer.algorithm.losses", group="penstock.losses"
-)
-ESTIMATORS: Final[Registry[Estimator[Any]]] = Registry(
-    "advantage estimator", Estimator, package="penstock.trainer.algorithm.estimators", group="penstock.estimators"
-)
-FILTERS: Final[Registry[Filter[Any]]] = Registry(
-    "trajectory filter", Filter, package="penstock.trainer.algorithm.filters", group="penstock.filters"
-)
-GROUP_FILTERS: Final[Registry[GroupFilter[Any]]] = Registry(
-    "group filter", GroupFilter, package="penstock.trainer.algorithm.group_filters", group="penstock.group_filters"
-)
-CORRECTIONS: Final[Registry[Correction[Any]]] = Registry(
-    "correction", Correction, package="penstock.trainer.algorithm.corrections", group="penstock.corrections"
-)
+P = TypeVar("P", bound=Part[Any])
+
+
+def _registry(kind: str, expected: type[P], folder: str) -> Registry[P]:
+    return Registry(kind, expected, package=f"penstock.trainer.algorithm.{folder}", group=f"penstock.{folder}")
+
+
+LOSSES: Final[Registry[Loss[Any]]] = _registry("loss", Loss, "losses")
+ESTIMATORS: Final[Registry[Estimator[Any]]] = _registry("advantage estimator", Estimator, "estimators")
+FILTERS: Final[Registry[Filter[Any]]] = _registry("trajectory filter", Filter, "filters")
+GROUP_FILTERS: Final[Registry[GroupFilter[Any]]] = _registry("group filter", GroupFilter, "group_filters")
+CORRECTIONS: Final[Registry[Correction[Any]]] = _registry("correction", Correction, "corrections")
 ALL: Final[tuple[Registry[Any], ...]] = (LOSSES, ESTIMATORS, FILTERS, GROUP_FILTERS, CORRECTIONS)
 
 BY_KEY: dict[str, Registry[Any]] = {

@@ -58,7 +58,8 @@ def run_command(
     module: str, commands: Commands, arguments: Sequence[str], run: Callable[[str, Sequence[str]], int]
 ) -> int:
     if not arguments or arguments[0] not in commands:
-        sys.stderr.write(_usage(module, commands))
+        lines = [f"  {name} {given}\n      {about}\n" for name, (given, about) in commands.items()]
+        sys.stderr.write(f"usage: python -m {module} COMMAND ...\n\n" + "".join(lines))
         return USAGE_ERROR
     return with_errors_explained(arguments[0], arguments[1:], run)
 
@@ -74,8 +75,3 @@ def with_errors_explained(name: str, arguments: Sequence[str], run: Callable[[st
         again = f"penstock {name.replace('-', ' ')} {shlex.join(arguments)}"
         sys.stderr.write(f"\nstopped on request; start it again with: {again.strip()}\n")
         return STOPPED
-
-
-def _usage(module: str, commands: Commands) -> str:
-    lines = [f"  {name} {arguments}\n      {about}\n" for name, (arguments, about) in commands.items()]
-    return f"usage: python -m {module} COMMAND ...\n\n" + "".join(lines)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
-from penstock.trainer.data.read_rows import TurnRow, rename
+from penstock.trainer.data.read_rows import TurnRow, rename, tools_of, with_system
 from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left, refuse_media
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.turns import prompt_and_completion, until_end
@@ -80,8 +80,8 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
     if chosen[:-1] != rejected[:-1]:
         refuse("rejected", "expected the same chat as in chosen before the last message", "another one")
     if not is_plain:
-        chosen, rejected = (_with_system(chat, row, data) for chat in (chosen, rejected))
-    tools = _tools(row, data)
+        chosen, rejected = (with_system(chat, row, data) for chat in (chosen, rejected))
+    tools = tools_of(row, data)
     return PairRow(TurnRow(chosen, is_plain, tools), TurnRow(rejected, is_plain, tools), _margin(row))
 
 
@@ -96,7 +96,7 @@ def _labelled(row: Row, data: DataSettings) -> PairRow:
     answer = _chat(row["completion"], "completion", data, None if before is None else "assistant")
     chat = _whole(before, answer, "completion")
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
-    turn = TurnRow(chat if is_plain else _with_system(chat, row, data), is_plain, _tools(row, data))
+    turn = TurnRow(chat if is_plain else with_system(chat, row, data), is_plain, tools_of(row, data))
     return PairRow(turn, None) if label else PairRow(None, turn)
 
 
@@ -127,13 +127,6 @@ def _whole(before: Chat | None, chat: Chat, column: str) -> Chat:
     return chat
 
 
-def _with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
-    system = row.get("system") or data.system_prompt
-    if not isinstance(system, str):
-        refuse("system", "expected a text", shown(system))
-    return chat if not system or chat[0]["role"] == "system" else ({"role": "system", "content": system}, *chat)
-
-
 def _margin(row: Row) -> float:
     margin = row.get("margin")
     if margin is None:
@@ -141,15 +134,6 @@ def _margin(row: Row) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         refuse("margin", "expected a number", shown(margin))
     return float(margin)
-
-
-def _tools(row: Row, data: DataSettings) -> tuple[Any, ...]:
-    tools = row.get("tools")
-    if not data.use_tools or not tools:
-        return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        refuse("tools", "expected a list of JSON schemas", shown(tools))
-    return tuple(tools)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -121,12 +121,12 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
     if is_plain and images:
         refuse(COLUMN, "expected none beside a plain text prompt", f'{len(images)}; set data.text_prompts = "chat"')
     return PromptRow(
-        chat=chat if is_plain else _with_system(chat, row, data),
+        chat=chat if is_plain else with_system(chat, row, data),
         data_source=_text(row, "data_source" if "data_source" in row else form.data_source, default=""),
         ground_truth=_ground_truth(row, form, answer, data),
         extra_info=_extra_info(row, form),
         is_plain=is_plain,
-        tools=_tools(row, data),
+        tools=tools_of(row, data),
         unused_answer=answer is not None and not data.answer_is_ground_truth,
         is_self_play=is_self_play(row),
         images=images,
@@ -151,8 +151,8 @@ def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
                 'name the column as data.map.response = "NAME"'
             )
         chat += read_chat(row[answer], answer, roles=data.roles, text_role="assistant")
-    chat = chat if is_plain else _with_system(chat, row, data)
-    tools = _tools(row, data)
+    chat = chat if is_plain else with_system(chat, row, data)
+    tools = tools_of(row, data)
     return [
         TurnRow(chat[: n + 1], is_plain, tools)
         for n, message in enumerate(chat)
@@ -189,7 +189,7 @@ def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
     return True
 
 
-def _tools(row: Row, data: DataSettings) -> tuple[Any, ...]:
+def tools_of(row: Row, data: DataSettings) -> tuple[Any, ...]:
     if not data.use_tools or not row.get("tools"):
         return ()
     tools = _parsed("tools", row["tools"]) if isinstance(row["tools"], str) else row["tools"]
@@ -198,7 +198,7 @@ def _tools(row: Row, data: DataSettings) -> tuple[Any, ...]:
     return tuple(tools)
 
 
-def _with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
+def with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
     system = _text(row, "system", default="") or data.system_prompt
     if not system or chat[0]["role"] == "system":
         return chat

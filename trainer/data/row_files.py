@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,13 +30,22 @@ _SMALL_BYTES = 1024**3
 _MAX_PARQUET_ROWS = 2**26
 
 
-class RowFile(Protocol):
-    path: Path
-    nested_texts: bool  # nested values are JSON texts, as in CSV
+class RowFile(ABC):
+    """The rows of one data file; ``nested_texts``: nested values are JSON texts, as in CSV."""
 
-    def __len__(self) -> int: ...
-    def place(self, number: int) -> str: ...
+    nested_texts = False
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = array("q")  # where each row begins
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def place(self, number: int) -> str:
+        return f"{self.path}:{self._lines[number]}"
+
+    @abstractmethod
     def row(self, number: int) -> Row: ...
 
 
@@ -80,13 +90,10 @@ def fingerprint(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-class _JsonLineRows:
-    nested_texts = False
-
+class _JsonLineRows(RowFile):
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._offsets = array("q")
-        self._lines = array("q")
         with path.open("rb") as file:
             offset = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
             file.seek(offset)
@@ -99,28 +106,19 @@ class _JsonLineRows:
                 offset += len(line)
         self._file = path.open("rb")
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             self._file.close()
-
-    def place(self, number: int) -> str:
-        return f"{self.path}:{self._lines[number]}"
 
     def row(self, number: int) -> Row:
         self._file.seek(self._offsets[number])
         return _json_row(self._file.readline())
 
 
-class _JsonArrayRows:
-    nested_texts = False
-
+class _JsonArrayRows(RowFile):
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._rows: list[Any] = []
-        self._lines = array("q")
         try:
             text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as err:
@@ -150,23 +148,16 @@ class _JsonArrayRows:
             line += text.count("\n", counted, position)
             raise MalformedData(f"{self.path}:{line}: not JSON (expected ',' or the closing ']' of the array)")
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def place(self, number: int) -> str:
-        return f"{self.path}:{self._lines[number]}"
-
     def row(self, number: int) -> Row:
         return _an_object(self._rows[number])
 
 
-class _CsvRows:
+class _CsvRows(RowFile):
     nested_texts = True
 
     def __init__(self, path: Path, *, delimiter: str) -> None:
-        self.path = path
+        super().__init__(path)
         self._rows: list[list[str]] = []
-        self._lines = array("q")
         csv.field_size_limit(1 << 30)  # prompts may be longer than the module's 128 KiB
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -184,12 +175,6 @@ class _CsvRows:
             except UnicodeDecodeError as err:
                 raise MalformedData(f"{path}: not UTF-8 text (at byte {err.start})") from None
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def place(self, number: int) -> str:
-        return f"{self.path}:{self._lines[number]}"
-
     def row(self, number: int) -> Row:
         cells = self._rows[number]
         if len(cells) != len(self._columns):
@@ -199,9 +184,7 @@ class _CsvRows:
         return {name: cell for name, cell in zip(self._columns, cells, strict=True) if cell != ""}
 
 
-class _TableRows:
-    nested_texts = False
-    path: Path
+class _TableRows(RowFile):
     _table: pa.Table
 
     def __len__(self) -> int:
@@ -220,7 +203,7 @@ class _TableRows:
 
 class _ParquetRows(_TableRows):
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         try:
             with pq.ParquetFile(path) as file:
                 _check_parquet(path, file.metadata, file.schema_arrow)
@@ -233,7 +216,7 @@ class _ParquetRows(_TableRows):
 
 class _ArrowRows(_TableRows):
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         try:
             source = pa.memory_map(str(path))
             is_file = source.read(6) == b"ARROW1"

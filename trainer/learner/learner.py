@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -228,7 +229,7 @@ class Learner(RankProgram):
 
         ``observe`` is called in the first pass, which takes the micro-batches in their order.
         """
-        take_step = self.policy.measure_step if waits else self.policy.train_step
+        take_step = partial(self.policy.train_step, learns=not waits)
         if self._pairs is not None:  # settings allow no other steps with them
             pairs, mixed = self._pairs.prepare(self.policy.steps_done, objective)
             return take_step([*batches, *pairs], mixed, self._reference, observe=observe)

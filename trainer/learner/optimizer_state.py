@@ -136,16 +136,22 @@ def _without_pickled_code() -> Iterator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415
     from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415
 
-    before = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
+    allowed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    with variable_set(_WEIGHTS_ONLY), torch.serialization.safe_globals(allowed):
+        yield
+
+
+@contextlib.contextmanager
+def variable_set(name: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
-        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-            yield
+        yield
     finally:
         if before is None:
-            del os.environ[_WEIGHTS_ONLY]
+            del os.environ[name]
         else:
-            os.environ[_WEIGHTS_ONLY] = before
+            os.environ[name] = before
 
 
 @dataclass(frozen=True, slots=True)

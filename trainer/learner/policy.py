@@ -90,6 +90,7 @@ class Policy:
         *,
         ends_batch: bool = True,
         observe: Observer | None = None,
+        learns: bool = True,
     ) -> StepMetrics:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
@@ -97,8 +98,12 @@ class Policy:
         ranks and micro-batches simply add up. The objective may scale the step's learning rate by
         the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
         Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
+        What does not ``learn`` is only measured, and raises nothing.
         """
-        loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=True)
+        loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=learns)
+        if not learns:
+            self.steps_done += ends_batch
+            return StepMetrics(loss, 0.0, 0.0, sums, maxima)
         if not math.isfinite(loss):
             raise TrainingDiverged(
                 f"the loss of step {self.steps_done + 1} is {loss}, not a finite number; nothing of this step is kept. Look at the data "
@@ -111,19 +116,6 @@ class Policy:
             loss, update.grad_norm, update.lr, sums, maxima,
             lr_factor=lr_factor, layers=update.layers, left_out=(update.is_left_out,),
         )  # fmt: skip
-
-    def measure_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        objective: Objective,
-        reference: ReferencePolicy | None = None,
-        *,
-        ends_batch: bool = True,
-        observe: Observer | None = None,
-    ) -> StepMetrics:
-        loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=False)
-        self.steps_done += ends_batch
-        return StepMetrics(loss, 0.0, 0.0, sums, maxima)
 
     def _pass(
         self,

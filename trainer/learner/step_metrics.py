@@ -45,6 +45,7 @@ _HEAD = re.compile(r"head|embed_out|score")
 _EMBEDDING = re.compile(r"emb|(?:^|\.)w[tp]e\.")
 
 WINDOW = 64  # optimizer steps
+_KEPT_DTYPES: tuple[Any, ...] = (np.int64, np.int64, np.float32, np.uint8)  # of the fields of `KeptRows`
 _PIECE = 2**22  # elements that are computed at a time
 Sum = Callable[[Sequence[float]], list[float]]  # over the ranks
 
@@ -54,17 +55,13 @@ def layer_groups(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
 
     A tied output head is in ``embedding``. A parameter that no rule knows is in ``other``.
     """
-    blocks = {name: _block(name) for name in names}
+    found = {name: _BLOCK.search(name) for name in names}
+    blocks = {name: int(block[1]) if block else None for name, block in found.items()}
     num_blocks = max((number for number in blocks.values() if number is not None), default=-1) + 1
     return {
         name: (_kind(name, in_block=number is not None), *([] if number is None else [_range(number, num_blocks)]))
         for name, number in blocks.items()
     }
-
-
-def _block(name: str) -> int | None:
-    found = _BLOCK.search(name)
-    return int(found[1]) if found else None
 
 
 def _kind(name: str, *, in_block: bool) -> str:
@@ -154,7 +151,9 @@ class StepWatch:
         if self._leaves_out is None:
             self._leaves_out = self._is_left_out()
         places = [place for place, _ in self._stepped()]
-        self._add(places, 0, [_square(part_of(_gradient(place), place)) for place in places])
+        self._add(
+            places, 0, [_square(part_of(grad, place)) for place in places if (grad := place.stepped.grad) is not None]
+        )
         if self._leaves_out:  # AdamW then changes neither weights nor moments, nor counts a step
             self._taken = [group["params"] for group in self._optimizer.param_groups]
             for group in self._optimizer.param_groups:
@@ -202,11 +201,6 @@ class StepWatch:
                 self._squares[group][kind] += square
 
 
-def _gradient(place: Place) -> Tensor:
-    assert place.stepped.grad is not None
-    return place.stepped.grad
-
-
 def _square(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
 
@@ -228,26 +222,15 @@ class KeptRows:
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> KeptRows:
-        rows, counts, logprobs, outcomes = msgpack.unpackb(packed)
-        return cls(
-            np.frombuffer(rows, np.int64),
-            np.frombuffer(counts, np.int64),
-            np.frombuffer(logprobs, np.float32),
-            np.frombuffer(outcomes, np.uint8),
-        )
+        arrays: list[Any] = list(map(np.frombuffer, msgpack.unpackb(packed), _KEPT_DTYPES))
+        return cls(*arrays)
 
     @classmethod
     def joined(cls, parts: Sequence[KeptRows]) -> KeptRows:
-        return cls(
-            _joined([part.rows for part in parts], np.int64),
-            _joined([part.counts for part in parts], np.int64),
-            _joined([part.logprobs for part in parts], np.float32),
-            _joined([part.outcomes for part in parts], np.uint8),
-        )
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+        empty = [np.empty(0, dtype) for dtype in _KEPT_DTYPES]
+        columns = zip(empty, *((one.rows, one.counts, one.logprobs, one.outcomes) for one in parts), strict=True)
+        arrays: list[Any] = list(map(np.concatenate, columns))
+        return cls(*arrays)
 
 
 class RowRecorder:

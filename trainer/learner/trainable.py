@@ -34,6 +34,7 @@ from penstock.trainer.learner.optimizer_state import (
     deepspeed_config,
     load_written_by_deepspeed,
     lr_factor,
+    variable_set,
 )
 from penstock.trainer.learner.parallel_shares import WeightShares
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
@@ -42,7 +43,6 @@ from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
 
-_DISABLE = "TORCHDYNAMO_DISABLE"
 _NORMS = "recent_grad_norms"  # in the state of a checkpoint
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # of a DeepSpeed engine
 
@@ -300,24 +300,6 @@ def _diverged(norm: float, optimizer_step: int) -> TrainingDiverged:
     )
 
 
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Make ``torch.compile`` return its argument inside the block, in which a part of DeepSpeed is imported.
-
-    Its Muon optimizer, which nothing here uses, is decorated with it. That imports the compiler: more than a second of CPU
-    time, a tenth of the time until a killed trainer is productive again.
-    """
-    before = os.environ.get(_DISABLE)
-    os.environ[_DISABLE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DISABLE]
-        else:
-            os.environ[_DISABLE] = before
-
-
 def _say_nothing(*_: object, **__: object) -> None:
     pass
 
@@ -327,7 +309,9 @@ def import_deepspeed() -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415  seconds of import, and the accelerator must be chosen before
 
-    with _without_compiler(), contextlib.suppress(ImportError):
+    # Its Muon optimizer, which nothing here uses, is decorated with `torch.compile`. That imports the compiler: more than a second of
+    # CPU time, a tenth of the time until a killed trainer is productive again.
+    with variable_set("TORCHDYNAMO_DISABLE"), contextlib.suppress(ImportError):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: PLC0415  else `initialize` imports it
     from deepspeed.module_inject import auto_tp  # noqa: PLC0415
     from deepspeed.runtime import bf16_optimizer  # noqa: PLC0415

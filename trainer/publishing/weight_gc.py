@@ -203,10 +203,9 @@ class WeightGc:
             if not self._thread.is_alive() and holds_lease(self._leases, streams.GARBAGE_LEASE, self._holder):
                 if self._is_last:
                     self.sweep(time.monotonic(), grace_s=0.0)
-                else:
-                    if (head := read_head(self._state)) is not None:
-                        self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
-                        self.kept.update(_stored(head.manifest, stored_chain(head.manifest, self._manifests)))
+                elif (head := read_head(self._state)) is not None:
+                    self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
+                    self.kept.update(_stored(head.manifest, stored_chain(head.manifest, self._manifests)))
         except PenstockError as err:
             log.warning("the last milestones are not recorded", error=str(err))
 

@@ -259,11 +259,8 @@ def _counted_steps(settings: TrainerSettings) -> int | None:
 
 
 def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:
-    try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None  # no session has ended yet
-    if not isinstance(document, dict) or document.get("run_id") != run_id or document.get("complete") is not True:
+    document = _read(path)  # empty: no session has ended yet
+    if document.get("run_id") != run_id or document.get("complete") is not True:
         return None
     steps, early = document.get("steps"), document.get("early_stop")
     text = early.get("text") if isinstance(early, dict) else ""
