@@ -6,7 +6,30 @@ overwritten (an S3 server may fail a reader of an object that is being replaced)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.protocol.versions import PolicyVersion
+
+
+def _below(folder: str) -> Callable[[str], str]:
+    """Return the function from a run's id to the prefix of its keys in ``folder``."""
+    return lambda run_id: f"runs/{run_id}/{folder}"
+
+
+all_finished_episodes_prefix = _below("episodes/")
+task_lists_prefix = _below("tasks/")
+layouts_prefix = _below("layout/")
+models_prefix = _below("model/")
+images_prefix = _below("images/")
+rescored_prefix = _below("input/")
+checkpoints_prefix = _below("checkpoints/")
+lineage_prefix = _below("lineage/")
+logprobs_prefix = _below("logprobs/")
+run_prefix = _below("")
+groups_prefix = _below("groups/")
+all_weights_prefix = _below("weights/")
+# No object has this one: to list it shows whether the store answers and accepts the credentials.
+access_check_prefix = _below("check/")
 
 
 def group_pack(run_id: str, version: PolicyVersion, pack_id: str, attempt_id: str) -> str:
@@ -23,16 +46,8 @@ def finished_episode(prefix: str, kind: str, index: int, sha256: str) -> str:
     return f"{prefix}{kind}.{index}.{sha256}.parquet"
 
 
-def all_finished_episodes_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/episodes/"
-
-
 def task_list(run_id: str, pack_id: str) -> str:
     return f"runs/{run_id}/tasks/{pack_id}.msgpack"
-
-
-def task_lists_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/tasks/"
 
 
 def weights_prefix(run_id: str, version: PolicyVersion) -> str:
@@ -53,10 +68,6 @@ def weights_layout(run_id: str, layout_id: str) -> str:
     return f"runs/{run_id}/layout/{layout_id}.json"
 
 
-def layouts_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/layout/"
-
-
 def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> str:
     return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/manifest.json"
 
@@ -65,21 +76,8 @@ def model_file(run_id: str, sha256: str, name: str) -> str:
     return f"runs/{run_id}/model/{sha256[:16]}/{name}"
 
 
-def models_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/model/"
-
-
 def image(run_id: str, sha256: str) -> str:
     return f"{images_prefix(run_id)}{sha256}"
-
-
-def images_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/images/"
-
-
-def access_check_prefix(run_id: str) -> str:
-    """Return a prefix that no object has: to list it shows whether the store answers and accepts the credentials."""
-    return f"runs/{run_id}/check/"
 
 
 def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> str:
@@ -88,10 +86,6 @@ def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> st
 
 def lineage_config(run_id: str, sha256: str) -> str:
     return f"runs/{run_id}/lineage/config.{sha256[:16]}.json"
-
-
-def rescored_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/input/"
 
 
 def rescored_input(run_id: str, sha256: str) -> str:
@@ -107,10 +101,6 @@ def input_users_prefix(run_id: str) -> str:
     return f"{rescored_prefix(run_id)}used-by/"
 
 
-def checkpoints_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/checkpoints/"
-
-
 def checkpoint_file(run_id: str, epoch: int, sha256: str) -> str:
     return f"runs/{run_id}/checkpoints/e{epoch:04d}/files/{sha256}"
 
@@ -122,10 +112,6 @@ def checkpoint_state(run_id: str, epoch: int, sha256: str) -> str:
 
 def checkpoint_metrics(run_id: str, epoch: int, state_sha256: str, sha256: str) -> str:
     return f"runs/{run_id}/checkpoints/e{epoch:04d}/{state_sha256}/metrics.{sha256}.jsonl"
-
-
-def lineage_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/lineage/"
 
 
 def rescored_sha256(run_id: str, key: str) -> str:
@@ -142,28 +128,12 @@ def copied_pack(run_id: str, key: str) -> str:
     return groups_prefix(run_id) + key.partition("/groups/")[2]
 
 
-def logprobs_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/logprobs/"
-
-
 def step_logprobs_prefix(run_id: str, step: int, epoch: int) -> str:
     return f"{logprobs_prefix(run_id)}s{step:08d}.e{epoch:04d}/"
 
 
 def step_logprobs(run_id: str, step: int, epoch: int, sha256: str) -> str:
     return f"{step_logprobs_prefix(run_id, step, epoch)}{sha256}.safetensors"
-
-
-def run_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/"
-
-
-def groups_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/groups/"
-
-
-def all_weights_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/weights/"
 
 
 def version_of_weights(run_id: str, key: str) -> PolicyVersion:

@@ -198,32 +198,24 @@ class RankChannel:
         tensors = [torch.tensor([len(data)], dtype=torch.int64)]
         if data:  # an empty tensor is not sent
             tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        try:
-            for tensor in tensors:  # gloo sends when the other process says that it is ready
-                work = dist.isend(tensor, dst=rank, group=self._group)
-                assert work is not None
-                work.wait(deadline)
-        except RuntimeError as err:
-            raise RankUnresponsive(
-                f"rank {rank} of {self._num_ranks} has exited, or did not answer for {deadline.total_seconds():.0f} s "
-                f"({err}); {_SEE_LOGS}"
-            ) from None
+        for tensor in tensors:  # gloo sends when the other process says that it is ready
+            self._wait(dist.isend, tensor, rank, deadline)
 
     def _receive(self, rank: int, deadline: timedelta) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._wait(dist.irecv, size, rank, deadline)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if len(data):
+            self._wait(dist.irecv, data, rank, deadline)
+        return data.numpy().tobytes()
+
+    def _wait(self, transfer: Callable[..., Any], tensor: torch.Tensor, rank: int, deadline: timedelta) -> None:
         try:
-            size = torch.zeros(1, dtype=torch.int64)
-            self._wait(size, rank, deadline)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            if len(data):
-                self._wait(data, rank, deadline)
+            work = transfer(tensor, rank, group=self._group)
+            assert work is not None
+            work.wait(deadline)
         except RuntimeError as err:
             raise RankUnresponsive(
                 f"rank {rank} of {self._num_ranks} has exited, or did not answer for {deadline.total_seconds():.0f} s "
                 f"({err}); {_SEE_LOGS}"
             ) from None
-        return data.numpy().tobytes()
-
-    def _wait(self, tensor: torch.Tensor, rank: int, deadline: timedelta) -> None:
-        work = dist.irecv(tensor, src=rank, group=self._group)
-        assert work is not None
-        work.wait(deadline)

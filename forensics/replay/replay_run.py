@@ -231,15 +231,10 @@ class Replay:
             self._learner.dismiss()
             self._learner = None  # frees its memory before the next one is built
         self._session = session
-        recorded = session.environment.get(run_record_writer.THREADS, str(torch.get_num_threads()))
-        if not (recorded.isascii() and recorded.isdigit() and len(recorded) < 6 and 0 < int(recorded) <= _MAX_THREADS):
-            raise RecordBroken(
-                f"the session of epoch {session.epoch} records {recorded[:40]!r} threads, expected 1 to {_MAX_THREADS}; restore the record"
-            )
         order = {
             "settings": self._documents[session.config.key].decode(),
             "model": str(self._wanted.model.absolute()) if self._wanted.model else None,
-            "threads": int(recorded),
+            "threads": _num_threads(session),
         }
         self._learner = _build_by_order(self._ranks.broadcast(order), self._ranks, self._blobs)
         if checkpoint is not None:
@@ -282,6 +277,15 @@ def _refuse_code(run_id: str, documents: Mapping[str, bytes]) -> None:
             f"the record of run {run_id} names user code, which a replay runs: {', '.join(name[:200] for name in names[:8])!r}; "
             "read it, then add --user-code"
         )
+
+
+def _num_threads(session: RecordedSession) -> int:
+    recorded = session.environment.get(run_record_writer.THREADS, str(torch.get_num_threads()))
+    if not (recorded.isascii() and recorded.isdigit() and len(recorded) < 6 and 0 < int(recorded) <= _MAX_THREADS):
+        raise RecordBroken(
+            f"the session of epoch {session.epoch} records {recorded[:40]!r} threads, expected 1 to {_MAX_THREADS}; restore the record"
+        )
+    return int(recorded)
 
 
 def follow(ranks: Ranks, blobs: Blobs) -> None:

@@ -318,13 +318,11 @@ class Connection:
     async def _require_jetstream(self) -> None:
         try:
             await self.js.account_info()
-        except nats.js.errors.APIError as err:
-            if err.err_code in _NO_JETSTREAM:
+        except (nats.js.errors.APIError, nats.errors.NoRespondersError) as err:
+            if isinstance(err, nats.errors.NoRespondersError) or err.err_code in _NO_JETSTREAM:
                 raise BusRefused(
                     f"NATS at {self._settings.url} has JetStream switched off; start it with -js"
                 ) from None
-        except nats.errors.NoRespondersError:
-            raise BusRefused(f"NATS at {self._settings.url} has JetStream switched off; start it with -js") from None
         except nats.errors.TimeoutError:
             log.debug("account info is not readable for this user", url=self._settings.url)
 

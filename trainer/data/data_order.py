@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,34 +44,27 @@ class DataOrder:
 
     def at(self, position: int) -> Place:
         epoch, offset = divmod(position, self.num_prompts)
-        return Place(epoch, self._walk(_feistel, epoch, offset) if self.shuffle else offset)
+        return Place(epoch, self._walk(epoch, offset) if self.shuffle else offset)
 
     def position_of(self, place: Place) -> int:
-        offset = self._walk(_inverse_feistel, place.epoch, place.prompt) if self.shuffle else place.prompt
+        offset = self._walk(place.epoch, place.prompt, inverse=True) if self.shuffle else place.prompt
         return place.epoch * self.num_prompts + offset
 
-    def _walk(self, network: Callable[[int, int, bytes], int], epoch: int, value: int) -> int:
+    def _walk(self, epoch: int, value: int, *, inverse: bool = False) -> int:
         half_bits = max(_MIN_HALF_BITS, ((self.num_prompts - 1).bit_length() + 1) // 2)
         key = f"{self.seed}.{epoch}".encode()
         while True:
-            value = network(value, half_bits, key)
+            value = _feistel(value, half_bits, key, inverse=inverse)
             if value < self.num_prompts:
                 return value
 
 
-def _feistel(value: int, half_bits: int, key: bytes) -> int:
+def _feistel(value: int, half_bits: int, key: bytes, *, inverse: bool = False) -> int:
     mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for number in range(_ROUNDS):
-        left, right = right, left ^ (_mixed(right, number, key) & mask)
-    return left << half_bits | right
-
-
-def _inverse_feistel(value: int, half_bits: int, key: bytes) -> int:
-    mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for number in reversed(range(_ROUNDS)):
-        left, right = right ^ (_mixed(left, number, key) & mask), left
+    first, second = (value >> half_bits, value & mask)[:: -1 if inverse else 1]
+    for number in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
+        first, second = second, first ^ (_mixed(second, number, key) & mask)
+    left, right = (second, first) if inverse else (first, second)
     return left << half_bits | right
 
 

@@ -6,12 +6,14 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, TypeVar
 
+from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.data_settings import EvalSettings, FineTuningSettings
-from penstock.trainer.settings import DataSettings, TrainerSettings
+from penstock.trainer.data_settings import FineTuningSettings
+from penstock.trainer.settings import TrainerSettings
 
+S = TypeVar("S", bound=Section)
 Split = Literal["train", "eval"]
 
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".arrow")
@@ -28,22 +30,22 @@ _OWN_DATA = ("sft", "dpo", "rm")  # sections with rows of their own
 
 
 def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
-    model = settings.model.model_copy(update={"path": model_folder(settings.model.path, "model.path")})
-    found = settings.model_copy(update={"model": model})
+    update: dict[str, Section] = {
+        "model": settings.model.model_copy(update={"path": model_folder(settings.model.path, "model.path")})
+    }
     if settings.data.from_run is None:
-        found = found.model_copy(update={"data": _resolved(settings.data), "eval": _with_files(settings.eval)})
-    for name in _OWN_DATA:
-        section: FineTuningSettings = getattr(settings, name)
-        data = data_files(section.files, f"{name}.data", "train")
-        held_out = data_files(section.eval_files, f"{name}.eval_data", "eval")
-        update = {
-            key: files
-            for key, files, given in (("data", data, section.files), ("eval_data", held_out, section.eval_files))
-            if files != list(given)
+        data = settings.data
+        train = data.train_files if data.train else ()
+        update["data"] = _with_files(data, "data", train=(train, "train"), eval=(data.eval_files, "eval"))
+        sources = {
+            name: _with_files(source, f"eval.source.{name}", data=(source.files, "eval"))
+            for name, source in settings.eval.source.items()
         }
-        if update:
-            found = found.model_copy(update={name: section.model_copy(update=update)})
-    return found
+        update["eval"] = settings.eval.model_copy(update={"source": sources})
+    for name in _OWN_DATA:
+        own: FineTuningSettings = getattr(settings, name)
+        update[name] = _with_files(own, name, data=(own.files, "train"), eval_data=(own.eval_files, "eval"))
+    return settings.model_copy(update=update)
 
 
 def model_folder(path: Path, key: str) -> Path:
@@ -102,25 +104,10 @@ def choose_files(names: Sequence[str], split: Split, pattern: str | None, where:
     return chosen
 
 
-def _resolved(data: DataSettings) -> DataSettings:
-    given: dict[str, tuple[tuple[Path, ...], Split]] = {
-        "train": (data.train_files if data.train else (), "train"),
-        "eval": (data.eval_files, "eval"),
-    }
-    found = {name: data_files(paths, f"data.{name}", split) for name, (paths, split) in given.items()}
-    update = {
-        name: files for name, files in found.items() if files != list(given[name][0])
-    }  # recorded as they were given
-    return data.model_copy(update=update)
-
-
-def _with_files(settings: EvalSettings) -> EvalSettings:
-    sources = dict(settings.source)
-    for name, source in settings.source.items():
-        found = data_files(source.files, f"eval.source.{name}.data", "eval")
-        if found != list(source.files):
-            sources[name] = source.model_copy(update={"data": found})
-    return settings.model_copy(update={"source": sources}) if sources != settings.source else settings
+def _with_files(section: S, name: str, **given: tuple[Sequence[Path], Split]) -> S:
+    found = {key: data_files(paths, f"{name}.{key}", split) for key, (paths, split) in given.items()}
+    update = {key: files for key, files in found.items() if files != list(given[key][0])}  # recorded as they were given
+    return section.model_copy(update=update)
 
 
 def _id(path: Path) -> re.Match[str] | None:
