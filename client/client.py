@@ -52,7 +52,10 @@ class Client:
         Raises ConfigError for any other place.
         """
         self._api = None if where == LOCAL else RunsApi(where, token)
-        _be_quiet()
+        # The modules that this process uses log errors only, unless the program has configured structlog itself.
+        if not structlog.is_configured():
+            errors_only = structlog.make_filtering_bound_logger(logging.ERROR)
+            structlog.configure(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
         self._runs = Path(runs).absolute()
         self._started: list[Run | FineTuning] = []
 
@@ -226,10 +229,3 @@ def _target_name(target: Run | FineTuning | str | os.PathLike[str], version: int
     if not isinstance(target, Run | str) or "/" in name or "@" in name:
         raise ConfigError(f"version={version!r}: {name} has no versions; they belong to runs")
     return f"{name}@{version}"
-
-
-def _be_quiet() -> None:
-    """Have the modules that this process uses log errors only, unless the program has configured structlog itself."""
-    if not structlog.is_configured():
-        errors_only = structlog.make_filtering_bound_logger(logging.ERROR)
-        structlog.configure(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr))

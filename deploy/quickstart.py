@@ -128,7 +128,13 @@ def quickstart(given: QuickstartOptions) -> int:
         return _STOPPED_ON_REQUEST
     if code:
         return code
-    following = _next_steps(options)
+    chat, *rest = next_steps(options.folder)
+    following = [
+        f"{chat} --prompt '{options.task.question}'",
+        *rest,
+        f"penstock train {options.folder / 'run.toml'} --local run.id=mine trainer.lr=3e-4",
+        "penstock init",
+    ]
     path = report.write(options.folder, summary, next_steps=following)
     _print_result(show, summary, path, following, options.task.learnt)
     if options.as_json:
@@ -299,16 +305,6 @@ def _print_result(show: _Progress, summary: RunSummary, path: Path, following: S
     show(f"report    {path}")
     for line in following:
         show(f"next      {line}")
-
-
-def _next_steps(options: Options) -> list[str]:
-    chat, *rest = next_steps(options.folder)
-    return [
-        f"{chat} --prompt '{options.task.question}'",
-        *rest,
-        f"penstock train {options.folder / 'run.toml'} --local run.id=mine trainer.lr=3e-4",
-        "penstock init",
-    ]
 
 
 class _Progress:

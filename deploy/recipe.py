@@ -211,7 +211,12 @@ def run_recipe(given: RecipeOptions) -> int:
     except PenstockError as err:
         print(f"penstock recipe: {err}", file=sys.stderr)
         return 1
-    commands = _commands(options, model, run_file, question)
+    json = ["--json"] if options.json else []
+    commands = [
+        ["penstock", "sft", str(run_file), f"model.path={model}"],
+        ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
+        ["penstock", "chat", options.run, f"run.dir={options.dir}", "--prompt", question],
+    ]
     if options.no_train:
         print(*(f"next: {shlex.join(command)}" for command in commands), sep="\n", file=sys.stderr)
         return 0
@@ -313,15 +318,6 @@ def _gym_problems(options: RecipeOptions, folder: Path, name: str) -> Problems:
         reward=f'name = "{reward}"\nsuccess = {{ "{reward}" = 1.0 }}      # its scores are 0 to 1',
         question=written.question,
     )
-
-
-def _commands(options: RecipeOptions, model: Path, run_file: Path, question: str) -> list[list[str]]:
-    json = ["--json"] if options.json else []
-    return [
-        ["penstock", "sft", str(run_file), f"model.path={model}"],
-        ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
-        ["penstock", "chat", options.run, f"run.dir={options.dir}", "--prompt", question],
-    ]
 
 
 def fast_dtype(cpuinfo: str) -> str:

@@ -138,7 +138,12 @@ class LivePanel:
         while not self._ending.wait(_TICK_S):
             try:
                 with self._lock:
-                    self._fold()
+                    assert self._watcher is not None
+                    if not self._has_caught_up:  # no line or frame shows a state of the run's past as today's
+                        self._has_caught_up = True
+                        self._watcher.catch_up()
+                    self._watcher.step()
+                    self._fold_notes()
             except Exception as err:  # noqa: BLE001 without its thread the panel would stand still without a word
                 problem = str(err) if isinstance(err, PenstockError) else f"{type(err).__name__}: {err}"
                 if problem != self._problem:
@@ -152,14 +157,6 @@ class LivePanel:
                 before_s = time.thread_time()
                 self._show()
                 next_frame = time.monotonic() + max(_FRAME_S, (time.thread_time() - before_s) / _FRAME_SHARE)
-
-    def _fold(self) -> None:
-        assert self._watcher is not None
-        if not self._has_caught_up:  # no line or frame shows a state of the run's past as today's
-            self._has_caught_up = True
-            self._watcher.catch_up()
-        self._watcher.step()
-        self._fold_notes()
 
     def _fold_notes(self) -> None:
         while not self._notes.empty():

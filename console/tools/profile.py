@@ -233,7 +233,11 @@ def _print(run: str, found: RunProfile) -> None:
     out.print(f"run {run}: {found.steps} steps in {found.step_wall_s:.1f} s{_around(found)}", highlight=False)
     if found.steps:
         out.print()
-        out.print(_phases(found))
+        rows = table("trainer", "ms a step", "s", "share", right=("ms a step", "s", "share"))
+        for phase in found.phases:
+            each = f"{phase.seconds / found.steps * 1000:.1f}"
+            rows.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
+        out.print(rows)
     if found.publish_s is not None:
         out.print(f"\nbeside the steps: {found.publish_s * 1000:.0f} ms to publish a version", highlight=False)
     if found.services:
@@ -256,14 +260,6 @@ def _around(found: RunProfile) -> str:
         if seconds is not None
     ]
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _phases(found: RunProfile) -> Table:
-    rows = table("trainer", "ms a step", "s", "share", right=("ms a step", "s", "share"))
-    for phase in found.phases:
-        each = f"{phase.seconds / found.steps * 1000:.1f}"
-        rows.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
-    return rows
 
 
 def _services(found: RunProfile) -> Table:

@@ -87,7 +87,13 @@ def remove_run(
     if its_servers_run:
         print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():
-        _remove_folder(here, yes=yes, folder=folder)
+        files = [path for path in here.rglob("*") if path.is_file() and not path.is_symlink()]
+        what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
+        if yes and not folder:
+            print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
+        elif _agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
+            shutil.rmtree(here)
+            print(f"removed {what}")
     return 0
 
 
@@ -166,16 +172,6 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
     remove_holdings(run, holdings, bus, blobs)
     print(f"removed {holdings.describe()}")
     return True
-
-
-def _remove_folder(here: Path, *, yes: bool, folder: bool) -> None:
-    files = [path for path in here.rglob("*") if path.is_file() and not path.is_symlink()]
-    what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
-    if yes and not folder:
-        print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
-    elif _agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
-        shutil.rmtree(here)
-        print(f"removed {what}")
 
 
 def _others_in(store: Path, run: str) -> list[str]:

@@ -268,7 +268,9 @@ class Consumer:
             batch = self._next_batch()
             for event, fact in batch:
                 row = self._rows.row(event, fact)
-                self._follow_state(fact)
+                if fact.kind == "state" and fact.source in _WHO_FINISHES:
+                    with contextlib.suppress(UnreadableEvent):
+                        self._is_finished = bool(read(StateFields, fact.data).finished)
                 self._read_up_to = event
                 if row is None:
                     continue
@@ -311,11 +313,6 @@ class Consumer:
             while len(batch) < _BATCH:
                 batch.append(self._arrived.get_nowait())
         return batch
-
-    def _follow_state(self, fact: RunEvent) -> None:
-        if fact.kind == "state" and fact.source in _WHO_FINISHES:
-            with contextlib.suppress(UnreadableEvent):
-                self._is_finished = bool(read(StateFields, fact.data).finished)
 
     def _has_ended(self) -> bool:
         """Return True if everything is written that will come: all of the stream, or what arrives of it.

@@ -75,18 +75,14 @@ def _describe(path: Path) -> _Known:
     line = runs.describe(path)
     trained = curves.read_training(path)
     values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
-    found = _Known(seen, line, _curve(values))
+    size = bucket_size(len(values), _POINTS)
+    buckets = [values[at : at + size] for at in range(0, len(values), size)]
+    found = _Known(seen, line, [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets])
     with _lock:
         if len(_known) > 2 * _MAX_RUNS:
             _known.clear()
         _known[path] = found
     return found
-
-
-def _curve(values: Sequence[float]) -> list[float]:
-    size = bucket_size(len(values), _POINTS)
-    buckets = [values[at : at + size] for at in range(0, len(values), size)]
-    return [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets]
 
 
 class UnknownRun(PenstockError):

@@ -178,7 +178,11 @@ class RunReading:
             if self._groups is None:
                 from penstock.console.web.reading.stored_groups import StoredGroups  # noqa: PLC0415 # numpy and pyarrow
 
-                self._require_store()
+                # The object store of a finished local run is stopped: it is refused at once.
+                endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
+                if not connections.may_answer(endpoint):
+                    start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
+                    raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
                 blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
                 self._groups_lock = threading.Lock()
@@ -189,13 +193,6 @@ class RunReading:
             yield groups
         finally:
             lock.release()
-
-    def _require_store(self) -> None:
-        """Raise QueryRefused at once where the object store is stopped, as that of a finished local run is."""
-        endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
-        if not connections.may_answer(endpoint):
-            start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
-            raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────
 
