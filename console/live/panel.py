@@ -14,14 +14,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.live import Live
 
-from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.frame import figure, rate, render
 from penstock.console.live.run_snapshot import Snapshot
@@ -229,18 +229,18 @@ def line(s: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, plain: bool, as_json: bool) -> int:
+def watch_run(run: NamedRun, *, plain: bool, as_json: bool) -> int:
     """Watch until the run ends or Ctrl-C; returns the exit code.
 
     With ``as_json`` the lines go to stderr, and stdout gets one JSON object, the last thing printed.
     Raises ConfigError, BusUnreachable or MissingStream.
     """
-    settings = connections.find(arguments, environ, run_id=run).settings
+    settings = run.settings
     logs.configure("watch", level="error")  # the panel shows when NATS is unreachable
     mode: Mode = "plain" if plain or as_json else "auto"
     code = 0
     with Bus.connect(settings.nats, name="watch", deadline_s=5.0) as bus:
-        panel = LivePanel(run, bus, mode=mode, stream=sys.stderr if as_json else sys.stdout)
+        panel = LivePanel(run.id, bus, mode=mode, stream=sys.stderr if as_json else sys.stdout)
         try:
             with panel:
                 panel.wait(lambda snapshot: has_ended(snapshot) or is_cut_off(snapshot))

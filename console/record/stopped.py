@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from rich.table import Table
 
+from penstock.console.connections import NamedRun
 from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
@@ -33,10 +34,8 @@ class StoppedGroup:
     far_out: tuple[str, ...]  # what is unusual about it
 
 
-def print_stopped(
-    run: str, arguments: Sequence[str], environ: Mapping[str, str], *, step: int | None, as_json: bool
-) -> int:
-    folder = existing_folder(run, arguments, environ)
+def print_stopped(run: NamedRun, *, step: int | None, as_json: bool) -> int:
+    folder = existing_folder(run)
     found = {int(path.name.removeprefix("step")): path for path in stopped_batches(folder)}
     if not found:
         raise ConfigError(f"{folder / FOLDER}: no saved batch; the run has not stopped by itself")

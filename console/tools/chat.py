@@ -11,18 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from penstock.console import connections, launch
+from penstock.console import launch
+from penstock.console.connections import NamedRun
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import read_regular
-from penstock.protocol.subjects import check_run_id
 
 _START_S = 120.0  # a cold import of torch on a busy machine
 _ANSWER_S = 600.0
@@ -164,14 +164,13 @@ class ChatOptions:
     max_tokens: int | None = None
 
 
-def chat(run: str, arguments: Sequence[str], environ: Mapping[str, str], options: ChatOptions) -> int:
+def chat(run: NamedRun, options: ChatOptions) -> int:
     """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
 
     Each line is sent alone, as in single-turn training; ``options.keep`` sends the whole conversation.
     Raises ConfigError when there is no such run or model, ChatEngineError when the engine fails.
     """
-    check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
+    folder = run.folder
     model = find_model(folder, options.model)
     dtype, system = trained_with(folder)
     with ChatEngine(model, device=options.device, dtype=dtype) as engine:
@@ -185,7 +184,7 @@ def chat(run: str, arguments: Sequence[str], environ: Mapping[str, str], options
         if options.prompt is not None:
             print(ask(start, options.prompt))
             return 0
-        _greet(run, is_chat=engine.is_chat, keep=options.keep)
+        _greet(run.id, is_chat=engine.is_chat, keep=options.keep)
         _converse(start, ask, keep=options.keep)
     return 0
 

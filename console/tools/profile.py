@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
+from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, service_name
 from penstock.console.report import curves
@@ -209,17 +210,17 @@ def _order(service: ServiceProfile) -> tuple[int, str]:
     return _ROLES.index(service.role), service.name
 
 
-def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    folder = existing_folder(run, arguments, environ)
+def print_profile(run: NamedRun, *, as_json: bool) -> int:
+    folder = existing_folder(run)
     found = profile(curves.rows(folder), run_snapshot.load_totals(folder))
     if not found.steps and not found.services:
         raise ConfigError(
             f"run {run} has no steps in {folder / 'metrics.jsonl'} yet; wait for the first one: penstock watch {run}"
         )
     if as_json:
-        print(json.dumps(document(run, found)))
+        print(json.dumps(document(run.id, found)))
     else:
-        _print(run, found)
+        _print(run.id, found)
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.tools.runs import RunLine
@@ -123,7 +124,7 @@ class OpenRuns:
             found = self._used(run_id)
             if found is not None:
                 return found
-            reading = RunReading(run_id, self._arguments, self._environ)
+            reading = RunReading(NamedRun(run_id, self._arguments, self._environ))
             reading.step()
             if not reading.exists:
                 reading.close()
