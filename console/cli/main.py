@@ -106,13 +106,12 @@ def chat(
     Then:     Ctrl-D ends it
     """
     from penstock.console.connections import NamedRun
-    from penstock.console.tools.chat import ChatOptions
     from penstock.console.tools.chat import chat as start_chat
 
-    options = ChatOptions(
-        model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens
+    named = NamedRun(run, arguments)
+    return start_chat(
+        named, model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens
     )
-    return start_chat(NamedRun(run, arguments), options)
 
 
 @app.command(group=INSPECT)
@@ -160,7 +159,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Help("The shell.
               penstock completion fish > ~/.config/fish/completions/penstock.fish
     Then:     start a new shell, and type: penstock train rollout.<TAB>
     """
-    from penstock.console.cli.completion import script
+    from penstock.console.cli.verb_help import script
 
     print(script(shell, app), end="")
 

@@ -1,6 +1,7 @@
 """Functions for writing your own reward endpoint in any Python web framework.
 
-    from penstock.reward_service.hosting import endpoint_kit
+    from penstock.protocol.groups import first_problem
+from penstock.reward_service.hosting import endpoint_kit
 
     request = endpoint_kit.read(body, headers, secrets)             # checks the signature, then the body
     scores = [[judge(group, text) for text in group.completions] for group in request.groups]
@@ -55,9 +56,7 @@ def read(body: bytes, headers: Mapping[str, str], secrets: Sequence[str] = ()) -
     except strict_json.AmbiguousJson as err:
         raise BadRequest(f"not a score request: {err}") from None
     except ValidationError as err:
-        first = err.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise BadRequest(f"not a score request: {where}: {first['msg']}") from None
+        raise BadRequest(f"not a score request: {first_problem(err)}") from None
 
 
 def answer(request: ScoreRequest, scores: Sequence[Sequence[Score | float | None]]) -> bytes:
