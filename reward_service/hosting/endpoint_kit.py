@@ -1,7 +1,6 @@
 """Functions for writing your own reward endpoint in any Python web framework.
 
-    from penstock.protocol.groups import first_problem
-from penstock.reward_service.hosting import endpoint_kit
+    from penstock.reward_service.hosting import endpoint_kit
 
     request = endpoint_kit.read(body, headers, secrets)             # checks the signature, then the body
     scores = [[judge(group, text) for text in group.completions] for group in request.groups]
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
+from penstock.protocol.groups import first_problem
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 from penstock.reward_service.hosting import registration
