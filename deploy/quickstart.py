@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +135,17 @@ def quickstart(given: QuickstartOptions) -> int:
         "penstock init",
     ]
     path = report.write(options.folder, summary, next_steps=following)
-    _print_result(show, summary, path, following, options.task.learnt)
+    name, before, after = options.task.learnt, summary.accuracy_before, summary.accuracy_after
+    if after is None:
+        name, before, after = "reward", summary.eval_reward_before, summary.eval_reward_after
+    show("")
+    if before is not None and after is not None:
+        show(f"{name:<9} {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
+    dropped = sum(summary.groups.dropped.values())
+    show(f"groups    {summary.groups.issued:,} issued, {summary.groups.trained:,} trained, {dropped} dropped")
+    show(f"report    {path}")
+    for line in following:
+        show(f"next      {line}")
     if options.as_json:
         total = {"total_wall_s": round(time.monotonic() - started, 2), "total_cpu_s": round(usage, 2)}
         files = {"report": str(path), "model": str(options.folder / "model")}
@@ -272,20 +281,6 @@ def _wait_until_all_hold_work(run_id: str, bus: Bus, num_workers: int) -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(_POLL_S / 20)
-
-
-def _print_result(show: _Progress, summary: RunSummary, path: Path, following: Sequence[str], learnt: str) -> None:
-    name, before, after = learnt, summary.accuracy_before, summary.accuracy_after
-    if after is None:
-        name, before, after = "reward", summary.eval_reward_before, summary.eval_reward_after
-    show("")
-    if before is not None and after is not None:
-        show(f"{name:<9} {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
-    dropped = sum(summary.groups.dropped.values())
-    show(f"groups    {summary.groups.issued:,} issued, {summary.groups.trained:,} trained, {dropped} dropped")
-    show(f"report    {path}")
-    for line in following:
-        show(f"next      {line}")
 
 
 class _Progress:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from penstock.console import launch
 from penstock.console.tools import explain_settings
@@ -69,10 +68,6 @@ def _checked_rows(options: Sequence[str], mapping: Mapping[str, str]) -> DataSam
         reports = []
     if not reports:
         return DataSample(problem=done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
-    return _merged(reports, mapping)
-
-
-def _merged(reports: Sequence[Mapping[str, Any]], mapping: Mapping[str, str]) -> DataSample:
     sources = [source for report in reports for source in report["data_sources"].values()]
     lengths = [
         one["prompt_length"]["max"] for one in reports if one["prompt_length"] and one["length_unit"] == "tokens"
