@@ -257,6 +257,6 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path, content: str, wor
 
 def test_the_estimate_imports_no_torch() -> None:
     """It needs settings and a config.json alone."""
-    code = "import sys, penstock.deploy.plan.plan_run; print(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    code = "import sys, penstock.deploy.plan.memory.report; print(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.strip() == "[]"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.console.cli.main import run
-from penstock.deploy.plan.plan_run import RankMemory
+from penstock.deploy.plan.memory.report import RankMemory
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 

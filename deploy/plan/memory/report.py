@@ -1,0 +1,145 @@
+"""Write the memory of a rank as text and as JSON for `penstock plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase, suggestions
+from penstock.deploy.plan.memory.model_shape import ModelShape, Needs, read_shape
+from penstock.deploy.plan.memory.plan_inputs import plan_inputs
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.attention_choice import matrix_bytes
+from penstock.trainer.settings import TrainerSettings
+
+_GB = 1e9
+_UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / _GB:.2f} GB" if num_bytes >= _GB else f"{num_bytes / 1e6:.0f} MB"
+
+
+def parse_size(given: str, flag: str) -> int:
+    size = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([MGT]i?B)", given)
+    if size is None or float(size[1]) == 0.0:
+        raise ConfigError(f"{flag} {given}: expected a size such as 24GB, 80GiB or 900MB")
+    return int(float(size[1]) * _UNITS[size[2]])
+
+
+class RankMemory:
+    def __init__(self, settings: TrainerSettings, *, limit: int | None, on_gpu: bool) -> None:
+        """Estimate it; raises NotEstimated, with the reason.
+
+        Args:
+            settings: The run.
+            limit: Bytes that a rank may use; None: not compared.
+            on_gpu: Count what lies on the device that trains; False: host and device together, as where the CPU trains.
+        """
+        inputs = plan_inputs(
+            settings,
+            read_shape(settings.model.path, "model.path"),
+            reference=_shape(settings.algorithm.reference_path, "algorithm.reference_path"),
+            critic=_shape(settings.critic.path, "critic.path"),
+        )
+        self._plan, self._limit, self._on_gpu = MemoryPlan(inputs), limit, on_gpu
+        self._peak = self._plan.peak(on_gpu=on_gpu)
+        self._largest = max(self._plan.phases, key=self._size)
+        self._suggestions = [] if limit is None or self.fits else suggestions(inputs, limit, on_gpu=on_gpu)
+
+    @property
+    def fits(self) -> bool:
+        return self._limit is None or self._peak <= self._limit
+
+    def text(self) -> str:
+        return "".join(f"{line}\n" for line in self._lines())
+
+    def document(self) -> dict[str, Any]:
+        inputs = self._plan.inputs
+        return {
+            "parameters": inputs.shape.parameters,
+            "micro_batches": inputs.largest.count,
+            "largest_micro_batch_tokens": inputs.largest.tokens,
+            "operations": inputs.operations,
+            "attention": inputs.backend(on_gpu=self._on_gpu),
+            "held": asdict(self._plan.held),
+            "phases": {
+                phase.name: {**asdict(phase.needs), "on_device": phase.on_device, "total": phase.total}
+                for phase in self._plan.phases
+            },
+            "largest_phase": self._largest.name,
+            "peak": self._peak,
+            "limit": self._limit,
+            "fits": None if self._limit is None else self.fits,
+            "fits_with": [
+                {"settings": list(suggestion.settings), "peak": suggestion.peak} for suggestion in self._suggestions
+            ],
+        }
+
+    def _lines(self) -> Iterator[str]:
+        inputs, shape, largest = self._plan.inputs, self._plan.inputs.shape, self._plan.inputs.largest
+        where = (
+            "its GPU, besides the CUDA context" if self._on_gpu else "its process, besides the libraries (about 0.5 GB)"
+        )
+        yield f"memory of a rank ({where})"
+        yield ""
+        yield f"model: {shape.family}, {shape.parameters / 1e6:,.1f} million parameters, {shape.layers} layers of width {shape.hidden}"
+        yield (
+            f"optimizer step: {inputs.batch.num_groups} groups of {inputs.batch.group_size} rows of at most {inputs.row_tokens:,} tokens; "
+            f"on each of {inputs.method.num_ranks} rank(s) {largest.count} micro-batch(es) of up to {largest.tokens:,} computed tokens, "
+            f"{inputs.operations / 1e12:,.1f} TFLOP"
+        )
+        yield f"attention: {self._attention()}"
+        yield ""
+        yield "held all the time"
+        for name, value, note in self._parts(self._plan.held):
+            yield f"  {name:<34}{size(value):>10}{f'  {note}' if note else ''}"
+        yield "in all, by phase"
+        for phase in self._plan.phases:
+            parts = ", ".join(
+                f"{name} {size(value)}{f' {note}' if note else ''}"
+                for name, value, note in self._parts(phase.needs)
+                if value
+            )
+            mark = "  <- largest" if phase is self._largest else ""
+            yield f"  {phase.name:<34}{size(self._size(phase)):>10}  with {parts}{mark}"
+        yield ""
+        yield f"- a rank needs {size(self._peak)}"
+        if self._limit is None:
+            return
+        if self.fits:
+            yield f"- it fits into {size(self._limit)}"
+            return
+        yield f"- it does not fit into {size(self._limit)}: the largest phase is `{self._largest.name}`"
+        if not self._suggestions:
+            yield "- no setting that is known here makes it fit: use a smaller model or shorter rows"
+        for suggestion in self._suggestions:
+            yield f"- it fits with {' '.join(suggestion.settings)}: {size(suggestion.peak)}"
+
+    def _attention(self) -> str:
+        inputs, where = self._plan.inputs, "a GPU" if self._on_gpu else "a CPU"
+        heads = f"{inputs.shape.heads} heads of {inputs.shape.head_dim} dimensions in {inputs.method.dtype} on {where}"
+        backend = inputs.backend(on_gpu=self._on_gpu)
+        if backend is None:
+            return f"trainer.attention = {inputs.attention} cannot be used for {heads}; set it to auto"
+        if inputs.method.dense_attention:
+            matrices = matrix_bytes(inputs.shape.heads, inputs.largest.tokens)
+            return f"{backend}, with matrices of {size(matrices)}, for {heads}"
+        return f"{backend}, for {heads}; memory grows with the tokens, not with their square"
+
+    def _parts(self, needs: Needs) -> Iterator[tuple[str, int, str]]:
+        """Yield what is needed, its bytes, and where it lies if that is not the device."""
+        yield from ((name, value, "") for name, value in needs.device.items())
+        yield from ((name, value, "(host)" if self._on_gpu else "") for name, value in needs.host.items())
+        if not self._on_gpu:
+            yield from ((name, value, "") for name, value in needs.cpu.items())
+
+    def _size(self, phase: Phase) -> int:
+        return phase.on_device if self._on_gpu else phase.total
+
+
+def _shape(path: Path | None, key: str) -> ModelShape | None:
+    return None if path is None else read_shape(path, key)
