@@ -50,7 +50,11 @@ def main() -> int:
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             run = _quickstart(Path(folder), seed, options.steps)
-            reached = _reached(run)
+            reached = (
+                run["accuracy_before"] < BEFORE_AT_MOST
+                and run["accuracy_after"] >= AFTER_AT_LEAST
+                and _stale_share(run) >= STALE_SHARE_AT_LEAST
+            )
             missed += not reached
             print(_row(seed, run, "reached" if reached else "MISSED"), flush=True)
             results.append({"seed": seed, "system": "penstock", **run})
@@ -113,14 +117,6 @@ def _peer_row(seed: int, name: str, peer: dict[str, Any]) -> str:
 def _stale_share(run: dict[str, Any]) -> float:
     tokens = run["staleness_tokens"]
     return sum(n for versions, n in tokens.items() if versions != "0") / max(1, sum(tokens.values()))
-
-
-def _reached(run: dict[str, Any]) -> bool:
-    return (
-        run["accuracy_before"] < BEFORE_AT_MOST
-        and run["accuracy_after"] >= AFTER_AT_LEAST
-        and _stale_share(run) >= STALE_SHARE_AT_LEAST
-    )
 
 
 def _row(seed: int, run: dict[str, Any], verdict: str) -> str:

@@ -41,7 +41,17 @@ def main() -> int:
         results.append({"seed": seed, "system": "penstock", **_penstock(run, seed, options.steps)})
         print(_row(results[-1]), flush=True)
         if options.peer:
-            results.append({"seed": seed, "system": "trl", **_peer(options.peer, run / "run.toml")})
+            environ = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+            done = subprocess.run(
+                [options.peer, HERE / "peers" / "trl_real_model.py", (run / "run.toml")],
+                env=environ,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                raise SystemExit(f"the peer exited with code {done.returncode}\n{done.stderr[-4000:]}")
+            results.append({"seed": seed, "system": "trl", **peer_result(done.stdout)})
             print(_row(results[-1]), flush=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     _plot(results, options.json.with_suffix(".png"))
@@ -69,20 +79,6 @@ def _penstock(run: Path, seed: int, steps: int | None) -> dict[str, Any]:
         "wall_s": round(wall, 1),
         "cpu_s": round(cpu, 1),
     }
-
-
-def _peer(python: Path, run_file: Path) -> dict[str, Any]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [python, HERE / "peers" / "trl_real_model.py", run_file],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"the peer exited with code {done.returncode}\n{done.stderr[-4000:]}")
-    return peer_result(done.stdout)
 
 
 def peer_result(printed: str) -> dict[str, Any]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from penstock.client.client import LOCAL, Client, Handle, Model, Rewards, Settings
+from penstock.client.client import LOCAL, Client, Handle
 from penstock.client.data_files import Data
 from penstock.client.events import Event
 from penstock.client.handles import FineTuning, Run
-from penstock.client.metrics import Metrics
 from penstock.client.processes import State
 
 if TYPE_CHECKING:
@@ -22,9 +22,26 @@ if TYPE_CHECKING:
 
 _SLICE_S = 0.25  # a wait that is cancelled occupies its thread so long
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+AsyncKind = TypeVar("AsyncKind", bound="_AsyncHandle[Any]")
+
+
+def _in_thread(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Result]]:
+    """Return a method of a plain handle as a coroutine of the asynchronous one, with its arguments and its docstring."""
+
+    @functools.wraps(method)
+    async def call(self: _AsyncHandle[Any], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return await asyncio.to_thread(getattr(self._handle, method.__name__), *args, **kwargs)
+
+    return call
+
 
 class _AsyncHandle(Generic[Handle]):
     def __init__(self, handle: Handle) -> None:
+        """Called by `AsyncClient`."""
         self._handle = handle
 
     @property
@@ -46,21 +63,13 @@ class _AsyncHandle(Generic[Handle]):
         await _wait(self._handle.wait, timeout)
         return self
 
-    async def metrics(self, kind: Literal["step", "eval"] = "step") -> Metrics:
-        """See `Run.metrics`."""
-        return await asyncio.to_thread(self._handle.metrics, kind)
-
     async def model(self) -> Path:
         """See `Run.model` and `FineTuning.model`."""
         return await asyncio.to_thread(lambda: self._handle.model)
 
-    async def stop(self) -> None:
-        """See `Run.stop`."""
-        await asyncio.to_thread(self._handle.stop)
-
-    async def close(self) -> None:
-        """See `Run.close`."""
-        await asyncio.to_thread(self._handle.close)
+    metrics = _in_thread(FineTuning.metrics)
+    stop = _in_thread(FineTuning.stop)
+    close = _in_thread(FineTuning.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,10 +81,10 @@ class _AsyncHandle(Generic[Handle]):
 class AsyncRun(_AsyncHandle[Run]):
     """`Run` with coroutines; what reads or waits is one, also where `Run` has a property."""
 
-    def __init__(self, run: Run) -> None:
-        """Called by `AsyncClient`."""
-        super().__init__(run)
-        self.run = run
+    @property
+    def run(self) -> Run:
+        """The plain handle."""
+        return self._handle
 
     async def step(self) -> int:
         """See `Run.step`."""
@@ -89,48 +98,38 @@ class AsyncRun(_AsyncHandle[Run]):
             if isinstance(event, Event):
                 yield event
 
-    async def pause(self) -> None:
-        """See `Run.pause`."""
-        await asyncio.to_thread(self._handle.pause)
-
-    async def resume(self) -> None:
-        """See `Run.resume`."""
-        await asyncio.to_thread(self._handle.resume)
-
-    async def checkpoint(self) -> Path | None:
-        """See `Run.checkpoint`."""
-        return await asyncio.to_thread(self._handle.checkpoint)
-
-    async def weights(self) -> list[dict[str, Any]]:
-        """See `Run.weights`."""
-        return await asyncio.to_thread(self._handle.weights)
-
-    async def export(self, to: str | Path, version: int | None = None) -> Path:
-        """See `Run.export`."""
-        return await asyncio.to_thread(self._handle.export, to, version)
-
     async def report(self) -> Path:
         """See `Run.report`."""
         return await asyncio.to_thread(lambda: self._handle.report)
 
-    async def summary(self) -> dict[str, Any]:
-        """See `Run.summary`."""
-        return await asyncio.to_thread(self._handle.summary)
-
-    async def chat(
-        self, prompt: str | Sequence[dict[str, str]], *, temperature: float = 0.0, max_tokens: int | None = None
-    ) -> str:
-        """See `Run.chat`."""
-        return await asyncio.to_thread(self._handle.chat, prompt, temperature=temperature, max_tokens=max_tokens)
+    pause = _in_thread(Run.pause)
+    resume = _in_thread(Run.resume)
+    checkpoint = _in_thread(Run.checkpoint)
+    weights = _in_thread(Run.weights)
+    export = _in_thread(Run.export)
+    summary = _in_thread(Run.summary)
+    chat = _in_thread(Run.chat)
 
 
 class AsyncFineTuning(_AsyncHandle[FineTuning]):
     """`FineTuning` with coroutines."""
 
-    def __init__(self, training: FineTuning) -> None:
-        """Called by `AsyncClient`."""
-        super().__init__(training)
-        self.training = training
+    @property
+    def training(self) -> FineTuning:
+        """The plain handle."""
+        return self._handle
+
+
+def _starting(
+    method: Callable[Concatenate[Any, Arguments], Any], kind: type[AsyncKind]
+) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, AsyncKind]]:
+    """Return a method of `Client` as a coroutine of `AsyncClient` that returns a handle of ``kind``."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncClient, *args: Arguments.args, **kwargs: Arguments.kwargs) -> AsyncKind:
+        return kind(await asyncio.to_thread(getattr(self.client, method.__name__), *args, **kwargs))
+
+    return call
 
 
 class AsyncClient:
@@ -149,40 +148,10 @@ class AsyncClient:
         """See `Client`."""
         self.client = Client(where, token=token, runs=runs)
 
-    async def train(
-        self,
-        *,
-        model: Model,
-        data: Data | Settings,
-        reward: Rewards,
-        algorithm: str | Settings = "async_grpo",
-        run_id: str | None = None,
-        workers: int = 2,
-        **settings: Any,
-    ) -> AsyncRun:
-        """See `Client.train`."""
-        given = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "run_id": run_id}
-        return AsyncRun(await asyncio.to_thread(self.client.train, **given, workers=workers, **settings))
-
-    async def run(self, run_id: str) -> AsyncRun:
-        """See `Client.run`."""
-        return AsyncRun(await asyncio.to_thread(self.client.run, run_id))
-
-    async def sft(
-        self, *, model: Model, data: Data | Settings, run_id: str | None = None, **settings: Any
-    ) -> AsyncFineTuning:
-        """See `Client.sft`."""
-        return AsyncFineTuning(
-            await asyncio.to_thread(self.client.sft, model=model, data=data, run_id=run_id, **settings)
-        )
-
-    async def dpo(
-        self, *, model: Model, data: Data | Settings, run_id: str | None = None, **settings: Any
-    ) -> AsyncFineTuning:
-        """See `Client.dpo`."""
-        return AsyncFineTuning(
-            await asyncio.to_thread(self.client.dpo, model=model, data=data, run_id=run_id, **settings)
-        )
+    train = _starting(Client.train, AsyncRun)
+    run = _starting(Client.run, AsyncRun)
+    sft = _starting(Client.sft, AsyncFineTuning)
+    dpo = _starting(Client.dpo, AsyncFineTuning)
 
     async def evaluate(self, target: Any, data: Data, **options: Any) -> EvaluationResult:
         """See `Client.evaluate`; ``target`` may also be a handle of this client."""

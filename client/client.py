@@ -52,7 +52,10 @@ class Client:
         Raises ConfigError for any other place.
         """
         self._api = None if where == LOCAL else RunsApi(where, token)
-        _be_quiet()
+        # The modules that this process uses log errors only, unless the program has configured structlog itself.
+        if not structlog.is_configured():
+            errors_only = structlog.make_filtering_bound_logger(logging.ERROR)
+            structlog.configure(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
         self._runs = Path(runs).absolute()
         self._started: list[Run | FineTuning] = []
 
@@ -98,9 +101,9 @@ class Client:
             run_settings.flat(settings),
         )
         if self._api is not None:
-            from penstock.client.remote import remote_start  # noqa: PLC0415 - needs the extra of the reward service
+            from penstock.client.remote import remote_backend  # noqa: PLC0415 - needs the extra of the reward service
 
-            return self._kept(Run(remote_start.train(self._api, values, self._runs, workers=workers)))
+            return self._kept(Run(remote_backend.train(self._api, values, self._runs, workers=workers)))
         from penstock.client import local_start  # noqa: PLC0415 - needs the extras of every service
 
         return self._kept(Run(local_start.train(values, self._runs, workers=workers)))
@@ -201,9 +204,9 @@ class Client:
         given = run_settings.section(verb, data, "data")
         values = self._values(run_id, run_settings.section("model", model, "path"), given, run_settings.flat(settings))
         if self._api is not None:
-            from penstock.client.remote import remote_start  # noqa: PLC0415 - as above
+            from penstock.client.remote import remote_backend  # noqa: PLC0415 - as above
 
-            return self._kept(FineTuning(verb, remote_start.fine_tune(self._api, verb, values, self._runs)))
+            return self._kept(FineTuning(verb, remote_backend.fine_tune(self._api, verb, values, self._runs)))
         from penstock.client import local_start  # noqa: PLC0415 - as above
 
         return self._kept(FineTuning(verb, local_start.fine_tune(verb, values, self._runs)))
@@ -226,10 +229,3 @@ def _target_name(target: Run | FineTuning | str | os.PathLike[str], version: int
     if not isinstance(target, Run | str) or "/" in name or "@" in name:
         raise ConfigError(f"version={version!r}: {name} has no versions; they belong to runs")
     return f"{name}@{version}"
-
-
-def _be_quiet() -> None:
-    """Have the modules that this process uses log errors only, unless the program has configured structlog itself."""
-    if not structlog.is_configured():
-        errors_only = structlog.make_filtering_bound_logger(logging.ERROR)
-        structlog.configure(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -81,23 +81,19 @@ def fine_tune(verb: str, values: Values, runs: Path) -> LocalTraining:
         placed: Values = {**values, ("run", "id"): folder.name, ("run", "dir"): str(folder.parent)}
         overrides = run_settings.overrides(_with_files(placed, folder, settings.run.seed))
         settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
-        _check_files(verb, settings)
+        found = resolve_inputs(settings)
+        section = getattr(found, verb)
+        named = (
+            ("model.path", (found.model.path,)),
+            (f"{verb}.data", section.files),
+            (f"{verb}.eval_data", section.eval_files),
+        )
+        for key, paths in named:
+            if missing := [str(path) for path in paths if not path.exists()]:
+                raise ConfigError(f"{key}: there is no {', '.join(missing)}; check the path")
     started = launch.trainer(settings.trainer.num_ranks, verb, *overrides)
     process = LocalProcess(f"{verb} {folder.name}", started, folder / "logs" / f"{verb}.log")
     return LocalTraining(verb, folder, (getattr(settings, verb).output or folder / verb).absolute(), process)
-
-
-def _check_files(verb: str, settings: TrainerSettings) -> None:
-    found = resolve_inputs(settings)
-    section = getattr(found, verb)
-    named = (
-        ("model.path", (found.model.path,)),
-        (f"{verb}.data", section.files),
-        (f"{verb}.eval_data", section.eval_files),
-    )
-    for key, paths in named:
-        if missing := [str(path) for path in paths if not path.exists()]:
-            raise ConfigError(f"{key}: there is no {', '.join(missing)}; check the path")
 
 
 def _is_url(name: str) -> bool:

@@ -6,9 +6,11 @@ A run that this machine started with its own NATS and S3 stores their addresses 
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
+from penstock.protocol.subjects import check_run_id
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
@@ -49,6 +52,32 @@ def find(arguments: Sequence[str], environ: Mapping[str, str], *, run_id: str | 
         return loaded
     store = loaded.settings.run.dir / run_id / STORE
     return load(ConsoleSettings, files=files, overrides=overrides, environ={**store_environment(store), **environ})
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run as a verb or a request names it: its id, with the run files, settings and environment that say where it is."""
+
+    id: str
+    arguments: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def __str__(self) -> str:
+        return self.id
+
+    @property
+    def given(self) -> Loaded[ConsoleSettings]:
+        """The settings as they were given, without those of the run's own local store."""
+        return find(self.arguments, self.environ)
+
+    @property
+    def settings(self) -> ConsoleSettings:
+        """The settings that reach its servers: as given, else of its own local store. Raises ConfigError."""
+        return find(self.arguments, self.environ, run_id=check_run_id(self.id)).settings
+
+    @property
+    def folder(self) -> Path:
+        return self.given.settings.run.dir / check_run_id(self.id)
 
 
 def trusted_keys(given: Path | None, environ: Mapping[str, str], store: Path) -> TrustedKeys | None:

@@ -97,7 +97,12 @@ def create_or_delete(arguments: Sequence[str], run: str | None, *, s3_users: str
         settings, run_id = loaded.settings, _run_id(run, loaded)
         with Bus.connect(settings.nats, name="bootstrap") as bus:
             if delete:
-                return _delete(bus, run_id, ask=not yes)
+                question = f"delete all streams of run {run_id} at {bus.url}, and their contents? [y/N] "
+                if (not yes) and not (sys.stdin.isatty() and input(question).strip().lower() == "y"):
+                    print("nothing was deleted; answer y, or pass --yes", file=sys.stderr)
+                    return 1
+                print(f"{delete_run(bus, run_id)} streams of run {run_id} were deleted")
+                return 0
             bootstrap(bus, Blobs(settings.s3), run_id, settings.retention.limits())
         if s3_users:
             from penstock.deploy.s3_policies import create_users  # noqa: PLC0415  its library is needed only here
@@ -116,15 +121,6 @@ def _run_id(given: str | None, loaded: Loaded[ConnectionSettings]) -> str:
     if given is None and loaded.origins["run.id"] == "default":
         raise ConfigError("no run was named; give its run file, or run.id=NAME")
     return check_run_id(given or loaded.settings.run.id)
-
-
-def _delete(bus: Bus, run_id: str, *, ask: bool) -> int:
-    question = f"delete all streams of run {run_id} at {bus.url}, and their contents? [y/N] "
-    if ask and not (sys.stdin.isatty() and input(question).strip().lower() == "y"):
-        print("nothing was deleted; answer y, or pass --yes", file=sys.stderr)
-        return 1
-    print(f"{delete_run(bus, run_id)} streams of run {run_id} were deleted")
-    return 0
 
 
 if __name__ == "__main__":

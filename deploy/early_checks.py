@@ -45,19 +45,15 @@ def check_inputs(trainer: TrainerSettings) -> None:
         for key, files in given:
             if missing := [str(file) for file in files if not file.exists()]:
                 raise ConfigError(f"{key}: there is no file {', '.join(missing)}; check the path")
-        _check_context(trainer)
+        folder, longest = trainer.model.path, trainer.rollout.max_new_tokens
+        context = model_context_tokens(folder) if (folder / "config.json").is_file() else None
+        if context is not None and longest >= context:
+            raise ConfigError(
+                f"rollout.max_new_tokens = {longest} leaves no room for a prompt in the context of {context} tokens of model.path = "
+                f"{folder} (max_position_embeddings in its config.json); set rollout.max_new_tokens to less than {context}"
+            )
     check_same_model(trainer.run.folder, trainer.model.path)
     check_same_ranks(trainer.run.folder, trainer.trainer.num_ranks)
-
-
-def _check_context(trainer: TrainerSettings) -> None:
-    folder, longest = trainer.model.path, trainer.rollout.max_new_tokens
-    context = model_context_tokens(folder) if (folder / "config.json").is_file() else None
-    if context is not None and longest >= context:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {longest} leaves no room for a prompt in the context of {context} tokens of model.path = "
-            f"{folder} (max_position_embeddings in its config.json); set rollout.max_new_tokens to less than {context}"
-        )
 
 
 def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:

@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,49 +47,49 @@ _STOPPED_ON_REQUEST = 130
 _RUN_FILE = """\
 # The quickstart's run file. Change it, then: penstock train {file} --local run.id=another
 [run]
-id = "{run_id}"
-dir = "{dir}"
-seed = {seed}
+id = "{options.run_id}"
+dir = "{options.folder.parent}"
+seed = {options.seed}
 
 [model]
-path = "{folder}/sft"       # the model after the warm-up by `penstock sft`
+path = "{options.folder}/sft"       # the model after the warm-up by `penstock sft`
 
 [data]
-train = "{folder}/data/train.jsonl"
-eval = "{folder}/data/eval.jsonl"
+train = "{options.folder}/data/train.jsonl"
+eval = "{options.folder}/data/eval.jsonl"
 max_prompt_tokens = 32
 
 [rollout]
-groups_per_step = {groups_per_step}
-group_size = {group_size}
-groups_per_message = {groups_per_message}     # small groups share a message and an object
+groups_per_step = {task.groups_per_step}
+group_size = {task.group_size}
+groups_per_message = {task.groups_per_message}     # small groups share a message and an object
 max_staleness = 2
-max_new_tokens = {max_new_tokens}
-{rollout}
+max_new_tokens = {task.max_new_tokens}
+{task.rollout}
 [algorithm]
 name = "async_grpo"         # the default: GRPO that learns from samples of older versions, see docs/algorithms.md
 
 [reward]
-{reward}
+{task.reward}
 
 [trainer]
-steps = {steps}
-lr = {lr}
+steps = {options.steps}
+lr = {task.lr}
 betas = [0.9, 0.98]
 warmup_steps = {warmup_steps}
 schedule = "linear"
 
 [eval]
 every = {eval_every}
-{eval}
+{task.eval}
 [sft]
-data = "{folder}/data/sft.jsonl"
-steps = {sft_steps}
-batch_size = {sft_batch}
-lr = {sft_lr}
+data = "{options.folder}/data/sft.jsonl"
+steps = {task.sft_steps}
+batch_size = {task.sft_batch}
+lr = {task.sft_lr}
 betas = [0.9, 0.98]
-warmup_steps = {sft_warmup_steps}
-output = "{folder}/sft"
+warmup_steps = {task.sft_warmup_steps}
+output = "{options.folder}/sft"
 """
 
 _UPDATE_MODE = """\
@@ -128,9 +127,25 @@ def quickstart(given: QuickstartOptions) -> int:
         return _STOPPED_ON_REQUEST
     if code:
         return code
-    following = _next_steps(options)
+    chat, *rest = next_steps(options.folder)
+    following = [
+        f"{chat} --prompt '{options.task.question}'",
+        *rest,
+        f"penstock train {options.folder / 'run.toml'} --local run.id=mine trainer.lr=3e-4",
+        "penstock init",
+    ]
     path = report.write(options.folder, summary, next_steps=following)
-    _print_result(show, summary, path, following, options.task.learnt)
+    name, before, after = options.task.learnt, summary.accuracy_before, summary.accuracy_after
+    if after is None:
+        name, before, after = "reward", summary.eval_reward_before, summary.eval_reward_after
+    show("")
+    if before is not None and after is not None:
+        show(f"{name:<9} {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
+    dropped = sum(summary.groups.dropped.values())
+    show(f"groups    {summary.groups.issued:,} issued, {summary.groups.trained:,} trained, {dropped} dropped")
+    show(f"report    {path}")
+    for line in following:
+        show(f"next      {line}")
     if options.as_json:
         total = {"total_wall_s": round(time.monotonic() - started, 2), "total_cpu_s": round(usage, 2)}
         files = {"report": str(path), "model": str(options.folder / "model")}
@@ -189,28 +204,9 @@ def _make(options: Options, show: _Progress) -> Path:
 
 
 def run_file_text(options: Options, file: Path) -> str:
-    task = options.task
+    warmup_steps, eval_every = min(10, options.steps // 2), max(1, options.steps // 6)
     return _RUN_FILE.format(
-        file=file,
-        run_id=options.run_id,
-        dir=options.folder.parent,
-        folder=options.folder,
-        seed=options.seed,
-        steps=options.steps,
-        warmup_steps=min(10, options.steps // 2),
-        groups_per_step=task.groups_per_step,
-        group_size=task.group_size,
-        groups_per_message=task.groups_per_message,
-        max_new_tokens=task.max_new_tokens,
-        rollout=task.rollout,
-        reward=task.reward,
-        lr=task.lr,
-        eval_every=max(1, options.steps // 6),
-        eval=task.eval,
-        sft_steps=task.sft_steps,
-        sft_batch=task.sft_batch,
-        sft_lr=task.sft_lr,
-        sft_warmup_steps=task.sft_warmup_steps,
+        file=file, options=options, task=options.task, warmup_steps=warmup_steps, eval_every=eval_every
     )
 
 
@@ -285,30 +281,6 @@ def _wait_until_all_hold_work(run_id: str, bus: Bus, num_workers: int) -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(_POLL_S / 20)
-
-
-def _print_result(show: _Progress, summary: RunSummary, path: Path, following: Sequence[str], learnt: str) -> None:
-    name, before, after = learnt, summary.accuracy_before, summary.accuracy_after
-    if after is None:
-        name, before, after = "reward", summary.eval_reward_before, summary.eval_reward_after
-    show("")
-    if before is not None and after is not None:
-        show(f"{name:<9} {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
-    dropped = sum(summary.groups.dropped.values())
-    show(f"groups    {summary.groups.issued:,} issued, {summary.groups.trained:,} trained, {dropped} dropped")
-    show(f"report    {path}")
-    for line in following:
-        show(f"next      {line}")
-
-
-def _next_steps(options: Options) -> list[str]:
-    chat, *rest = next_steps(options.folder)
-    return [
-        f"{chat} --prompt '{options.task.question}'",
-        *rest,
-        f"penstock train {options.folder / 'run.toml'} --local run.id=mine trainer.lr=3e-4",
-        "penstock init",
-    ]
 
 
 class _Progress:

@@ -57,37 +57,37 @@ TEMPLATE_TOKENS = 48  # of a chat with a short system prompt
 SPARE_TOKENS = 3  # the end of turn, and room for a wrong answer
 _FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm
 _RUN_FILE = """\
-# SmolLM2-135M-Instruct learns {learns}; {explained}.
+# SmolLM2-135M-Instruct learns {problems.learns}; {problems.explained}.
 [run]
-id = "{run_id}"
-dir = "{dir}"
-seed = {seed}
+id = "{options.run}"
+dir = "{options.dir}"
+seed = {options.seed}
 
 [model]
 path = "{folder}/sft"       # the model after the warm-up by `penstock sft`
-dtype = "{dtype}"       # bfloat16 where the processor multiplies it fast (avx512_bf16, amx_bf16), else float32
+dtype = "{options.dtype}"       # bfloat16 where the processor multiplies it fast (avx512_bf16, amx_bf16), else float32
 
 [worker]
-dtype = "{dtype}"       # of the embedded engine: as the trainer's, so that their log-probabilities agree
+dtype = "{options.dtype}"       # of the embedded engine: as the trainer's, so that their log-probabilities agree
 
 [data]
 train = "{folder}/data/train.jsonl"
 eval = "{folder}/data/eval.jsonl"
-system_prompt = "{system_prompt}"
-max_prompt_tokens = {max_prompt_tokens}
+system_prompt = "{problems.system_prompt}"
+max_prompt_tokens = {problems.max_prompt_tokens}
 
 [rollout]
 groups_per_step = {groups_per_step}
 group_size = 8
 groups_per_message = 8
 max_staleness = 2
-max_new_tokens = {max_new_tokens}
+max_new_tokens = {problems.max_new_tokens}
 
 [reward]
-{reward}
+{problems.reward}
 
 [trainer]
-steps = {steps}
+steps = {options.steps}
 lr = {lr}
 warmup_steps = {warmup_steps}
 max_mismatch = 0.2          # bfloat16 rounds engine and trainer apart: 0.06 to 0.12 nats a token where answers are uncertain
@@ -211,7 +211,12 @@ def run_recipe(given: RecipeOptions) -> int:
     except PenstockError as err:
         print(f"penstock recipe: {err}", file=sys.stderr)
         return 1
-    commands = _commands(options, model, run_file, question)
+    json = ["--json"] if options.json else []
+    commands = [
+        ["penstock", "sft", str(run_file), f"model.path={model}"],
+        ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
+        ["penstock", "chat", options.run, f"run.dir={options.dir}", "--prompt", question],
+    ]
     if options.no_train:
         print(*(f"next: {shlex.join(command)}" for command in commands), sep="\n", file=sys.stderr)
         return 0
@@ -239,20 +244,11 @@ def _make(options: RecipeOptions) -> tuple[Path, Path, str]:
     run_file = folder / "run.toml"
     run_file.write_text(
         _RUN_FILE.format(
-            run_id=options.run,
-            dir=options.dir,
+            options=options,
+            problems=problems,
             folder=folder,
-            seed=options.seed,
-            dtype=options.dtype,
-            learns=problems.learns,
-            explained=problems.explained,
-            system_prompt=problems.system_prompt,
-            max_prompt_tokens=problems.max_prompt_tokens,
-            max_new_tokens=problems.max_new_tokens,
-            reward=problems.reward,
             groups_per_step=GROUPS_PER_STEP,
             micro_batch_tokens=MICRO_BATCH_TOKENS,
-            steps=options.steps,
             lr=LR,
             warmup_steps=min(10, options.steps // 2),
             eval_every=max(1, options.steps // 6),
@@ -313,15 +309,6 @@ def _gym_problems(options: RecipeOptions, folder: Path, name: str) -> Problems:
         reward=f'name = "{reward}"\nsuccess = {{ "{reward}" = 1.0 }}      # its scores are 0 to 1',
         question=written.question,
     )
-
-
-def _commands(options: RecipeOptions, model: Path, run_file: Path, question: str) -> list[list[str]]:
-    json = ["--json"] if options.json else []
-    return [
-        ["penstock", "sft", str(run_file), f"model.path={model}"],
-        ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
-        ["penstock", "chat", options.run, f"run.dir={options.dir}", "--prompt", question],
-    ]
 
 
 def fast_dtype(cpuinfo: str) -> str:

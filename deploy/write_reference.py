@@ -48,7 +48,7 @@ def reference_document() -> dict[str, Any]:
         preset_key="algorithm.name",
     )
     return {
-        "sections": {name: _first_line(_section(name)) for name in SECTIONS},
+        "sections": {name: (inspect.getdoc(_section(name)) or "").partition("\n")[0] for name in SECTIONS},
         "settings": [setting.to_document() for setting in settings],
     }
 
@@ -99,10 +99,6 @@ def _section(name: str) -> type[BaseModel]:
     while not isinstance(found, type):  # the tables of a list
         found = get_args(found)[0]
     return found
-
-
-def _first_line(model: type[BaseModel]) -> str:
-    return (inspect.getdoc(model) or "").partition("\n")[0]
 
 
 def main() -> int:

@@ -123,7 +123,11 @@ def http_apis() -> str:
         _model_table(model, level=3)
         for model in (wire.ScoreRequest, wire.GroupToScore, wire.ScoreResponse, wire.GroupScore)
     ]
-    parts += ["## Dialects\n", _dialects()]
+    rows: list[tuple[object, ...]] = []
+    for name, kind in sorted(DIALECTS.built_in.items()):
+        options = ", ".join(f"`{model_field}`" for model_field in kind.options.model_fields) or "none"
+        rows.append((f"`{name}`", " ".join((kind.options.__doc__ or "").split("\n\n")[0].split()), options))
+    parts += ["## Dialects\n", table("dialect", "is", "options", rows=rows)]
     return "\n".join(parts)
 
 
@@ -166,11 +170,3 @@ def _model_table(model: type[BaseModel], level: int = 0) -> str:
     summary = " ".join((model.__doc__ or "").split())
     head = f"{'#' * level} {model.__name__}\n\n" if level else ""
     return f"{head}{summary}\n\n" + table("field", "type", "default", "meaning", rows=rows)
-
-
-def _dialects() -> str:
-    rows: list[tuple[object, ...]] = []
-    for name, kind in sorted(DIALECTS.built_in.items()):
-        options = ", ".join(f"`{model_field}`" for model_field in kind.options.model_fields) or "none"
-        rows.append((f"`{name}`", " ".join((kind.options.__doc__ or "").split("\n\n")[0].split()), options))
-    return table("dialect", "is", "options", rows=rows)

@@ -58,10 +58,10 @@ def without_empty(document: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if value or name not in names}
 
 
-def first_problem(err: ValidationError) -> str:
-    """Return the first field that a model refused, and why."""
-    first = err.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+def first_problem(err: ValidationError, whole: str = "body", *, most: int | None = None) -> str:
+    """Return the first field that a model refused, and why, of each at most so many characters; ``whole`` names the value itself."""
+    first = err.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))[:most] or whole}: {first['msg'][:most]}"
 
 
 class BlobRef(Wire):

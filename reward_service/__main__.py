@@ -54,17 +54,13 @@ def _command(arguments: Sequence[str]) -> int:
         case ["sandbox", *rest]:
             return _probe_sandbox(rest[0] if rest else "auto")
         case ["check-tests"]:
-            return _check_tests()
+            from penstock.reward_service import check_tests  # noqa: PLC0415 see above
+
+            return asyncio.run(check_tests.check(sys.stdin, sys.stdout))
         case [("serve" | "serve-judge" | "serve-grader") as command, *rest]:
             return _serve(command, rest)
         case _:
             return _run_service(arguments)
-
-
-def _check_tests() -> int:
-    from penstock.reward_service import check_tests  # noqa: PLC0415 see above
-
-    return asyncio.run(check_tests.check(sys.stdin, sys.stdout))
 
 
 def _serve(command: str, arguments: Sequence[str]) -> int:

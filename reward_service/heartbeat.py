@@ -42,7 +42,9 @@ class HeartbeatWriter:
 
     async def run(self, done: asyncio.Event) -> None:
         """Write until ``done``, then delete this replica's records; while NATS is unreachable, skip."""
-        await self._delete_forgotten()
+        with contextlib.suppress(BusUnreachable):
+            for key in rewards_offered.expired_keys(await self.offers.entries(), now=time.time()):
+                await self.offers.delete(key)
         beat = 0
         while not done.is_set():
             try:
@@ -57,11 +59,6 @@ class HeartbeatWriter:
         with contextlib.suppress(BusUnreachable):
             await self.offers.delete(rewards_offered.key(self.replica))
             await self.live.delete(heartbeat_key(ROLE, self.replica))
-
-    async def _delete_forgotten(self) -> None:
-        with contextlib.suppress(BusUnreachable):
-            for key in rewards_offered.expired_keys(await self.offers.entries(), now=time.time()):
-                await self.offers.delete(key)
 
     async def _beat(self) -> None:
         await self.registry.refresh()

@@ -91,7 +91,10 @@ class Episodes:
         digest = _digest(body)
         held = self._held.get(body.id)
         if held is None:
-            self._check_place()
+            if self.draining:
+                raise Refused(503, "draining", "this server takes no new episodes; use another one")
+            if len(self._held) >= self.capacity:
+                raise Refused(503, "full", f"{self.capacity} episodes are played here; try again later")
             now = time.monotonic()
             held = _Held(digest, _task(self._start(body)), ends=now + body.deadline_s + _GRACE_S, used=now)
             self._held[body.id] = held
@@ -103,12 +106,6 @@ class Episodes:
         except Refused:
             await self.end(body.id)  # its place is free again
             raise
-
-    def _check_place(self) -> None:
-        if self.draining:
-            raise Refused(503, "draining", "this server takes no new episodes; use another one")
-        if len(self._held) >= self.capacity:
-            raise Refused(503, "full", f"{self.capacity} episodes are played here; try again later")
 
     async def _start(self, body: Start) -> Started:
         if body.version not in ("", self.version):

@@ -33,6 +33,7 @@ from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
 from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
+from penstock.protocol.groups import first_problem
 from penstock.protocol.logs import configure
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
@@ -162,9 +163,7 @@ class Registrar:
         try:
             server = RegisteredServer(url=self._offer.url, version=about.version, capacity=about.capacity)
         except ValidationError as err:
-            first = err.errors(include_input=False, include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "it"
-            raise RegistrationRefused(f"{self._offer.url} cannot be registered: {where}: {first['msg']}") from None
+            raise RegistrationRefused(f"{self._offer.url} cannot be registered: {first_problem(err, 'it')}") from None
         if about.draining:
             raise RegistrationRefused(f"{self._offer.url} cannot be registered: it is stopping (draining)")
         await registry.register(self._store, self.name, server, self._lease(about), replace=self._offer.replace)

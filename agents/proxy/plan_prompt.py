@@ -88,7 +88,9 @@ class PromptPlanner:
         if self._strips(base, new):
             rendered = self.renderer.whole(self._messages_shown(found.messages), tools)
             return self._observed(tree, found, rendered, "thinking_stripped", processor)
-        end = self._end_of(base)
+        last = int(base.token_ids[-1])
+        stop = self.renderer.text_of([last]) if last in self.stop_token_ids else ""
+        end = AnswerEnd(stop, in_reasoning=base.in_reasoning)
         has_system = found.messages[0].role == "system"
         bridge = self.renderer.bridge(base.answer, end, new, tools, has_system=has_system)
         if bridge is None:
@@ -110,11 +112,6 @@ class PromptPlanner:
         prompt_ids = np.asarray(token_ids, dtype=np.int32)
         parent, length = tree.observe(prompt_ids, images)
         return PromptPlan(found, parent, length, prompt_ids, rendered.opens_reasoning, cause, images)
-
-    def _end_of(self, turn: SampledTurn) -> AnswerEnd:
-        last = int(turn.token_ids[-1])
-        stop = self.renderer.text_of([last]) if last in self.stop_token_ids else ""
-        return AnswerEnd(stop, in_reasoning=turn.in_reasoning)
 
     def _strips(self, base: SampledTurn, new: Sequence[Message]) -> bool:
         """Return True if the recorded tokens hold reasoning that the setting does not show from here on."""

@@ -135,15 +135,6 @@ class SampledTurn:
         return ids
 
 
-def _own_experts(choices: ExpertChoices, turn: SampledTurn) -> ExpertChoices:
-    if len(choices.ids) != turn.num_tokens - 1:
-        raise ReplyRefused(
-            f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its conversation, expected "
-            f"{turn.num_tokens - 1}: all but the last"
-        )
-    return replace(choices, ids=choices.ids[turn.experts_start :].copy())
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     base: SampledTurn | None  # the turn that is continued
@@ -252,7 +243,13 @@ class ConversationTree:
             in_reasoning=in_reasoning, images=plan.images,
         )  # fmt: skip
         if completion.experts is not None:
-            turn.experts = _own_experts(completion.experts, turn)
+            choices = completion.experts
+            if len(choices.ids) != turn.num_tokens - 1:
+                raise ReplyRefused(
+                    f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its conversation, expected "
+                    f"{turn.num_tokens - 1}: all but the last"
+                )
+            turn.experts = replace(choices, ids=choices.ids[turn.experts_start :].copy())
         self.turns.append(turn)
         self._by_prompt.setdefault(plan.found.key, []).append(turn)
         self.num_stored_tokens += len(turn.context_ids) + len(turn.token_ids)

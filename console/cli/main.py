@@ -16,7 +16,7 @@ from penstock.agents.hosting import commands as environments
 from penstock.console.cli import model_verbs, reward_verbs, run_verbs, service_verbs, train_verbs
 from penstock.console.cli.options import INSPECT, SERVE, START
 from penstock.protocol import command_line, process_end
-from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
 
@@ -79,10 +79,9 @@ def watch(
     Then:     penstock runs show RUN
     """
     from penstock.console.live.panel import watch_run
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed(), finished_only=True)
-    return watch_run(run, arguments, os.environ, plain=plain, as_json=json)
+    return watch_run(with_local_servers(run, arguments, finished_only=True), plain=plain, as_json=json)
 
 
 @app.command(group=INSPECT)
@@ -106,13 +105,13 @@ def chat(
               penstock chat quickstart --prompt "sort 52704183"
     Then:     Ctrl-D ends it
     """
-    from penstock.console.tools.chat import ChatOptions
+    from penstock.console.connections import NamedRun
     from penstock.console.tools.chat import chat as start_chat
 
-    options = ChatOptions(
-        model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens
+    named = NamedRun(run, arguments)
+    return start_chat(
+        named, model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens
     )
-    return start_chat(run, arguments, os.environ, options)
 
 
 @app.command(group=INSPECT)
@@ -130,10 +129,10 @@ def track(
               penstock track my-run 'tracker=["wandb", "mlflow"]' tracking.project=gsm8k
     Then:     tensorboard --logdir runs/quickstart/trackers/tensorboard
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.tracking import trackers
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed(), finished_only=not once)
+    with_local_servers(run, arguments, finished_only=not once)
     return trackers.track(run, arguments, os.environ, once=once)
 
 
@@ -160,7 +159,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Help("The shell.
               penstock completion fish > ~/.config/fish/completions/penstock.fish
     Then:     start a new shell, and type: penstock train rollout.<TAB>
     """
-    from penstock.console.cli.completion import script
+    from penstock.console.cli.verb_help import script
 
     print(script(shell, app), end="")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from penstock.console.cli.options import INSPECT
-from penstock.protocol.command_line import Help, Json, RunArguments, RunName, UsageError, application, typed
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, UsageError, application
 
 app = application("model", help="List, tag, select, merge and exchange models.", group=INSPECT)
 
@@ -22,11 +21,10 @@ def list_models(run: RunName, *arguments: RunArguments, json: Json = False) -> i
     Example:  penstock model list quickstart
     Then:     penstock model select RUN --by eval.accuracy
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.registry.versions import print_list
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
-    return print_list(run, arguments, os.environ, as_json=json)
+    return print_list(with_local_servers(run, arguments), as_json=json)
 
 
 @app.command
@@ -47,7 +45,8 @@ def tag(
               penstock model tag quickstart candidate --remove
     Then:     penstock eval RUN@candidate --data test.jsonl
     """
-    from penstock.console.record import stored_run
+    from penstock.console.connections import NamedRun
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.registry import versions
     from penstock.protocol.errors import ConfigError
 
@@ -55,11 +54,10 @@ def tag(
     if remove:
         if keep or move or note:
             raise UsageError("--remove takes no --keep, --move or --note")
-        return versions.remove_tag(run, name, arguments, os.environ)
+        return versions.remove_tag(NamedRun(run, arguments), name)
     if not version:
         raise ConfigError(f"name a version: {run}@VERSION, {run}@best or {run}@head; see: penstock model list {run}")
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
-    return versions.set_tag(run, version, name, arguments, os.environ, keep=keep, move=move, note=note)
+    return versions.set_tag(with_local_servers(run, arguments), version, name, keep=keep, move=move, note=note)
 
 
 @app.command
@@ -79,11 +77,10 @@ def select(
               penstock model select my-run --by eval:math500.pass@8 --min 0.6 --tag release
     Then:     penstock weights export RUN --version V --to FOLDER
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.registry.versions import print_selected
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
-    return print_selected(run, by, arguments, os.environ, least=least, tag=tag, as_json=json)
+    return print_selected(with_local_servers(run, arguments), by, least=least, tag=tag, as_json=json)
 
 
 @app.command
@@ -104,7 +101,7 @@ def card(
     from penstock.protocol.errors import ConfigError
 
     _ensure_servers(target, arguments)
-    text = card_of(target, arguments, os.environ)
+    text = card_of(target, arguments)
     if to is None:
         print(text, end="")
         return 0
@@ -133,7 +130,7 @@ def push(
     from penstock.console.registry.exchange import push_model
 
     _ensure_servers(target, arguments)
-    return push_model(target, repo, arguments, os.environ, private=not public, revision=revision)
+    return push_model(target, repo, arguments, private=not public, revision=revision)
 
 
 @app.command
@@ -158,11 +155,11 @@ def pull(
 
 def _ensure_servers(target: str, arguments: tuple[str, ...]) -> None:
     """Start the servers of a finished local run whose version is named; a folder or a final model needs none."""
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
 
     run, at, _ = target.partition("@")
     if at and not Path(target).is_dir():
-        stored_run.ensure_local_servers(run, arguments, os.environ, typed())
+        with_local_servers(run, arguments)
 
 
 @app.command
@@ -212,14 +209,13 @@ def merge(  # noqa: PLR0913 - each is an option of the command
 
 
 def _average_last(models: tuple[str, ...], count: int, to: Path) -> int:
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.registry.versions import average_last
     from penstock.protocol.errors import ConfigError
 
     if not models:
         raise ConfigError("--average-last merges versions of a run: name the run")
     run, *settings = models
-    stored_run.ensure_local_servers(run, settings, os.environ, typed())
-    versions = average_last(run, count, to, settings, os.environ)
+    versions = average_last(with_local_servers(run, settings), count, to)
     print(f"versions {', '.join(map(str, versions))} of run {run} averaged: {to}", file=sys.stderr)
     return 0

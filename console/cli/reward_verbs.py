@@ -105,11 +105,10 @@ def errors(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
               penstock reward errors gsm8k nats.url=nats://gpu-1:4222 nats.user=me
     Then:     penstock reward test NAME
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.tools.reward_errors import print_errors
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
-    return print_errors(run, arguments, os.environ, as_json=json)
+    return print_errors(with_local_servers(run, arguments), as_json=json)
 
 
 @app.command

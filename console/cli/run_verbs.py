@@ -38,9 +38,10 @@ def show_run(run: RunName, *arguments: RunArguments) -> int:
     Example:  penstock runs show quickstart
     Then:     penstock chat RUN
     """
+    from penstock.console.connections import NamedRun
     from penstock.console.tools.runs import print_one
 
-    return print_one(run, arguments, os.environ)
+    return print_one(NamedRun(run, arguments))
 
 
 @runs.command(name="stopped")
@@ -57,9 +58,10 @@ def show_stopped(
     Example:  penstock runs stopped gsm8k
     Then:     penstock lineage gsm8k --group GROUP
     """
+    from penstock.console.connections import NamedRun
     from penstock.console.record.stopped import print_stopped
 
-    return print_stopped(run, arguments, os.environ, step=step, as_json=json)
+    return print_stopped(NamedRun(run, arguments), step=step, as_json=json)
 
 
 @weights.default
@@ -69,11 +71,10 @@ def list_weights(run: RunName, *arguments: RunArguments, json: Json = False) -> 
     Example:  penstock weights quickstart
     Then:     penstock weights export RUN --version V --to FOLDER
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.tools.weights import print_versions
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
-    return print_versions(run, arguments, os.environ, as_json=json)
+    return print_versions(with_local_servers(run, arguments), as_json=json)
 
 
 @weights.command(name="export")
@@ -102,14 +103,14 @@ def export_weights(
               penstock weights export quickstart --version 12 --to models/v12
     Then:     penstock chat RUN --model models/best
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.console.tools.weights import export
     from penstock.protocol.errors import ConfigError
 
     if (version is None) != best:
         raise ConfigError("name one version: --best for the one with the best evaluation, or --version V")
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
-    return export(run, version, to, arguments, os.environ, adapter=adapter, trusted_keys_file=trusted_keys)
+    named = with_local_servers(run, arguments)
+    return export(named, version, to, adapter=adapter, trusted_keys_file=trusted_keys)
 
 
 @runs.command(name="rm")
@@ -130,9 +131,10 @@ def remove_run(
               penstock runs rm my-run nats.url=nats://gpu-1:4222 s3.endpoint=http://gpu-1:9000 --yes
     Then:     penstock runs
     """
+    from penstock.console.connections import NamedRun
     from penstock.console.tools.removal import remove_run as remove_it
 
-    return remove_it(run, arguments, os.environ, yes=yes, folder=folder, force=force)
+    return remove_it(NamedRun(run, arguments), yes=yes, folder=folder, force=force)
 
 
 @runs.command(name="backup")
@@ -149,10 +151,10 @@ def backup_run(
     Example:  penstock runs backup quickstart --to backups/quickstart
     Then:     penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.forensics import backup
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
+    with_local_servers(run, arguments)
     return backup.backup_run(run, arguments, to)
 
 
@@ -188,10 +190,11 @@ def replay(run: RunName, *arguments: RunArguments, options: Annotated[ReplayOpti
               penstock replay my-run --batch 41
     Then:     penstock lineage RUN --version V
     """
+    from penstock.console.connections import NamedRun
     from penstock.console.record import stored_run
 
-    command = stored_run.replay(run, arguments, os.environ, typed()[1:], batch=options.batch)
-    stored_run.replace_process(run, arguments, os.environ, command)
+    named = NamedRun(run, arguments)
+    stored_run.replace_process(named, stored_run.replay(named, typed()[1:], batch=options.batch))
 
 
 @record.command(group=TRAIN)
@@ -230,12 +233,12 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
               penstock rescore my-run --weights correct=1,format=0.2 --into my-run-format
     Then:     penstock train run.toml --local run.id=NEW data.from_run=INPUT
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_servers
     from penstock.forensics.rescore import RescoreOptions, Rule, parse_weights, rescore, service_for
 
     rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
     words = typed() if reward or not serve else [*typed(), "--reward", serve[0].stem]
-    stored_run.ensure_servers(run, arguments, os.environ, typed())
+    with_servers(run, arguments)
     at = service_for(run, rule, arguments, os.environ, url=url, serve=serve, typed=words)
     options = RescoreOptions(rule, into, at, token_file, leave_out_failed)
     return rescore(run, arguments, os.environ, options, as_json=json)
@@ -260,11 +263,10 @@ def lineage(
               penstock lineage quickstart --group e0.p17.a0 --full
     Then:     penstock replay RUN --to V
     """
-    from penstock.console.record import stored_run
     from penstock.console.record.lineage import print_lineage
+    from penstock.console.record.stored_run import with_servers
 
-    stored_run.ensure_servers(run, arguments, os.environ, typed())
-    return print_lineage(run, arguments, os.environ, version=version, group=group, full=full, as_json=json)
+    return print_lineage(with_servers(run, arguments), version=version, group=group, full=full, as_json=json)
 
 
 @record.command(group=INSPECT)
@@ -277,9 +279,10 @@ def profile(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
               penstock profile my-run run.dir=/shared/runs --json
     Then:     penstock plan run.toml
     """
+    from penstock.console.connections import NamedRun
     from penstock.console.tools.profile import print_profile
 
-    return print_profile(run, arguments, os.environ, as_json=json)
+    return print_profile(NamedRun(run, arguments), as_json=json)
 
 
 @record.command(group=INSPECT)
@@ -300,10 +303,10 @@ def audit(
               penstock audit my-run nats.url=nats://gpu-1:4222 run.dir=/shared/runs
     Then:     penstock runs show RUN
     """
-    from penstock.console.record import stored_run
+    from penstock.console.record.stored_run import with_local_servers
     from penstock.forensics.audit.audit import audit_run
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
+    with_local_servers(run, arguments)
     return audit_run(run, arguments, os.environ, fast=fast, as_json=json)
 
 
@@ -314,11 +317,10 @@ def list_dead_letters(run: RunName, *arguments: RunArguments, json: Json = False
     Example:  penstock dead-letters list quickstart
     Then:     penstock dead-letters show RUN ID
     """
-    from penstock.console.record.stored_run import ensure_servers
+    from penstock.console.record.stored_run import with_servers
     from penstock.console.tools.dead_letters import print_list
 
-    ensure_servers(run, arguments, os.environ, typed())
-    return print_list(run, arguments, os.environ, as_json=json)
+    return print_list(with_servers(run, arguments), as_json=json)
 
 
 @dead_letters.command(name="show")
@@ -330,11 +332,10 @@ def show_dead_letter(
     Example:  penstock dead-letters show quickstart 3
     Then:     penstock dead-letters resend RUN ID
     """
-    from penstock.console.record.stored_run import ensure_servers
+    from penstock.console.record.stored_run import with_servers
     from penstock.console.tools.dead_letters import print_one
 
-    ensure_servers(run, arguments, os.environ, typed())
-    return print_one(run, number, arguments, os.environ, as_json=json)
+    return print_one(with_servers(run, arguments), number, as_json=json)
 
 
 @dead_letters.command(name="resend")
@@ -352,10 +353,9 @@ def resend_dead_letters(
               penstock dead-letters resend quickstart --all
     Then:     penstock watch RUN
     """
-    from penstock.console.record.stored_run import ensure_servers
+    from penstock.console.record.stored_run import with_servers
     from penstock.console.tools.dead_letters import resend
 
     numbers = [int(word) for word in arguments if word.isdecimal()]
     rest = [word for word in arguments if not word.isdecimal()]
-    ensure_servers(run, rest, os.environ, typed())
-    return resend(run, numbers, rest, os.environ, everything=all, once_more=once_more)
+    return resend(with_servers(run, rest), numbers, everything=all, once_more=once_more)

@@ -137,11 +137,11 @@ def console(
 
     try:
         with lean_imports(without=UNUSED_BY_CONSOLE):
-            from penstock.console.web.serve import ServeOptions, serve
+            from penstock.console.web.serve import serve
     except ModuleNotFoundError as err:
         raise ConfigError(f"{err.name} is not installed; run: pip install 'penstock[console]'") from None
 
-    return serve(arguments, os.environ, ServeOptions(host, port, tokens, allow_host, json))
+    return serve(arguments, os.environ, host=host, port=port, tokens=tokens, allow_hosts=allow_host, as_json=json)
 
 
 @console_app.command

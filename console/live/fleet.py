@@ -88,7 +88,12 @@ class ServiceHistory:
             return None
         span: Span | None = None
         if self._has_restarted(beat):
-            self._add_earlier()
+            self._earlier_busy_s, self._earlier_idle_s = self.busy_s, self.idle_s
+            self._earlier_cpu_s += self.beat.cpu_s
+            for name in COUNTERS:
+                self._earlier[name] = self._earlier.get(name, 0.0) + self.beat.figures.get(name, 0.0)
+            self._origin = _Marks()
+            self.num_starts += 1
         else:
             span = Span(max(beat.at - self.beat.at, 0.0), max(beat.busy_s - self.beat.busy_s, 0.0))
             if (
@@ -142,14 +147,6 @@ class ServiceHistory:
         if beat.cpu_s < self.beat.cpu_s:
             return True
         return any(beat.figures.get(name, 0.0) < self.beat.figures.get(name, 0.0) for name in COUNTERS)
-
-    def _add_earlier(self) -> None:
-        self._earlier_busy_s, self._earlier_idle_s = self.busy_s, self.idle_s
-        self._earlier_cpu_s += self.beat.cpu_s
-        for name in COUNTERS:
-            self._earlier[name] = self._earlier.get(name, 0.0) + self.beat.figures.get(name, 0.0)
-        self._origin = _Marks()
-        self.num_starts += 1
 
 
 class Fleet:

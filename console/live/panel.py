@@ -14,14 +14,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.live import Live
 
-from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.frame import figure, rate, render
 from penstock.console.live.run_snapshot import Snapshot
@@ -138,7 +138,12 @@ class LivePanel:
         while not self._ending.wait(_TICK_S):
             try:
                 with self._lock:
-                    self._fold()
+                    assert self._watcher is not None
+                    if not self._has_caught_up:  # no line or frame shows a state of the run's past as today's
+                        self._has_caught_up = True
+                        self._watcher.catch_up()
+                    self._watcher.step()
+                    self._fold_notes()
             except Exception as err:  # noqa: BLE001 without its thread the panel would stand still without a word
                 problem = str(err) if isinstance(err, PenstockError) else f"{type(err).__name__}: {err}"
                 if problem != self._problem:
@@ -152,14 +157,6 @@ class LivePanel:
                 before_s = time.thread_time()
                 self._show()
                 next_frame = time.monotonic() + max(_FRAME_S, (time.thread_time() - before_s) / _FRAME_SHARE)
-
-    def _fold(self) -> None:
-        assert self._watcher is not None
-        if not self._has_caught_up:  # no line or frame shows a state of the run's past as today's
-            self._has_caught_up = True
-            self._watcher.catch_up()
-        self._watcher.step()
-        self._fold_notes()
 
     def _fold_notes(self) -> None:
         while not self._notes.empty():
@@ -232,18 +229,18 @@ def line(s: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, plain: bool, as_json: bool) -> int:
+def watch_run(run: NamedRun, *, plain: bool, as_json: bool) -> int:
     """Watch until the run ends or Ctrl-C; returns the exit code.
 
     With ``as_json`` the lines go to stderr, and stdout gets one JSON object, the last thing printed.
     Raises ConfigError, BusUnreachable or MissingStream.
     """
-    settings = connections.find(arguments, environ, run_id=run).settings
+    settings = run.settings
     logs.configure("watch", level="error")  # the panel shows when NATS is unreachable
     mode: Mode = "plain" if plain or as_json else "auto"
     code = 0
     with Bus.connect(settings.nats, name="watch", deadline_s=5.0) as bus:
-        panel = LivePanel(run, bus, mode=mode, stream=sys.stderr if as_json else sys.stdout)
+        panel = LivePanel(run.id, bus, mode=mode, stream=sys.stderr if as_json else sys.stdout)
         try:
             with panel:
                 panel.wait(lambda snapshot: has_ended(snapshot) or is_cut_off(snapshot))

@@ -115,20 +115,17 @@ class RunFold:
                 continue
             with contextlib.suppress(ValueError):  # counted by the reader of the file
                 missing.fold_event(RunEvent(run_id=self.run_id, source="trainer", kind=kind, at=at, data=dict(row)))
-        self._merge(missing)
-
-    def _merge(self, other: RunFold) -> None:
-        added = {number: point for number, point in other.steps.items() if number not in self.steps}
-        if other.steps and next(reversed(other.steps)) > next(reversed(self.steps), -1):
-            self._groups = other._groups
+        added = {number: point for number, point in missing.steps.items() if number not in self.steps}
+        if missing.steps and next(reversed(missing.steps)) > next(reversed(self.steps), -1):
+            self._groups = missing._groups
         for point in added.values():
             self._staleness.update(point.staleness_tokens)
         self.steps = dict(sorted({**self.steps, **added}.items()))
         known = {(e.version, e.split) for e in self.evals}
         self.evals = sorted(
-            [*self.evals, *(e for e in other.evals if (e.version, e.split) not in known)], key=lambda e: e.step
+            [*self.evals, *(e for e in missing.evals if (e.version, e.split) not in known)], key=lambda e: e.step
         )
-        for point in (*added.values(), *other.evals):
+        for point in (*added.values(), *missing.evals):
             self._saw(point.at)
 
     def fold_event(self, event: RunEvent) -> None:

@@ -127,9 +127,10 @@ class RunView(RunFold):
 
     def group_counts(self) -> GroupCounts:
         """Return the counts of the run's groups, without the rest of `summary`, whose cost grows with the steps."""
+        by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
         return GroupCounts(
             issued=self._groups.issued,
-            generated=self._generated(),
+            generated=max(by_heartbeats, self._groups.scored),  # a killed worker's last heartbeat is old
             scored=self._groups.scored,
             trained=self._groups.trained,
             in_flight=self._groups.outstanding,
@@ -191,11 +192,6 @@ class RunView(RunFold):
             both_working_s=self._fleet.both_working_s,
             both_working_share=min(self._fleet.both_working_s / training_s, 1.0) if training_s > 0 else None,
         )
-
-    def _generated(self) -> int:
-        """Return the generated groups of the training split, at least those scored: a killed worker's last heartbeat is old."""
-        by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
-        return max(by_heartbeats, self._groups.scored)
 
     def _tokens_generated(self, points: Sequence[StepPoint]) -> int:
         """Return the sampled tokens, at least those trained: a session that was not watched has no heartbeats."""

@@ -85,7 +85,9 @@ class Watcher:
         is_due = now - self._polled_at >= self._period_s
         if is_due and self._heartbeats is None and not self._depths and not self._bus.down_s:
             self._polled_at = now
-            self._request()
+            self._heartbeats = self._live.entries()
+            for spec in streams.consumers(self.view.run_id):
+                self._depths.setdefault(spec.stage, []).append(self._bus.consumer_state(spec))
 
     def catch_up(self, deadline_s: float = 5.0) -> None:
         """Fold everything the streams hold now and the last heartbeats; stops without an error at the deadline.
@@ -119,11 +121,6 @@ class Watcher:
         self._bus.tail(
             stream, subject, fact, arrived, from_start=True, on_unreadable=unreadable, gather_s=self._gather_s
         ).wait()
-
-    def _request(self) -> None:
-        self._heartbeats = self._live.entries()
-        for spec in streams.consumers(self.view.run_id):
-            self._depths.setdefault(spec.stage, []).append(self._bus.consumer_state(spec))
 
     def _fold_arrived(self, now: float) -> None:
         while True:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.terminal import console, printable
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import RecordBroken
@@ -193,9 +193,7 @@ def _member(group: RecordedGroup, packs: Sequence[BlobRef]) -> Member:
 
 
 def print_lineage(
-    run: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
+    run: NamedRun,
     *,
     version: int | None,
     group: str | None,
@@ -207,7 +205,7 @@ def print_lineage(
     Raises RecordBroken for what is not in the record, and the errors of NATS and the object store.
     """
     logs.configure("lineage", level="error")
-    record, blobs = open_record(run, arguments, environ)
+    record, blobs = open_record(run)
     if group is not None:
         found = group_history(record, group)
         members = [found.trained] if found.trained else []
@@ -224,17 +222,17 @@ def print_lineage(
     return 0
 
 
-def open_record(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[StoredRecord, Blobs]:
-    settings = connections.find(arguments, environ, run_id=run).settings
+def open_record(run: NamedRun) -> tuple[StoredRecord, Blobs]:
+    settings = run.settings
     blobs = Blobs(settings.s3, deadline_s=30.0)
-    blobs.check(run)
+    blobs.check(run.id)
 
     def pointer() -> bytes | None:
         with Bus.connect(settings.nats, name="lineage", deadline_s=5.0) as bus:
-            entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+            entry = bus.key_value(streams.state_bucket(run.id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
             return None if entry is None else entry.value
 
-    return StoredRecord.read(run, end_of_record(run, settings.run.folder, pointer), blobs.get), blobs
+    return StoredRecord.read(run.id, end_of_record(run.id, settings.run.folder, pointer), blobs.get), blobs
 
 
 def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: Blobs) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 
+from penstock.console.connections import NamedRun
 from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
@@ -34,11 +34,16 @@ class StoppedGroup:
     far_out: tuple[str, ...]  # what is unusual about it
 
 
-def print_stopped(
-    run: str, arguments: Sequence[str], environ: Mapping[str, str], *, step: int | None, as_json: bool
-) -> int:
-    folder = existing_folder(run, arguments, environ)
-    chosen = _choose(folder, step)
+def print_stopped(run: NamedRun, *, step: int | None, as_json: bool) -> int:
+    folder = existing_folder(run)
+    found = {int(path.name.removeprefix("step")): path for path in stopped_batches(folder)}
+    if not found:
+        raise ConfigError(f"{folder / FOLDER}: no saved batch; the run has not stopped by itself")
+    if step is not None and step not in found:
+        raise ConfigError(
+            f"{folder / FOLDER}: no batch of step {step}; saved are those of {', '.join(map(str, found))}"
+        )
+    chosen = found[max(found) if step is None else step]
     try:
         batch, groups = read_batch(chosen)
     except (MalformedFact, PackError, OSError) as err:
@@ -55,17 +60,6 @@ def print_stopped(
     print(f"run {run}, step {batch.step} on version {batch.version}: {printable(batch.reason)}\n{chosen}\n")
     console().print(_table(shown))
     return 0
-
-
-def _choose(folder: Path, step: int | None) -> Path:
-    found = {int(path.name.removeprefix("step")): path for path in stopped_batches(folder)}
-    if not found:
-        raise ConfigError(f"{folder / FOLDER}: no saved batch; the run has not stopped by itself")
-    if step is not None and step not in found:
-        raise ConfigError(
-            f"{folder / FOLDER}: no batch of step {step}; saved are those of {', '.join(map(str, found))}"
-        )
-    return found[max(found) if step is None else step]
 
 
 def _describe(scored: ScoredGroup, group: Group) -> StoppedGroup:

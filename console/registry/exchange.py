@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.console import connections, evaluation_results
+from penstock.console import evaluation_results
+from penstock.console.connections import NamedRun
 from penstock.console.evaluation_results import EvaluationResult, estimate_text
 from penstock.console.registry import versions
 from penstock.console.registry.versions import OFFLINE, Registry, Scores, stored_scores
@@ -101,12 +102,13 @@ def _failures(repo: str, what: str) -> Iterator[None]:
         raise HubFailed(f"{repo} was not {what}: {reason}; {fix}") from None
 
 
-def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    run, at, version = target.partition("@")
-    folder = existing_folder(run, arguments, environ)
+def card_of(target: str, arguments: Sequence[str]) -> str:
+    name, at, version = target.partition("@")
+    run = NamedRun(name, arguments)
+    folder = existing_folder(run)
     if not at:
         return model_card(folder, None, "", stored_scores(folder))
-    registry = Registry.read(run, arguments, environ)
+    registry = Registry.read(run)
     number = registry.version(version)
     row = registry.row(number)
     root = row["state_root"] if row else next((t.state_root for t in registry.tags.values() if t.version == number), "")
@@ -115,25 +117,25 @@ def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -
     return model_card(folder, number, root, registry.scores)
 
 
-def push_model(
-    target: str, repo: str, arguments: Sequence[str], environ: Mapping[str, str], *, private: bool, revision: str | None
-) -> int:
+def push_model(target: str, repo: str, arguments: Sequence[str], *, private: bool, revision: str | None) -> int:
     is_folder = (Path(target) / "config.json").is_file()
-    text = None if is_folder else card_of(target, arguments, environ)
-    with _model(target, arguments, environ) as folder:
+    text = None if is_folder else card_of(target, arguments)
+    with _model(target, arguments) as folder:
         address = push(folder, repo, private=private, revision=revision, card=text)
     print(f"{target}: {address}")
     return 0
 
 
 @contextlib.contextmanager
-def _model(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Path]:
+def _model(target: str, arguments: Sequence[str]) -> Iterator[Path]:
     """Yield the model folder of a target; a stored version is exported for as long as it is used."""
-    run, at, version = target.partition("@")
-    home = connections.find(arguments, environ).settings.run.dir / run
     if (Path(target) / "config.json").is_file():
         yield Path(target)
-    elif not at:
+        return
+    name, at, version = target.partition("@")
+    run = NamedRun(name, arguments)
+    home = run.folder
+    if not at:
         if not (home / "model" / "config.json").is_file():
             raise ConfigError(
                 f"run {run} has no final model yet ({home / 'model'}); name a version: {run}@head or {run}@best"
@@ -142,10 +144,10 @@ def _model(target: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     elif (home / versions.MODELS / version / "config.json").is_file():
         yield home / versions.MODELS / version
     else:
-        number = Registry.read(run, arguments, environ).version(version)
+        number = Registry.read(run).version(version)
         with tempfile.TemporaryDirectory(prefix="penstock-push-") as scratch:
             with contextlib.redirect_stdout(sys.stderr):
-                export(run, number, Path(scratch) / "model", arguments, environ)
+                export(run, number, Path(scratch) / "model")
             yield Path(scratch) / "model"
 
 

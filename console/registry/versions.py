@@ -25,7 +25,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.table import Table
 
-from penstock.console import connections, evaluation_results
+from penstock.console import evaluation_results
+from penstock.console.connections import NamedRun
 from penstock.console.evaluation_results import Estimate, EvaluationResult
 from penstock.console.registry.model_merge import Recipe, merge_folders
 from penstock.console.report import curves
@@ -199,10 +200,10 @@ class Registry:
     tags: dict[str, Tag]
 
     @classmethod
-    def read(cls, run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Registry:
-        folder = connections.find(arguments, environ).settings.run.dir / run
-        rows = stored_versions(run, arguments, environ)
-        return cls(run, folder, rows, stored_scores(folder), read_tags(folder))
+    def read(cls, run: NamedRun) -> Registry:
+        folder = run.folder
+        rows = stored_versions(run)
+        return cls(run.id, folder, rows, stored_scores(folder), read_tags(folder))
 
     @property
     def stored(self) -> list[int]:
@@ -250,8 +251,8 @@ def _is_best(row: Row) -> bool:
     return best is not None and best["rank"] == 1
 
 
-def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    registry = Registry.read(run, arguments, environ)
+def print_list(run: NamedRun, *, as_json: bool) -> int:
+    registry = Registry.read(run)
     rows = registry.listed()
     if as_json:
         print(json_text.dumps(rows))
@@ -265,20 +266,10 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
     return 0
 
 
-def set_tag(
-    run: str,
-    version: str,
-    name: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    keep: bool = False,
-    move: bool = False,
-    note: str = "",
-) -> int:
+def set_tag(run: NamedRun, version: str, name: str, *, keep: bool = False, move: bool = False, note: str = "") -> int:
     """Tag a stored version, with ``keep`` also write its model to the run's folder; return the exit code. Raises PenstockError."""
     check_tag_name(name)
-    registry = Registry.read(run, arguments, environ)
+    registry = Registry.read(run)
     number = registry.version(version)
     row = registry.row(number)
     if row is None:
@@ -294,33 +285,25 @@ def set_tag(
     )
     if keep and not folder.exists():
         with contextlib.redirect_stdout(sys.stderr):
-            export(run, number, folder, arguments, environ)
+            export(run, number, folder)
     moved = f", moved from version {before.version}" if before is not None and before.version != number else ""
     kept = f"; its model is in {folder}" if folder.exists() else ""
     print(f"run {run}: tag {name} names version {number}{moved}{kept}")
     return 0
 
 
-def remove_tag(run: str, name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+def remove_tag(run: NamedRun, name: str) -> int:
     """Remove a tag; what was written to ``models`` stays. Return the exit code. Raises ConfigError."""
-    folder = connections.find(arguments, environ).settings.run.dir / run
-    tag = delete_tag(folder, name)
-    kept = folder / MODELS / name
+    tag = delete_tag(run.folder, name)
+    kept = run.folder / MODELS / name
     print(f"run {run}: tag {name} of version {tag.version} removed{f'; {kept} stays' if kept.exists() else ''}")
     return 0
 
 
 def print_selected(
-    run: str,
-    by: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    least: float | None = None,
-    tag: str | None = None,
-    as_json: bool = False,
+    run: NamedRun, by: str, *, least: float | None = None, tag: str | None = None, as_json: bool = False
 ) -> int:
-    registry = Registry.read(run, arguments, environ)
+    registry = Registry.read(run)
     version, score = best_version(registry.scores, registry.stored, by, least)
     row = registry.row(version)
     assert row is not None
@@ -332,7 +315,7 @@ def print_selected(
             move=True,
         )
     if as_json:
-        print(json_text.dumps({"run": run, "version": version, "by": by, "tag": tag, **asdict(score)}))
+        print(json_text.dumps({"run": run.id, "version": version, "by": by, "tag": tag, **asdict(score)}))
         return 0
     interval = "" if score.low is None or score.high is None else f" [{score.low:.4g}, {score.high:.4g}]"
     print(f"version {version} of run {run}: {by} = {score.value:.4g}{interval}{f', tagged {tag}' if tag else ''}")
@@ -363,21 +346,21 @@ def newest(versions: Sequence[int], count: int, run: str) -> list[int]:
     return sorted(versions)[-count:]
 
 
-def average_last(run: str, count: int, to: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+def average_last(run: NamedRun, count: int, to: Path) -> list[int]:
     """Write the mean of a run's newest versions as a model folder; return the versions. Raises PenstockError.
 
     The exported versions need as much disk space as so many models, beside ``to``, until it is written.
     """
     if to.exists():
         raise ConfigError(f"{to} exists; name another folder, or remove it")
-    chosen = newest([row["version"] for row in stored_versions(run, arguments, environ)], count, run)
+    chosen = newest([row["version"] for row in stored_versions(run)], count, run.id)
     to.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
         folders = [scratch / f"{run}@{version}" for version in chosen]
         with contextlib.redirect_stdout(sys.stderr):
             for version, folder in zip(chosen, folders, strict=True):
-                export(run, version, folder, arguments, environ)
+                export(run, version, folder)
         merge_folders(folders, None, to, Recipe("linear", (1.0,) * count))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -53,7 +53,7 @@ def stored_summary(folder: Path) -> RunSummary | None:
 def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_plot: bool) -> str:
     sections = [
         _headline(summary, points.held_out),
-        _diagnoses(summary),
+        _bullets("What keeps it from learning", [f"**{d.what}** {d.cause} {d.cure}" for d in summary.diagnoses]),
         _reward_curve(points, has_plot=has_plot),
         _table("Summary", ("metric", "value"), _totals(summary)),
         _staleness(summary),
@@ -96,10 +96,6 @@ def _success(s: RunSummary) -> str:
     if s.success:
         return f" What counts as correct is {s.success}."
     return " There is no accuracy: nothing says from which reward on a completion is correct (`reward.success`)."
-
-
-def _diagnoses(s: RunSummary) -> str:
-    return _bullets("What keeps it from learning", [f"**{d.what}** {d.cause} {d.cure}" for d in s.diagnoses])
 
 
 def _reward_curve(points: Curves, *, has_plot: bool) -> str:

@@ -11,18 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from penstock.console import connections, launch
+from penstock.console import launch
+from penstock.console.connections import NamedRun
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import read_regular
-from penstock.protocol.subjects import check_run_id
 
 _START_S = 120.0  # a cold import of torch on a busy machine
 _ANSWER_S = 600.0
@@ -154,39 +153,37 @@ def _refusal(response: httpx.Response) -> str:
         return f"HTTP {response.status_code}: {response.text[:500]}"
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    model: str | None = None  # folder of another model
-    prompt: str | None = None  # a single prompt instead of a conversation
-    keep: bool = False
-    device: str = "cpu"
-    temperature: float = 0.0
-    max_tokens: int | None = None
-
-
-def chat(run: str, arguments: Sequence[str], environ: Mapping[str, str], options: ChatOptions) -> int:
+def chat(
+    run: NamedRun,
+    *,
+    model: str | None,
+    prompt: str | None,
+    keep: bool,
+    device: str,
+    temperature: float,
+    max_tokens: int | None,
+) -> int:
     """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
 
-    Each line is sent alone, as in single-turn training; ``options.keep`` sends the whole conversation.
+    ``model`` is the folder of another model; with a ``prompt`` its answer is all. Each line is sent alone, as in
+    single-turn training; ``keep`` sends the whole conversation.
     Raises ConfigError when there is no such run or model, ChatEngineError when the engine fails.
     """
-    check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
-    model = find_model(folder, options.model)
-    dtype, system = trained_with(folder)
-    with ChatEngine(model, device=options.device, dtype=dtype) as engine:
+    model_folder = find_model(run.folder, model)
+    most_tokens = answer_length(model_folder) if max_tokens is None else max_tokens
+    dtype, system = trained_with(run.folder)
+    with ChatEngine(model_folder, device=device, dtype=dtype) as engine:
         start: list[Message] = [{"role": "system", "content": system}] if system and engine.is_chat else []
 
         def ask(history: Sequence[Message], line: str) -> str:
-            max_tokens = answer_length(model) if options.max_tokens is None else options.max_tokens
             question = {"role": "user", "content": line}
-            return engine.answer([*history, question], temperature=options.temperature, max_tokens=max_tokens)
+            return engine.answer([*history, question], temperature=temperature, max_tokens=most_tokens)
 
-        if options.prompt is not None:
-            print(ask(start, options.prompt))
+        if prompt is not None:
+            print(ask(start, prompt))
             return 0
-        _greet(run, is_chat=engine.is_chat, keep=options.keep)
-        _converse(start, ask, keep=options.keep)
+        _greet(run.id, is_chat=engine.is_chat, keep=keep)
+        _converse(start, ask, keep=keep)
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar, get_args
@@ -18,14 +18,13 @@ from typing import Any, TypeVar, get_args
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 from rich.text import Text
 
-from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.terminal import console, printable, table
 from penstock.protocol import logs, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
 from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, TaskIssued, TaskList, decode
 from penstock.protocol.groups import Split, Task
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
-from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -158,13 +157,13 @@ class _Limits(BaseModel):
 class DeadLetters:
     """The dead letters of one run, and the state needed to send them again; use as a context manager."""
 
-    def __init__(self, run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, run: NamedRun) -> None:
         """Connect; raises ConfigError, BusUnreachable or BusRefused.
 
         ``unreadable`` are the letters that this build cannot read, by number; ``problems`` what else it could not.
         """
-        self.run = check_run_id(run)
-        settings = connections.find(arguments, environ, run_id=run).settings
+        self.run = run.id
+        settings = run.settings
         self.bus = Bus.connect(settings.nats, name="dead-letters", deadline_s=5.0)
         self.blobs = Blobs(settings.s3, deadline_s=20.0)
         self.unreadable: dict[int, str] = {}
@@ -259,9 +258,9 @@ class DeadLetters:
         self._state.put(f"{streams.RESENT_KEY}.{letter.number}", json.dumps(mark).encode()).wait()
 
 
-def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+def print_list(run: NamedRun, *, as_json: bool) -> int:
     logs.configure("dead-letters", level="error")
-    with DeadLetters(run, arguments, environ) as dead:
+    with DeadLetters(run) as dead:
         letters = dead.all()
         dead.report_unreadable()
     if as_json:
@@ -284,12 +283,12 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
     return 0
 
 
-def print_one(run: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+def print_one(run: NamedRun, number: int, *, as_json: bool) -> int:
     logs.configure("dead-letters", level="error")
-    with DeadLetters(run, arguments, environ) as dead:
+    with DeadLetters(run) as dead:
         (letter,) = dead.find([number])
         groups, problem = groups_of(letter.fact, dead.blobs)
-        reason = refusal(letter, dead.progress(), run=run)
+        reason = refusal(letter, dead.progress(), run=run.id)
         for problem in dead.problems:
             print(f"penstock: {printable(problem)}", file=sys.stderr)
     document = letter_document(letter) | {"detail": letter.fact.detail, "groups": groups, "unreadable": problem}
@@ -309,28 +308,20 @@ def print_one(run: str, number: int, arguments: Sequence[str], environ: Mapping[
     return 0
 
 
-def resend(
-    run: str,
-    numbers: Sequence[int],
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    everything: bool,
-    once_more: bool,
-) -> int:
+def resend(run: NamedRun, numbers: Sequence[int], *, everything: bool, once_more: bool) -> int:
     """Send letters again; return 1 when one was refused. Raises ConfigError when none is named."""
     if bool(numbers) == everything:
         raise ConfigError(
             "name the ids of the dead letters to send again, or give --all; list them with: penstock dead-letters list"
         )
     logs.configure("dead-letters", level="error")
-    with DeadLetters(run, arguments, environ) as dead:
+    with DeadLetters(run) as dead:
         letters = dead.all() if everything else dead.find(numbers)
         progress = dead.progress()
         dead.report_unreadable()
         num_sent = 0
         for letter in letters:
-            reason = refusal(letter, progress, run=run, once_more=once_more)
+            reason = refusal(letter, progress, run=run.id, once_more=once_more)
             if reason is not None:
                 print(f"{letter.number}: not sent: {printable(reason)}", file=sys.stderr)
                 continue

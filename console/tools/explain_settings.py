@@ -117,7 +117,7 @@ def explain(one: SettingDescription) -> Iterator[str]:
         ("presets", _presets(one.presets)),
         ("allowed", one.allowed),
         ("read by", ", ".join(one.services)),
-        ("other names", ", ".join(_other_names(one.key, ALIASES))),
+        ("other names", ", ".join(sorted(name for name, alias in ALIASES.items() if one.key in alias.keys))),
         ("similar", ", ".join(_similar(one.key, RENAMED))),
         ("run file", _in_a_file(one)),
         ("command", "refused: every user of the machine can read it there" if one.secret else f"{one.key}=VALUE"),
@@ -174,10 +174,6 @@ def _presets(presets: Mapping[str, str]) -> str:
     for name, value in presets.items():
         by_value.setdefault(value, []).append(name)
     return "; ".join(f"{value} in {', '.join(names)}" for value, names in by_value.items())
-
-
-def _other_names(key: str, aliases: Mapping[str, Alias]) -> list[str]:
-    return sorted(name for name, alias in aliases.items() if key in alias.keys)
 
 
 def _similar(key: str, renamed: Mapping[str, str]) -> list[str]:

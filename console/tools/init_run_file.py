@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from penstock.console import launch
 from penstock.console.tools import explain_settings
@@ -69,10 +68,6 @@ def _checked_rows(options: Sequence[str], mapping: Mapping[str, str]) -> DataSam
         reports = []
     if not reports:
         return DataSample(problem=done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
-    return _merged(reports, mapping)
-
-
-def _merged(reports: Sequence[Mapping[str, Any]], mapping: Mapping[str, str]) -> DataSample:
     sources = [source for report in reports for source in report["data_sources"].values()]
     lengths = [
         one["prompt_length"]["max"] for one in reports if one["prompt_length"] and one["length_unit"] == "tokens"
@@ -216,7 +211,11 @@ def run_file(answers: Answers, file: Path, sample: DataSample, *, schema: bool) 
         yield f"#:schema ./{SCHEMA_NAME}"
     yield f"# Train:    {_train(answers, file)}"
     if int(answers.gpus or 0) > 1:
-        yield from _two_kinds_of_gpus(answers, file)
+        ranks, gpus = answers.num_ranks, int(answers.gpus or 0)
+        trained, generated = ",".join(map(str, range(ranks))), ",".join(map(str, range(ranks, gpus)))
+        yield f"#           after `penstock up` in another terminal, with its settings loaded; {ranks} of {gpus} GPUs train:"
+        yield f"#           CUDA_VISIBLE_DEVICES={generated} {_line('penstock', 'rollout', str(file))}"
+        yield f"#           CUDA_VISIBLE_DEVICES={trained} is that of the trainer; `penstock reward service {file}` needs none"
     yield f"# Check:    {_check(file)}"
     yield f"# Show:     {_line('penstock', 'config', 'show', str(file))}"
     yield "# Explain:  penstock settings SECTION.KEY"
@@ -288,14 +287,6 @@ def sample_notes(sample: DataSample) -> Iterator[str]:
         yield f"data: {sample.num_rows} rows read, format {', '.join(sample.formats)}{read_as}{truths}{longest}{context}"
     if sample.problem:
         yield f"data: {sample.problem}"
-
-
-def _two_kinds_of_gpus(answers: Answers, file: Path) -> Iterator[str]:
-    ranks, gpus = answers.num_ranks, int(answers.gpus or 0)
-    trained, generated = ",".join(map(str, range(ranks))), ",".join(map(str, range(ranks, gpus)))
-    yield f"#           after `penstock up` in another terminal, with its settings loaded; {ranks} of {gpus} GPUs train:"
-    yield f"#           CUDA_VISIBLE_DEVICES={generated} {_line('penstock', 'rollout', str(file))}"
-    yield f"#           CUDA_VISIBLE_DEVICES={trained} is that of the trainer; `penstock reward service {file}` needs none"
 
 
 def notes(answers: Answers) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
+from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, service_name
 from penstock.console.report import curves
@@ -209,17 +210,17 @@ def _order(service: ServiceProfile) -> tuple[int, str]:
     return _ROLES.index(service.role), service.name
 
 
-def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    folder = existing_folder(run, arguments, environ)
+def print_profile(run: NamedRun, *, as_json: bool) -> int:
+    folder = existing_folder(run)
     found = profile(curves.rows(folder), run_snapshot.load_totals(folder))
     if not found.steps and not found.services:
         raise ConfigError(
             f"run {run} has no steps in {folder / 'metrics.jsonl'} yet; wait for the first one: penstock watch {run}"
         )
     if as_json:
-        print(json.dumps(document(run, found)))
+        print(json.dumps(document(run.id, found)))
     else:
-        _print(run, found)
+        _print(run.id, found)
     return 0
 
 
@@ -233,7 +234,11 @@ def _print(run: str, found: RunProfile) -> None:
     out.print(f"run {run}: {found.steps} steps in {found.step_wall_s:.1f} s{_around(found)}", highlight=False)
     if found.steps:
         out.print()
-        out.print(_phases(found))
+        rows = table("trainer", "ms a step", "s", "share", right=("ms a step", "s", "share"))
+        for phase in found.phases:
+            each = f"{phase.seconds / found.steps * 1000:.1f}"
+            rows.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
+        out.print(rows)
     if found.publish_s is not None:
         out.print(f"\nbeside the steps: {found.publish_s * 1000:.0f} ms to publish a version", highlight=False)
     if found.services:
@@ -256,14 +261,6 @@ def _around(found: RunProfile) -> str:
         if seconds is not None
     ]
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _phases(found: RunProfile) -> Table:
-    rows = table("trainer", "ms a step", "s", "share", right=("ms a step", "s", "share"))
-    for phase in found.phases:
-        each = f"{phase.seconds / found.steps * 1000:.1f}"
-        rows.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
-    return rows
 
 
 def _services(found: RunProfile) -> Table:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.protocol import blob_keys, heartbeats, logs, streams
 from penstock.protocol.errors import BusRefused, ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
 from penstock.protocol.record import run_folder
 from penstock.protocol.record.stored_record import users_of_input
-from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry
@@ -54,24 +53,20 @@ class Holdings:
         )
 
 
-def remove_run(
-    run: str, arguments: Sequence[str], environ: Mapping[str, str], *, yes: bool, folder: bool, force: bool
-) -> int:
+def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
     """Remove a run after confirmation; return 1 when it was not confirmed.
 
     Raises ConfigError, RunIsActive, RunIsNeeded, BusError or BlobError; the next try removes what is left.
     """
-    check_run_id(run)
-    loaded = connections.find(arguments, environ, run_id=run)
-    here = loaded.settings.run.dir / run
+    settings, here = run.settings, run.folder
     own_store = here / connections.STORE
     its_servers_run = run_folder.is_locked(own_store / "lock")
     if its_servers_run and not force:
         raise RunIsActive(f"run {run} is running on this machine with its own servers in {own_store}; stop it first")
-    if connections.is_configured(connections.find(arguments, environ)) or its_servers_run:
+    if connections.is_configured(run.given) or its_servers_run:
         logs.configure("runs", level="error")
-        with Bus.connect(loaded.settings.nats, name="runs-rm", deadline_s=5.0) as bus:
-            if not _remove_stored(run, bus, Blobs(loaded.settings.s3), yes=yes, force=force):
+        with Bus.connect(settings.nats, name="runs-rm", deadline_s=5.0) as bus:
+            if not _remove_stored(run.id, bus, Blobs(settings.s3), yes=yes, force=force):
                 return 1
     elif not own_store.is_dir():
         raise ConfigError(
@@ -79,7 +74,7 @@ def remove_run(
         )
     else:
         print(f"the streams and objects of run {run} are in its folder: {own_store}")
-        if (others := _others_in(own_store, run)) and not force:
+        if (others := _others_in(own_store, run.id)) and not force:
             raise RunIsNeeded(
                 f"{own_store} also holds {', '.join(others)}, which would be removed too; copy what you need of them "
                 "(penstock weights export), or add --force"
@@ -87,7 +82,13 @@ def remove_run(
     if its_servers_run:
         print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():
-        _remove_folder(here, yes=yes, folder=folder)
+        files = [path for path in here.rglob("*") if path.is_file() and not path.is_symlink()]
+        what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
+        if yes and not folder:
+            print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
+        elif _agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
+            shutil.rmtree(here)
+            print(f"removed {what}")
     return 0
 
 
@@ -166,16 +167,6 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
     remove_holdings(run, holdings, bus, blobs)
     print(f"removed {holdings.describe()}")
     return True
-
-
-def _remove_folder(here: Path, *, yes: bool, folder: bool) -> None:
-    files = [path for path in here.rglob("*") if path.is_file() and not path.is_symlink()]
-    what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
-    if yes and not folder:
-        print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
-    elif _agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
-        shutil.rmtree(here)
-        print(f"removed {what}")
 
 
 def _others_in(store: Path, run: str) -> list[str]:

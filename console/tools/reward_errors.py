@@ -6,12 +6,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.text import Text
 
-from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
 from penstock.console.terminal import console, printable, table
@@ -78,18 +78,18 @@ class ErrorCount:
             self._last = time.monotonic()
 
 
-def print_errors(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+def print_errors(run: NamedRun, *, as_json: bool) -> int:
     """Print a run's reward errors; return 1 when groups were dead-lettered. Raises ConfigError, BusUnreachable or MissingStream."""
-    settings = connections.find(arguments, environ, run_id=run).settings
+    settings = run.settings
     logs.configure("reward-errors", level="error")
     count = ErrorCount()
     with Bus.connect(settings.nats, name="reward-errors", deadline_s=5.0) as bus:
         retried = bus.tail(
-            f"{run}-events", subjects.events(run, "reward_error"), RunEvent, count.waited,
+            f"{run}-events", subjects.events(run.id, "reward_error"), RunEvent, count.waited,
             from_start=True, on_unreadable=count.unreadable,
         )  # fmt: skip
         given_up = bus.tail(
-            f"{run}-dead", subjects.dead(run, "generated"), DeadLetter, count.dead_lettered,
+            f"{run}-dead", subjects.dead(run.id, "generated"), DeadLetter, count.dead_lettered,
             from_start=True, on_unreadable=count.unreadable,
         )  # fmt: skip
         retried.wait()

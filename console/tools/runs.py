@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable, table
@@ -22,7 +23,7 @@ from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
 from penstock.protocol.record.run_folder import RUN_LOCK, is_lock_held
-from penstock.protocol.subjects import RUN_ID, check_run_id
+from penstock.protocol.subjects import RUN_ID
 
 if TYPE_CHECKING:
     from penstock.protocol.transport.bus import Bus
@@ -85,8 +86,8 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
     return 0
 
 
-def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    folder = existing_folder(run, arguments, environ)
+def print_one(run: NamedRun) -> int:
+    folder = existing_folder(run)
     try:
         text = printable(read_regular(folder / "report.md").decode("utf-8", "replace"))
     except FileNotFoundError:
@@ -105,12 +106,11 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     return 0
 
 
-def existing_folder(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path:
+def existing_folder(run: NamedRun) -> Path:
     """Return the folder of a run of this machine; raises ConfigError that lists the runs found."""
-    check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
+    folder = run.folder
     if not folder.is_dir():
-        raise unknown_run(run, folder.parent)
+        raise unknown_run(run.id, folder.parent)
     return folder
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.terminal import console, printable, table
 from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, SignatureRefused, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
-from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.export import export_adapter, export_version
@@ -80,8 +80,8 @@ def stored_text(manifests: Iterable[VersionManifest], kept: KeptVersions) -> str
     return f"stored: {text}" + (f" ({', '.join(more)})" if more else "")
 
 
-def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    rows = stored_versions(run, arguments, environ)
+def print_versions(run: NamedRun, *, as_json: bool) -> int:
+    rows = stored_versions(run)
     if as_json:
         print(json_text.dumps(rows))
     elif not rows:
@@ -94,43 +94,36 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
     return 0
 
 
-def stored_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Row]:
+def stored_versions(run: NamedRun) -> list[Row]:
     logs.configure("weights", level="error")
-    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    settings = run.settings
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        view = RunView(run)
+        view = RunView(run.id)
         watcher = Watcher(bus, view)
         watcher.catch_up()
         for what, count in view.summary().unreadable.items():
             print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
-        head, kept = _head(bus, run), _kept(bus, run)
-        return list_versions(reachable(_manifests(Blobs(settings.s3), run), head, kept), view, head, kept)
+        head, kept = _head(bus, run.id), _kept(bus, run.id)
+        return list_versions(reachable(_manifests(Blobs(settings.s3), run.id), head, kept), view, head, kept)
 
 
 def export(
-    run: str,
-    version: int | None,
-    folder: Path,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    adapter: bool = False,
-    trusted_keys_file: Path | None = None,
+    run: NamedRun, version: int | None, folder: Path, *, adapter: bool = False, trusted_keys_file: Path | None = None
 ) -> int:
     """Write one version as a model folder, or unmerged with ``adapter``; return the exit code.
 
     Without a ``version`` the one with the best evaluation. Manifests must be signed by a key of ``trusted_keys_file``;
     without one, by one of the file that ``PENSTOCK_WORKER__TRUSTED_KEYS_FILE`` names, if it is set. Raises PenstockError.
     """
-    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
-    trusted_keys = connections.trusted_keys(trusted_keys_file, environ, settings.run.dir / run / connections.STORE)
+    settings = run.settings
+    trusted_keys = connections.trusted_keys(trusted_keys_file, run.environ, run.folder / connections.STORE)
     logs.configure("weights", level="error")
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        head, kept = _head(bus, run), _kept(bus, run)
-    manifests = reachable(_manifests(blobs, run, trusted_keys), head, kept)
+        head, kept = _head(bus, run.id), _kept(bus, run.id)
+    manifests = reachable(_manifests(blobs, run.id, trusted_keys), head, kept)
     if version is None:
-        version = _best(run, kept)
+        version = _best(run.id, kept)
     found = [(m, key) for key, m in manifests.items() if m.version == version]
     if not found:
         raise ConfigError(
@@ -140,7 +133,7 @@ def export(
     write = export_adapter if adapter else export_version
     problems = []
     for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # full snapshots ("anchor") before chains of patches
-        reader = WeightReader(blobs, run, trusted_keys=trusted_keys)
+        reader = WeightReader(blobs, run.id, trusted_keys=trusted_keys)
         try:
             num_bytes = write(manifest, folder, reader=reader, blobs=blobs)
         except FileExistsError as err:

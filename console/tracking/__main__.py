@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from penstock.console.connections import NamedRun
 from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
@@ -96,7 +97,7 @@ def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once:
         folder=folder,
         open=kind.open,
         destination=destination,
-        read_samples=(lambda: consumer.read_samples(run_id, arguments, os.environ, shared.samples))
+        read_samples=(lambda: consumer.read_samples(NamedRun(run_id, arguments), shared.samples))
         if shared.samples
         else None,
         once=once,

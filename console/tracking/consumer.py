@@ -17,7 +17,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.console.connections import NamedRun
 from penstock.console.record.lineage import Member, open_record, packs_of, read_texts, version_lineage
 from penstock.console.report.event_fields import StateFields, UnreadableEvent, number, read
 from penstock.console.tracking.interface import EVENT, Destination, Row, TrackerWriter
@@ -116,8 +117,8 @@ class SampleTable:
     rows: list[tuple[int, str, str, float]]
 
 
-def read_samples(run: str, arguments: Sequence[str], environ: Mapping[str, str], most: int) -> SampleTable:
-    record, blobs = open_record(run, arguments, environ)
+def read_samples(run: NamedRun, most: int) -> SampleTable:
+    record, blobs = open_record(run)
     chosen: list[tuple[int, Member]] = []
     for step in reversed(record.steps):
         members = version_lineage(record, step.made_version).groups
@@ -268,7 +269,9 @@ class Consumer:
             batch = self._next_batch()
             for event, fact in batch:
                 row = self._rows.row(event, fact)
-                self._follow_state(fact)
+                if fact.kind == "state" and fact.source in _WHO_FINISHES:
+                    with contextlib.suppress(UnreadableEvent):
+                        self._is_finished = bool(read(StateFields, fact.data).finished)
                 self._read_up_to = event
                 if row is None:
                     continue
@@ -311,11 +314,6 @@ class Consumer:
             while len(batch) < _BATCH:
                 batch.append(self._arrived.get_nowait())
         return batch
-
-    def _follow_state(self, fact: RunEvent) -> None:
-        if fact.kind == "state" and fact.source in _WHO_FINISHES:
-            with contextlib.suppress(UnreadableEvent):
-                self._is_finished = bool(read(StateFields, fact.data).finished)
 
     def _has_ended(self) -> bool:
         """Return True if everything is written that will come: all of the stream, or what arrives of it.

@@ -18,10 +18,10 @@ from penstock.protocol.errors import PenstockError
 def main(arguments: Sequence[str]) -> int:
     process_end.install("console")
     with lean_imports(without=UNUSED_BY_CONSOLE):
-        from penstock.console.web.serve import ServeOptions, serve  # noqa: PLC0415
+        from penstock.console.web.serve import serve  # noqa: PLC0415
 
     try:
-        return serve(arguments, os.environ, ServeOptions(port=0, as_json=True))
+        return serve(arguments, os.environ, port=0, as_json=True)
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
         return 1

@@ -108,7 +108,13 @@ class Access:
         self._seen: tuple[int, int, int] = (0, 0, 0)
         self._tokens: list[_Token] = []
         self._links: dict[bytes, tuple[Role, float]] = {}
-        self._create()
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as err:
+            raise ConfigError(
+                f"the token file {self.file} cannot be written ({err.strerror}); set --tokens to another file"
+            ) from None
         self._tokens = _read(self.file)
 
     def caller(self, token: str | None) -> Caller | None:
@@ -172,22 +178,14 @@ class Access:
         """Return the tokens of the file as it is now; those read last when it cannot be read."""
         with self._lock:
             try:
-                if (seen := _stamp(self.file)) != self._seen:
+                stat = self.file.stat()
+                if (seen := (stat.st_ino, stat.st_mtime_ns, stat.st_size)) != self._seen:
                     self._tokens, self._seen = _read(self.file), seen
             except FileNotFoundError:
                 self._tokens, self._seen = [], (0, 0, 0)  # it was removed: no token is known any more
             except (OSError, ConfigError):
                 pass
             return self._tokens
-
-    def _create(self) -> None:
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        except OSError as err:
-            raise ConfigError(
-                f"the token file {self.file} cannot be written ({err.strerror}); set --tokens to another file"
-            ) from None
 
     @contextmanager
     def _changing(self) -> Iterator[list[_Token]]:
@@ -220,11 +218,6 @@ def _read(file: Path) -> list[_Token]:
             )
         tokens.append(_Token(found[1], Role[found[2].upper()], bytes.fromhex(found[3]), int(found[4] or 0)))
     return tokens
-
-
-def _stamp(file: Path) -> tuple[int, int, int]:
-    stat = file.stat()
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _digest(token: str) -> bytes:

@@ -191,21 +191,21 @@ def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompl
 
 
 @router.get("/runs/{run}/dead-letters")
-def dead_letters(reading: Reading, web: Context, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
+def dead_letters(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
     """Return the newest dead letters."""
-    return server_requests.dead_letters(reading.run_id, *where(web), before=before, limit=limit)
+    return server_requests.dead_letters(reading.run, before=before, limit=limit)
 
 
 @router.get("/runs/{run}/dead-letters/{number}")
-def dead_letter(reading: Reading, web: Context, number: Number) -> dict[str, Any]:
+def dead_letter(reading: Reading, number: Number) -> dict[str, Any]:
     """Return one dead letter with its prompts and completions."""
-    return server_requests.dead_letter(reading.run_id, number, *where(web))
+    return server_requests.dead_letter(reading.run, number)
 
 
 @router.post("/runs/{run}/dead-letters/{number}/resend")
-def resend(_: Runner, reading: Reading, web: Context, number: Number, once_more: bool = False) -> dict[str, Any]:
+def resend(_: Runner, reading: Reading, number: Number, once_more: bool = False) -> dict[str, Any]:
     """Send one dead letter again."""
-    return server_requests.resend_dead_letter(reading.run_id, number, *where(web), once_more=once_more)
+    return server_requests.resend_dead_letter(reading.run, number, once_more=once_more)
 
 
 def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | None]:

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -32,33 +31,33 @@ _MAX_CONNECTIONS = 256
 _BACKLOG = 128
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    host: str = "127.0.0.1"
-    port: int = PORT
-    tokens: Path | None = None
-    allow_hosts: tuple[str, ...] = ()
-    as_json: bool = False
-
-
-def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOptions) -> int:
+def serve(
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    tokens: Path | None = None,
+    allow_hosts: tuple[str, ...] = (),
+    as_json: bool = False,
+) -> int:
     """Serve until SIGINT or SIGTERM; return the exit code. Raises ConfigError when the address cannot be had."""
     logs.configure("console", level="warning")
     runs_dir = connections.find(arguments, environ).settings.run.dir.absolute()
-    access = Access(tokens_file(arguments, environ, options.tokens))
-    with contextlib.closing(tls.listen(options.host, options.port, key="--port", backlog=_BACKLOG)) as bound:
-        host, port = bound.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        if ipaddress.ip_address(host).is_unspecified:
-            shown = options.allow_hosts[0] if options.allow_hosts else "127.0.0.1"
-        url = f"{tls.scheme(options.host)}://{shown}:{port}"
+    access = Access(tokens_file(arguments, environ, tokens))
+    with contextlib.closing(tls.listen(host, port, key="--port", backlog=_BACKLOG)) as bound:
+        address, bound_port = bound.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        if ipaddress.ip_address(address).is_unspecified:
+            shown = allow_hosts[0] if allow_hosts else "127.0.0.1"
+        url = f"{tls.scheme(host)}://{shown}:{bound_port}"
         link = f"{url}/?token={access.one_time_link(Role.ADMIN)}"
         print(f"console: {link}   (opens the page once, in one browser)", file=sys.stderr)
         print(f"api: {url}/v1/runs   tokens: penstock console token NAME --role read", file=sys.stderr, flush=True)
-        if options.as_json:
+        if as_json:
             print(json.dumps({"url": url, "link": link, "tokens": str(access.file)}), flush=True)
         context = WebContext(runs_dir, access, tuple(arguments), dict(environ))
-        asyncio.run(_serve(context, bound, (shown, *options.allow_hosts)))
+        asyncio.run(_serve(context, bound, (shown, *allow_hosts)))
     return 0
 
 

@@ -79,6 +79,20 @@ def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
     return lambda given, values: Outcome("translated", {setting: value}) if is_on(given) else ignored(off)
 
 
+def if_one_of(theirs: Sequence[str], setting: str, value: Any, off: str = OFF) -> Rule:
+    """Return a rule for a key of which some values, as texts in lower case, mean one value of a setting."""
+    return lambda given, values: (
+        Outcome("translated", {setting: value}) if str(given).lower() in theirs else ignored(off)
+    )
+
+
+def chosen(setting: str, ours: Mapping[str, Any], otherwise: str) -> Rule:
+    """Return a rule for a key whose values, as texts in lower case, each mean one value of a setting."""
+    return lambda given, values: (
+        Outcome("translated", {setting: ours[str(given).lower()]}) if str(given).lower() in ours else decide(otherwise)
+    )
+
+
 def unless_on(setting: str, value: Any) -> Rule:
     return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
 

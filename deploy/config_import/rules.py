@@ -48,10 +48,6 @@ def kl_estimator(given: Any, values: Values) -> Outcome:
     return set_to(algorithm__kl_form=given) if in_loss else set_to(algorithm__reward_kl_form=given)
 
 
-def importance_level(given: Any, values: Values) -> Outcome:
-    return set_to(algorithm__name="gspo") if given == "sequence" else ignored(OFF)
-
-
 def use_tis(given: Any, values: Values) -> Outcome:
     return ignored(f"{READ} tis_clip") if "tis_clip" in values else set_to(algorithm__token_tis_cap=2.0)
 
@@ -309,32 +305,6 @@ def scaling_rule(given: Any, values: Values) -> Outcome:
     return set_to(algorithm__reward_scaling="mean_std" if is_on(values.get("use_reward_norm")) else "std")
 
 
-def aggregation(given: Any, values: Values) -> Outcome:
-    names = {
-        "grpo": "seq-mean-token-mean",
-        "dapo": "token-mean",
-        "bnpo": "token-mean",
-        "dr_grpo": "seq-mean-token-sum-norm",
-    }
-    if given in names:
-        return set_to(algorithm__aggregation=names[given])
-    return decide("a loss of TRL: set algorithm.name or algorithm.loss (docs/algorithms.md)")
-
-
-def scale_rewards(given: Any, values: Values) -> Outcome:
-    if str(given).lower() in ("true", "group"):
-        return set_to(algorithm__normalise_by_std=True)
-    if str(given).lower() in ("false", "none"):
-        return set_to(algorithm__normalise_by_std=False)
-    return decide(
-        "advantages are divided by the group's standard deviation (algorithm.normalise_by_std), not by the batch's"
-    )
-
-
-def never_rule(given: Any, values: Values) -> Outcome:
-    return set_to(eval__every=0) if str(given).lower() in ("no", "false") else ignored(f"{READ} eval_steps")
-
-
 def method_rule(given: Any, values: Values) -> Outcome:
     grouping = first(values, "reward_normalization.grouping", "grouping", default="state")
     norm = _GROUPINGS.get(str(grouping))
@@ -354,16 +324,6 @@ def method_rule(given: Any, values: Values) -> Outcome:
     if given == "mean":
         settings["algorithm.reward_scale"] = False
     return Outcome("translated", settings)
-
-
-def save_freq(given: Any, values: Values) -> Outcome:
-    if isinstance(given, int) and given > 0:
-        return set_to(trainer__checkpoint_every=given)
-    return ignored("checkpoints are always made, because a run is resumed from them")
-
-
-def evaluation_freq(given: Any, values: Values) -> Outcome:
-    return set_to(eval__every=given) if isinstance(given, int) and given > 0 else ignored(OFF)
 
 
 def min_lr(given: Any, values: Values) -> Outcome:

@@ -141,22 +141,6 @@ def files() -> dict[str, str]:
 
 
 def dashboard(board: Dashboard) -> dict[str, Any]:
-    return {
-        "uid": board.uid,
-        "title": board.title,
-        "description": board.description,
-        "tags": ["penstock"],
-        "schemaVersion": _SCHEMA,
-        "editable": True,
-        "refresh": "10s",
-        "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_DATASOURCE, _RUN]},
-        "links": [{"type": "dashboards", "title": "Penstock", "tags": ["penstock"], "asDropdown": True, "keepTime": True, "includeVars": True}],
-        "panels": _placed(board),
-    }  # fmt: skip
-
-
-def _placed(board: Dashboard) -> list[dict[str, Any]]:
     placed: list[dict[str, Any]] = []
     y = 0
     for title, panels in board.rows:
@@ -169,7 +153,19 @@ def _placed(board: Dashboard) -> list[dict[str, Any]]:
             where = {"x": column * _WIDTH, "y": y + line * _HEIGHT, "w": _WIDTH, "h": _HEIGHT}
             placed.append({"id": len(placed) + 1, "gridPos": where, **_panel(panel)})
         y += _HEIGHT * -(-len(panels) // (_COLUMNS // _WIDTH))
-    return placed
+    return {
+        "uid": board.uid,
+        "title": board.title,
+        "description": board.description,
+        "tags": ["penstock"],
+        "schemaVersion": _SCHEMA,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_DATASOURCE, _RUN]},
+        "links": [{"type": "dashboards", "title": "Penstock", "tags": ["penstock"], "asDropdown": True, "keepTime": True, "includeVars": True}],
+        "panels": placed,
+    }  # fmt: skip
 
 
 def _panel(panel: Panel) -> dict[str, Any]:

@@ -149,7 +149,17 @@ def plan_run(arguments: Sequence[str], given: PlanOptions) -> int:
             trainer.rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES
         )
         rollout = trainer.rollout.model_copy(update={"groups_per_message": per_message})
-        fleet = _fleet(given, worker)
+        for name in ("workers", "slots", "engine_rate", "trainer_rate"):
+            if getattr(given, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
+        full_s = given.slots / given.engine_rate
+        alone_s = 1.0 / given.lone_rate if given.lone_rate else full_s / 3
+        fleet = Fleet(
+            num_workers=given.workers,
+            pace=EnginePace(given.slots, min(alone_s, full_s), full_s),
+            packs_in_flight=worker.worker.packs_in_flight,
+            drains=worker.worker.update_mode == "drain",
+        )
         rows = _simulate(given, trainer, rollout, fleet)
         memory = _memory(given, trainer)
     except (ConfigError, NotEstimated, ValueError) as err:
@@ -194,20 +204,6 @@ def _memory(given: PlanOptions, trainer: TrainerSettings) -> RankMemory | str:
         if limit is not None:
             raise
         return str(err)
-
-
-def _fleet(given: PlanOptions, worker: WorkerSettings) -> Fleet:
-    for name in ("workers", "slots", "engine_rate", "trainer_rate"):
-        if getattr(given, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
-    full_s = given.slots / given.engine_rate
-    alone_s = 1.0 / given.lone_rate if given.lone_rate else full_s / 3
-    return Fleet(
-        num_workers=given.workers,
-        pace=EnginePace(given.slots, min(alone_s, full_s), full_s),
-        packs_in_flight=worker.worker.packs_in_flight,
-        drains=worker.worker.update_mode == "drain",
-    )
 
 
 def _simulate(given: PlanOptions, trainer: TrainerSettings, rollout: RolloutSettings, fleet: Fleet) -> list[Waits]:

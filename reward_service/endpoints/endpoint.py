@@ -28,7 +28,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from penstock.protocol.extensions import Registry
-from penstock.protocol.groups import Finite
+from penstock.protocol.groups import Finite, first_problem
 from penstock.reward_service.endpoints.dialects.dialect import Dialect, DialectKind
 from penstock.reward_service.errors import NotAllowed
 from penstock.serving.lease import lease_key, server_id
@@ -104,9 +104,7 @@ class EndpointSpec(BaseModel):
         try:
             create_dialect(self.dialect, self.options)
         except ValidationError as err:
-            first = err.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"options of dialect {self.dialect}: {where}: {first['msg']}") from None
+            raise ValueError(f"options of dialect {self.dialect}: {first_problem(err, '')}") from None
         return self
 
 

@@ -218,15 +218,12 @@ class EndpointQueue:
             if wait_s or not batch:
                 self.breaker.withdraw()
                 self._waiting.extendleft(reversed(batch))
-                self._start_calls_in(wait_s)
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._start_calls)
                 return
             self._num_in_progress += len(batch)
             self._calls.add(asyncio.create_task(self._call(batch)))
-
-    def _start_calls_in(self, wait_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self._start_calls)
 
     def _next_batch(self, most: int) -> list[QueuedGroup]:
         batch: list[QueuedGroup] = []

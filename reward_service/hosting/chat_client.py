@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from penstock.protocol.groups import first_problem
 from penstock.reward_service.hosting.judge_settings import JudgeSettings
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
@@ -137,9 +138,7 @@ class Chat:
         try:
             completion = _Completion.model_validate_json(body)
         except ValidationError as err:
-            first = err.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise NoVerdict(f"{self._who} response is not a chat completion: {where}: {first['msg']}") from None
+            raise NoVerdict(f"{self._who} response is not a chat completion: {first_problem(err)}") from None
         usage = completion.usage or _Usage()
         self.cost.tokens_in += usage.prompt_tokens
         self.cost.tokens_out += usage.completion_tokens

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
+from penstock.protocol.groups import first_problem
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 from penstock.reward_service.hosting import registration
@@ -55,9 +56,7 @@ def read(body: bytes, headers: Mapping[str, str], secrets: Sequence[str] = ()) -
     except strict_json.AmbiguousJson as err:
         raise BadRequest(f"not a score request: {err}") from None
     except ValidationError as err:
-        first = err.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise BadRequest(f"not a score request: {where}: {first['msg']}") from None
+        raise BadRequest(f"not a score request: {first_problem(err)}") from None
 
 
 def answer(request: ScoreRequest, scores: Sequence[Sequence[Score | float | None]]) -> bytes:

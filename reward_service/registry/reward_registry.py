@@ -68,8 +68,11 @@ class ComposedReward:
 
     def _combine(self, outcomes: Mapping[str, Outcome]) -> Outcome:
         errors = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RewardError)}
-        if errors:
-            return _first_cause(errors)
+        if errors:  # permanent ones count first, then failed calls, then calls not made
+            name, err = min(errors.items(), key=lambda item: (not item[1].permanent, isinstance(item[1], NotCalled)))
+            named = copy.copy(err)
+            named.args = (f"part {name}: {err}",)
+            return named
         scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, GroupScores)}
         parts = {name: outcome.rewards for name, outcome in scores.items()}
         details = {f"{name}.{sub}": values for name, one in scores.items() for sub, values in one.parts.items()}
@@ -79,14 +82,6 @@ class ComposedReward:
             scorer=f"{self.name}({', '.join(scorers)})",
             parts={**parts, **details},
         )
-
-
-def _first_cause(errors: Mapping[str, RewardError]) -> RewardError:
-    """Return the error of the group, with its part's name: permanent errors first, then failed calls, then calls not made."""
-    name, err = min(errors.items(), key=lambda item: (not item[1].permanent, isinstance(item[1], NotCalled)))
-    named = copy.copy(err)
-    named.args = (f"part {name}: {err}",)
-    return named
 
 
 class RewardRegistry:

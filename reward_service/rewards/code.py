@@ -34,13 +34,11 @@ async def judge(
     different = dict.fromkeys(program for program in programs if program is not None)
     known = {program: await grade(program, tests, len(different)) for program in different}
     return [
-        _verdict(known[program], all_or_nothing=all_or_nothing) if program is not None else _without()
+        _verdict(known[program], all_or_nothing=all_or_nothing)
+        if program is not None
+        else Verdict(0.0, {"has_code": 0.0, f"failed_{Reason.NO_PROGRAM}": 1.0})
         for program in programs
     ]
-
-
-def _without() -> Verdict:
-    return Verdict(0.0, {"has_code": 0.0, f"failed_{Reason.NO_PROGRAM}": 1.0})
 
 
 def _verdict(graded: Graded, *, all_or_nothing: bool) -> Verdict:

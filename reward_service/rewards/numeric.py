@@ -79,16 +79,12 @@ def _answer(completion: str, where: str) -> Quantity | None:
 
 def _factor(rule: str, gold: str, answer: str) -> Fraction | None:
     """Return the factor from the answer's unit to the truth's; None if they cannot be converted."""
-    if rule == "ignore" or _same_unit(gold, answer):
+    if rule == "ignore" or ("".join(gold.casefold().split()) == "".join(answer.casefold().split())):
         return Fraction(1)
     wanted, given = quantity.read_units(gold), quantity.read_units(answer)
     if wanted is None or given is None or wanted.dimension != given.dimension:
         return None
     return given.factor / wanted.factor if rule == "convert" or given.factor == wanted.factor else None
-
-
-def _same_unit(gold: str, answer: str) -> bool:
-    return "".join(gold.casefold().split()) == "".join(answer.casefold().split())
 
 
 def _readings(rule: str, gold: Quantity, answer: Quantity, number: Fraction) -> list[tuple[Fraction, Fraction]]:

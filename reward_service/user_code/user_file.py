@@ -122,7 +122,11 @@ def of(
 
 
 def _import(file: Path) -> ModuleType:
-    name = _module_name(file)
+    known = sys.modules.get(file.stem)  # ``json.py`` must not take the place of Python's own
+    is_taken = file.stem in sys.stdlib_module_names or (
+        known is not None and getattr(known, "__file__", "") != str(file)
+    )
+    name = f"reward_file_{file.stem}" if is_taken else file.stem
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserFileError(f"{file}: not a Python file (its name must end in .py)")
@@ -136,15 +140,6 @@ def _import(file: Path) -> ModuleType:
         line = f", line {frames[-1].lineno}" if frames else ""
         raise UserFileError(f"{file}{line}: cannot be loaded: {type(err).__name__}: {err}") from err
     return module
-
-
-def _module_name(file: Path) -> str:
-    """Return the file's name, or another one where a module has it: ``json.py`` must not take the place of Python's own."""
-    known = sys.modules.get(file.stem)
-    is_taken = file.stem in sys.stdlib_module_names or (
-        known is not None and getattr(known, "__file__", "") != str(file)
-    )
-    return f"reward_file_{file.stem}" if is_taken else file.stem
 
 
 def _after_standard_library() -> int:

@@ -16,8 +16,7 @@ import pytest
 import penstock
 from penstock.client.events import Event
 from penstock.client.remote.remote_backend import RemoteBackend, RemoteTraining
-from penstock.client.remote.remote_events import RemoteEvents
-from penstock.client.remote.runs_api import ApiRefused, RunsApi
+from penstock.client.remote.runs_api import ApiRefused, RemoteEvents, RunsApi
 from penstock.console.web.access import Access, Role
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext

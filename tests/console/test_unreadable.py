@@ -13,6 +13,7 @@ import nats
 import pytest
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
@@ -187,7 +188,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 1, hostile.reason: 1}
 
     given = connection(nats_settings, s3_settings)
-    with DeadLetters(run, given, {}) as dead:
+    with DeadLetters(NamedRun(run, given, {})) as dead:
         assert [found.number for found in dead.all()] == [2, 4]
         assert set(dead.unreadable) == {1, 3}
         with pytest.raises(
@@ -205,15 +206,15 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     state.put(streams.HEAD_KEY, b"\xff").wait()
     broken = check_record(gather(run, bus, blobs, tmp_path / "checkpoints", reads_packs=False))
     assert [breach.kind for breach in broken.breaches] == ["checkpoint unreadable"]
-    with DeadLetters(run, given, {}) as dead:
+    with DeadLetters(NamedRun(run, given, {})) as dead:
         assert dead.progress() == RunProgress()
         assert len(dead.problems) == 2
 
     capsys.readouterr()
     commands: list[Callable[[], int]] = [
-        lambda: print_list(run, given, {}, as_json=False),
+        lambda: print_list(NamedRun(run, given, {}), as_json=False),
         lambda: audit_run(run, given, {}, fast=True, as_json=False),
-        lambda: print_errors(run, given, {}, as_json=False),
+        lambda: print_errors(NamedRun(run, given, {}), as_json=False),
     ]
     for command in commands:
         command()

@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from penstock.agents.environments.server_urls import checked_url
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.groups import first_problem
 from penstock.protocol.transport.key_value import KeyValue, change_value
 from penstock.serving import strict_json
 from penstock.serving.lease import PREFIX, lease_key, server_id
@@ -115,9 +116,7 @@ def _parsed(value: bytes, kind: type[_Kind]) -> _Kind:
     try:
         return kind.model_validate_json(value)
     except ValidationError as err:
-        first = err.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))[:200] or "the value"
-        raise ValueError(f"no {kind.__name__}: {where}: {first['msg'][:200]}") from None
+        raise ValueError(f"no {kind.__name__}: {first_problem(err, 'the value', most=200)}") from None
 
 
 def admit(

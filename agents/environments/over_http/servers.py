@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.agents.environments.over_http.registry import Listed
 from penstock.agents.environments.over_http.wire import Problem
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.groups import first_problem
 from penstock.serving import signature, strict_json
 from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections, retry_after_s
 
@@ -75,9 +76,8 @@ class EnvironmentClient:
         except strict_json.AmbiguousJson as err:
             raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {err}") from None
         except ValidationError as err:
-            first = err.errors(include_input=False, include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))[:200] or "the body"
-            raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {where}: {first['msg'][:200]}") from None
+            problem = first_problem(err, "the body", most=200)
+            raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {problem}") from None
 
     async def call_until_answered(
         self, url: str, call_id: str, body: BaseModel, expected: type[Body], deadline_s: float,

@@ -83,7 +83,14 @@ class ToolsPlay(Play):
         if self._turn < self._options.min_turns:
             text = "Call a tool before you answer."
             return self._going_on((Message("user", text),), self._options.format_penalty, {"early_answers": 1.0})
-        return self._last(answer)
+        options = self._options
+        text = find_action(answer.content, options)
+        if not text:
+            return Reply(reward=options.format_penalty, is_done=True, parts={"success": 0.0, "malformed": 1.0})
+        if options.answer == "none":
+            return Reply(is_done=True)
+        success = float(is_right(text, self._episode.row.ground_truth, options.answer))
+        return Reply(reward=success, is_done=True, parts={"success": success})
 
     async def _called(self, answer: Message) -> Reply:
         options = self._options
@@ -106,16 +113,6 @@ class ToolsPlay(Play):
         keys = [(call.name, canonical_arguments(call.arguments)) for call in calls]
         self._made.update(keys)
         return bool(self._options.repeat_limit) and max(self._made[key] for key in keys) >= self._options.repeat_limit
-
-    def _last(self, answer: Message) -> Reply:
-        options = self._options
-        text = find_action(answer.content, options)
-        if not text:
-            return Reply(reward=options.format_penalty, is_done=True, parts={"success": 0.0, "malformed": 1.0})
-        if options.answer == "none":
-            return Reply(is_done=True)
-        success = float(is_right(text, self._episode.row.ground_truth, options.answer))
-        return Reply(reward=success, is_done=True, parts={"success": success})
 
     def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
         said = "\0".join(f"{message.role}\0{message.content}" for message in messages)

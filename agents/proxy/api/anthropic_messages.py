@@ -90,7 +90,8 @@ def _stop_reason(turn: SampledTurn) -> str:
     return "max_tokens" if turn.finish_reason == "length" else "end_turn"
 
 
-def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
+def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
+    del created
     answer = turn.answer
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -99,13 +100,8 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.tool_calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
-    return blocks
-
-
-def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
-    del created
     return {
-        "id": request_id, "type": "message", "role": "assistant", "model": model, "content": _blocks(turn),
+        "id": request_id, "type": "message", "role": "assistant", "model": model, "content": blocks,
         "stop_reason": _stop_reason(turn), "stop_sequence": None,
         "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.token_ids)},
     }  # fmt: skip

@@ -40,7 +40,12 @@ class MlflowWriter(TrackerWriter):
         self._id = run.info.run_id
         self._last_event = int(run.data.metrics.get(EVENT, 0))
         if not run.data.params:
-            self._write_params(destination)
+            params = [
+                self._entities.Param(_nameable(name), str(value)[:_VALUE_CHARS])
+                for name, value in (destination.config or {}).items()
+            ]
+            for start in range(0, len(params), 100):
+                self._client.log_batch(self._id, params=params[start : start + 100])
 
     def _experiment(self, destination: Destination) -> str:
         known = self._client.get_experiment_by_name(destination.project)
@@ -49,14 +54,6 @@ class MlflowWriter(TrackerWriter):
         is_local = str(self._client.tracking_uri).startswith("sqlite:")
         artifacts = (destination.folder / "artifacts").absolute().as_uri() if is_local else None
         return self._client.create_experiment(destination.project, artifact_location=artifacts)
-
-    def _write_params(self, destination: Destination) -> None:
-        params = [
-            self._entities.Param(_nameable(name), str(value)[:_VALUE_CHARS])
-            for name, value in (destination.config or {}).items()
-        ]
-        for start in range(0, len(params), 100):
-            self._client.log_batch(self._id, params=params[start : start + 100])
 
     @property
     def last_event(self) -> int | None:

@@ -132,7 +132,14 @@ def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, conten
     arguments = queue.run_arguments(web.arguments, new / RUN_FILE, run, web.runs_dir, command)
     document = check(arguments, web.environ, directory, new, command=command)
     if (unread := document.pop("unread", [])) and request.run_file is None:
-        _refuse_unread(command, unread)
+        # Settings of a request that do nothing are refused; a run_file may be shared with other commands.
+        raise Problem(
+            422,
+            f"{unread[0]} is not read by penstock {command}",
+            expected=f"settings that penstock {command} reads, or a run_file that other commands share",
+            got=", ".join(unread),
+            fix=f"leave them out, or set what {command} has instead in the section {command}",
+        )
     job_file.write_document(new / runs.PLANNED, document)
     job = Job(
         run=run,
@@ -255,17 +262,6 @@ def _refuse_services(request: RunRequest, command: str) -> None:
             got=f"{given[0]} = {getattr(request, given[0])}",
             fix=f"leave {given[0]} out",
         )
-
-
-def _refuse_unread(command: str, unread: Sequence[str]) -> None:
-    """Refuse settings of a request that do nothing; a run_file may be shared with other commands."""
-    raise Problem(
-        422,
-        f"{unread[0]} is not read by penstock {command}",
-        expected=f"settings that penstock {command} reads, or a run_file that other commands share",
-        got=", ".join(unread),
-        fix=f"leave them out, or set what {command} has instead in the section {command}",
-    )
 
 
 def _options(request: RunRequest) -> BaseModel:

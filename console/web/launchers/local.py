@@ -51,7 +51,10 @@ class Local(Launcher):
                 what = f"ended with exit code {code}" if code is not None else f"did not begin within {_START_S:.0f} s"
                 raise Problem(409, f"the process of run {start.run} {what}", fix=f"read {logs / LOG}")
             time.sleep(0.02)
-        _reap(process)
+        # Waited for in a thread: a process that ended is not left as a zombie, and no warning is printed for it.
+        import threading  # noqa: PLC0415
+
+        threading.Thread(target=process.wait, name="reap", daemon=True).start()
         return str(process.pid)
 
     def find(self, folder: Path, options: BaseModel, handle: str) -> Found:
@@ -89,10 +92,3 @@ def send(pid: int, started: int, number: int) -> bool:
     finally:
         os.close(handle)
     return True
-
-
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process in a thread: one that ended is not left as a zombie, and no warning is printed for it."""
-    import threading  # noqa: PLC0415
-
-    threading.Thread(target=process.wait, name="reap", daemon=True).start()

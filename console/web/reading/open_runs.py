@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.tools.runs import RunLine
@@ -75,18 +76,14 @@ def _describe(path: Path) -> _Known:
     line = runs.describe(path)
     trained = curves.read_training(path)
     values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
-    found = _Known(seen, line, _curve(values))
+    size = bucket_size(len(values), _POINTS)
+    buckets = [values[at : at + size] for at in range(0, len(values), size)]
+    found = _Known(seen, line, [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets])
     with _lock:
         if len(_known) > 2 * _MAX_RUNS:
             _known.clear()
         _known[path] = found
     return found
-
-
-def _curve(values: Sequence[float]) -> list[float]:
-    size = bucket_size(len(values), _POINTS)
-    buckets = [values[at : at + size] for at in range(0, len(values), size)]
-    return [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets]
 
 
 class UnknownRun(PenstockError):
@@ -127,7 +124,7 @@ class OpenRuns:
             found = self._used(run_id)
             if found is not None:
                 return found
-            reading = RunReading(run_id, self._arguments, self._environ)
+            reading = RunReading(NamedRun(run_id, self._arguments, self._environ))
             reading.step()
             if not reading.exists:
                 reading.close()

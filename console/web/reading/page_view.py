@@ -252,7 +252,13 @@ class PageView(RunView):
             if isinstance(version, int) and 0 <= version < 2**53:
                 self._version(version).announced_at = event.at
         elif event.kind == "reward_error":
-            self._note_error(event)
+            try:
+                fields = event_fields.read(RewardErrorFields, event.data)
+            except UnreadableEvent:
+                return  # counted by RunView
+            notes = self._errors(fields.reason or "unknown")
+            notes.waited += max(len(fields.group_ids), 1)
+            notes.newest, notes.newest_at = fields.detail, event.at
 
     def fold_published(self, fact: WeightsPublished) -> None:
         super().fold_published(fact)
@@ -286,15 +292,6 @@ class PageView(RunView):
             if len(self.versions) > _MAX_VERSIONS:
                 del self.versions[min(self.versions)]
         return found
-
-    def _note_error(self, event: RunEvent) -> None:
-        try:
-            fields = event_fields.read(RewardErrorFields, event.data)
-        except UnreadableEvent:
-            return  # counted by RunView
-        notes = self._errors(fields.reason or "unknown")
-        notes.waited += max(len(fields.group_ids), 1)
-        notes.newest, notes.newest_at = fields.detail, event.at
 
     def _errors(self, reason: str) -> ErrorNotes:
         if reason not in self.reward_errors and len(self.reward_errors) >= _MAX_REASONS:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.watcher import Watcher
@@ -49,21 +49,13 @@ class RunBusy(BusError):
 class RunReading:
     """One run that is looked at. Every method takes its lock; close it after the last request."""
 
-    def __init__(
-        self,
-        run_id: str,
-        arguments: Sequence[str],
-        environ: Mapping[str, str],
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, run: NamedRun, *, clock: Callable[[], float] = time.time) -> None:
         """Read the run's folder; `step` connects. Raises ConfigError."""
-        self.run_id = run_id
-        self._arguments, self._environ = arguments, environ
+        self.run, self.run_id = run, run.id
         self._clock = clock
         self._lock = threading.RLock()
-        self.settings = connections.find(arguments, environ, run_id=run_id).settings
-        self.folder: Path = self.settings.run.dir / run_id
+        self.settings = run.settings
+        self.folder = self.settings.run.dir / run.id
         self._bus: Bus | None = None
         self._watcher: Watcher | None = None
         self._groups: StoredGroups | None = None
@@ -178,7 +170,11 @@ class RunReading:
             if self._groups is None:
                 from penstock.console.web.reading.stored_groups import StoredGroups  # noqa: PLC0415 # numpy and pyarrow
 
-                self._require_store()
+                # The object store of a finished local run is stopped: it is refused at once.
+                endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
+                if not connections.may_answer(endpoint):
+                    start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
+                    raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
                 blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
                 self._groups_lock = threading.Lock()
@@ -189,13 +185,6 @@ class RunReading:
             yield groups
         finally:
             lock.release()
-
-    def _require_store(self) -> None:
-        """Raise QueryRefused at once where the object store is stopped, as that of a finished local run is."""
-        endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
-        if not connections.may_answer(endpoint):
-            start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
-            raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────
 
@@ -246,14 +235,12 @@ class RunReading:
     def _connect(self) -> None:
         self._tried_at = time.monotonic()
         try:
-            loaded = connections.find(self._arguments, self._environ, run_id=self.run_id)
-            if not connections.may_answer(loaded.settings.nats.url):
-                self._say(
-                    f"no NATS server answers at {loaded.settings.nats.url}: figures are those of the run's folder"
-                )
+            settings = self.run.settings
+            if not connections.may_answer(settings.nats.url):
+                self._say(f"no NATS server answers at {settings.nats.url}: figures are those of the run's folder")
                 return
-            self.settings, self._groups = loaded.settings, None
-            bus = Bus.connect(loaded.settings.nats, name="console-page", deadline_s=_CONNECT_S)
+            self.settings, self._groups = settings, None
+            bus = Bus.connect(settings.nats, name="console-page", deadline_s=_CONNECT_S)
         except (BusError, ConfigError) as err:
             self._say(str(err))
             return

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.console import connections, launch
+from penstock.console.connections import NamedRun
 from penstock.console.tools.dead_letters import DeadLetters, Letter, groups_of, letter_document, refusal
 from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.console.web.reading.recorded_groups import QueryRefused
@@ -19,11 +19,9 @@ _LIST_S = 3.0
 _TEST_S = 20.0
 
 
-def dead_letters(
-    run_id: str, arguments: Sequence[str], environ: Mapping[str, str], *, before: int | None, limit: int
-) -> dict[str, Any]:
-    with _open(run_id, arguments, environ) as dead:
-        state = dead.bus.stream_state(f"{run_id}-dead").wait()
+def dead_letters(run: NamedRun, *, before: int | None, limit: int) -> dict[str, Any]:
+    with _open(run) as dead:
+        state = dead.bus.stream_state(f"{run}-dead").wait()
         end = state.last_sequence if before is None else min(before - 1, state.last_sequence)
         after = max(end - limit, state.first_sequence - 1, 0)
         letters = dead.read(after=after, most=end - after) if end > after else []
@@ -37,11 +35,11 @@ def dead_letters(
         }
 
 
-def dead_letter(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    with _open(run_id, arguments, environ) as dead:
+def dead_letter(run: NamedRun, number: int) -> dict[str, Any]:
+    with _open(run) as dead:
         letter = _find(dead, number)
         groups, problem = groups_of(letter.fact, dead.blobs)
-        reason = refusal(letter, dead.progress(), run=run_id)
+        reason = refusal(letter, dead.progress(), run=run.id)
         return _document(letter) | {
             "groups": [_cut(group) for group in groups[:_MAX_GROUPS]],
             "problem": problem[:_MAX_TEXT],
@@ -50,24 +48,22 @@ def dead_letter(run_id: str, number: int, arguments: Sequence[str], environ: Map
         }
 
 
-def resend_dead_letter(
-    run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, once_more: bool
-) -> dict[str, Any]:
+def resend_dead_letter(run: NamedRun, number: int, *, once_more: bool) -> dict[str, Any]:
     """Send one letter again. Raises as `dead_letters`, and QueryRefused with the reason why it cannot be."""
-    with _open(run_id, arguments, environ) as dead:
+    with _open(run) as dead:
         letter = _find(dead, number)
-        reason = refusal(letter, dead.progress(), run=run_id, once_more=once_more)
+        reason = refusal(letter, dead.progress(), run=run.id, once_more=once_more)
         if reason is not None:
-            raise QueryRefused(f"dead letter {number} of run {run_id} was not sent: {reason}")
+            raise QueryRefused(f"dead letter {number} of run {run} was not sent: {reason}")
         dead.send(letter)
         return {"id": number, "stage": letter.fact.stage, "group_ids": list(letter.fact.group_ids)[:_MAX_GROUPS]}
 
 
-def _open(run_id: str, arguments: Sequence[str], environ: Mapping[str, str]) -> DeadLetters:
-    url = connections.find(arguments, environ, run_id=run_id).settings.nats.url
+def _open(run: NamedRun) -> DeadLetters:
+    url = run.settings.nats.url
     if not connections.may_answer(url):
-        raise BusUnreachable(f"NATS of run {run_id} does not answer at {url}; start its servers, or set nats.url")
-    return DeadLetters(run_id, arguments, environ)
+        raise BusUnreachable(f"NATS of run {run} does not answer at {url}; start its servers, or set nats.url")
+    return DeadLetters(run)
 
 
 def _find(dead: DeadLetters, number: int) -> Letter:

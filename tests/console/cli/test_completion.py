@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.console.cli.completion import script, words_of
 from penstock.console.cli.main import app
+from penstock.console.cli.verb_help import script, words_of
 from penstock.console.tools import explain_settings
 from penstock.protocol.errors import ConfigError
 

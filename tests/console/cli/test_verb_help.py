@@ -15,7 +15,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from penstock.console.cli import main, verb_help
-from penstock.console.cli.completion import words_of
+from penstock.console.cli.verb_help import words_of
 from penstock.console.tools import explain_settings
 from penstock.protocol.command_line import arguments_of
 
@@ -26,7 +26,7 @@ _LIGHT = {"penstock.trainer", "penstock.trainer.commands", "penstock.trainer.com
 _WALK = """
 import contextlib, io, json, sys
 from penstock.console.cli import main
-from penstock.console.cli.completion import words_of
+from penstock.console.cli.verb_help import words_of
 loaded = set(sys.modules)
 answers = {}
 for verb in words_of(main.app).verbs:

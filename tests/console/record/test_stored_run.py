@@ -10,7 +10,7 @@ from tests.servers import secret_file
 
 from penstock.console import connections, launch
 from penstock.console.cli.main import app
-from penstock.console.record.stored_run import ensure_local_servers
+from penstock.console.record.stored_run import with_local_servers
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError
 
@@ -22,7 +22,7 @@ def test_a_misspelt_run_is_refused_without_waiting_for_nats(tmp_path: Path, monk
     with pytest.raises(
         ConfigError, match=r"no run sorted in .*; found: sorting; did you mean sorting\? check the name"
     ):
-        ensure_local_servers("sorted", [f"run.dir={tmp_path}"], {}, [])
+        with_local_servers("sorted", [f"run.dir={tmp_path}"])
 
 
 def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
@@ -31,8 +31,8 @@ def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
     at = [f"run.dir={tmp_path}", f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
     at.append(f"nats.password_file={secret_file(nats_settings.secret())}")
     with pytest.raises(ConfigError, match=r"no run nosuch at nats://.*; found: .*check the name"):
-        ensure_local_servers("nosuch", at, {}, [])
-    ensure_local_servers(run_streams, at, {}, [])
+        with_local_servers("nosuch", at)
+    with_local_servers(run_streams, at)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_model_is_pushed_with_its_card_and_pulled_again(
     arguments, branch = [f"run.dir={tmp_path / 'runs'}"], revision or "main"
     for text in (b"{}", b'{"changed": true}'):
         (folder / "config.json").write_bytes(text)
-        assert push_model("r", REPO, arguments, {}, private=True, revision=revision) == 0
+        assert push_model("r", REPO, arguments, private=True, revision=revision) == 0
         assert f"r: {fake.url}/{REPO}/commit/{commit_id(branch)}" in capsys.readouterr().out
     exchange.pull(REPO, tmp_path / "copy", revision=revision)
     pulled = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}

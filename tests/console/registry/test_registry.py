@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.console import evaluation_results
+from penstock.console.connections import NamedRun
 from penstock.console.evaluation_results import DataFile, Estimate, EvaluationResult, SourceResult
 from penstock.console.registry import exchange, versions
 from penstock.console.registry.exchange import push_model
@@ -197,7 +198,7 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
 
 def test_no_folder_is_overwritten_by_an_average(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists; name another folder"):
-        average_last("r", 2, tmp_path, [], {})
+        average_last(NamedRun("r", []), 2, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_a_model_that_is_not_there_is_not_pushed(
     known = Registry("r", home, [row(3)], {}, {})
     monkeypatch.setattr(Registry, "read", classmethod(lambda *_: known))
     with pytest.raises(PenstockError, match=message):
-        push_model(target, "o/m", [f"run.dir={tmp_path}"], {}, private=True, revision=None)
+        push_model(target, "o/m", [f"run.dir={tmp_path}"], private=True, revision=None)
 
 
 def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
@@ -230,9 +231,9 @@ def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
     known = Registry("r", tmp_path, [row(3), row(4)], {}, versions.read_tags(tmp_path))
     monkeypatch.setattr(Registry, "read", classmethod(lambda *_: known))
     with pytest.raises(ConfigError, match="has no version 5 in the object store"):
-        set_tag("r", "5", "new", [], {})
+        set_tag(NamedRun("r", []), "5", "new")
     with pytest.raises(ConfigError, match="holds version 3; remove it before the tag is moved"):
-        set_tag("r", "4", "kept", [], {}, move=True)
+        set_tag(NamedRun("r", []), "4", "kept", move=True)
     assert versions.read_tags(tmp_path) == {"kept": Tag(version=3)}
 
 

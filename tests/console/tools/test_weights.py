@@ -12,6 +12,7 @@ from tests.servers import secret_file
 from tests.weights_source import WeightsSource, adapter_base
 from transformers import AutoModelForCausalLM
 
+from penstock.console.connections import NamedRun
 from penstock.console.tools.weights import export, print_versions
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
@@ -77,7 +78,7 @@ def test_versions_are_listed(
         run_id=run_streams, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
     )
     bus.publish(subjects.events(run_streams, "weights"), announced, msg_id="e").wait()
-    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["version"], row["parent"], row["kind"]) for row in rows] == [
         (0, None, "anchor"), (1, 0, "patch"), (2, 1, "patch"), (3, 2, "patch"),
@@ -87,7 +88,7 @@ def test_versions_are_listed(
     assert rows[3]["seconds"] == 0.25
     assert 0.005 < rows[3]["density"] < 0.02
     assert rows[3]["bytes"] < 0.1 * rows[0]["bytes"]
-    assert print_versions(run_streams, arguments, {}, as_json=False) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=False) == 0
     assert f"penstock weights export {run_streams} --version 3" in capsys.readouterr().out
 
 
@@ -96,14 +97,14 @@ def test_a_version_is_exported_as_a_model_folder(
 ) -> None:
     """Full snapshot and patches become a folder that transformers loads, bit for bit the published weights."""
     folder = tmp_path / "v2"
-    assert export(run_streams, 2, folder, arguments, {}) == 0
+    assert export(NamedRun(run_streams, arguments, {}), 2, folder) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     loaded = model.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
     with pytest.raises(ConfigError, match="exists; name another folder"):
-        export(run_streams, 2, folder, arguments, {})
+        export(NamedRun(run_streams, arguments, {}), 2, folder)
     with pytest.raises(ConfigError, match="has no version 9"):
-        export(run_streams, 9, tmp_path / "v9", arguments, {})
+        export(NamedRun(run_streams, arguments, {}), 9, tmp_path / "v9")
 
 
 def test_kept_versions_are_listed_with_the_reason_and_the_best_one_is_exported(
@@ -112,7 +113,7 @@ def test_kept_versions_are_listed_with_the_reason_and_the_best_one_is_exported(
 ) -> None:  # fmt: skip
     """They stay listed and exportable when the chain from the head no longer reaches them; a deleted one is answered with what is stored."""
     with pytest.raises(ConfigError, match="has no evaluated version: name one with --version"):
-        export(run_streams, None, tmp_path / "none", arguments, {})
+        export(NamedRun(run_streams, arguments, {}), None, tmp_path / "none")
     gc = WeightGc(
         Connections(run_streams, bus, blobs), Retention(2, 0.0, 1e9, KeepRule(1, 2, 1)), pinned=list, holder="test"
     )
@@ -120,22 +121,22 @@ def test_kept_versions_are_listed_with_the_reason_and_the_best_one_is_exported(
     gc.sweep(0.0)
     [manifest] = [s.key for s in blobs.list(f"runs/{run_streams}/weights/v00000002/") if "manifest" in s.key]
     blobs.delete([manifest])  # as a sweep with a higher floor does
-    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
     rows = {row["version"]: row["kept"] for row in json.loads(capsys.readouterr().out)}
     assert rows[1] == {"best": {"rank": 1, "score": 0.75, "measure": "gsm8k ≥ 1"}, "milestone": False, "for": []}
     assert rows[0]["for"] == [1]
     assert sorted(rows) == [0, 1, 3]
-    assert print_versions(run_streams, arguments, {}, as_json=False) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=False) == 0
     printed = capsys.readouterr().out
     assert "best: 0.750 (gsm8k ≥ 1)" in " ".join(printed.split())
     assert f"penstock weights export {run_streams} --best" in printed
-    assert export(run_streams, None, tmp_path / "best", arguments, {}) == 0
+    assert export(NamedRun(run_streams, arguments, {}), None, tmp_path / "best") == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "best").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in states[1].items())
     with pytest.raises(
         ConfigError, match=r"has no version 2 in the object store; stored: 0-1, 3 \(best 1, milestone 2\)"
     ):
-        export(run_streams, 2, tmp_path / "gone", arguments, {})
+        export(NamedRun(run_streams, arguments, {}), 2, tmp_path / "gone")
 
 
 def test_adapters_are_listed_with_their_base_and_exported_either_way(
@@ -155,25 +156,25 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
         published_name(f"{layer}.lora_B.weight"): torch.randn(128, 2),
     }
     source.publish(1, factors, base=base)
-    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["version"], row["parent"], row["kind"], row["base"]) for row in rows] == [
         (0, None, "anchor", None), (1, 0, "adapter", 0),
     ]  # fmt: skip
     assert rows[1]["bytes"] < 0.05 * rows[0]["bytes"]
-    assert print_versions(run_streams, arguments, {}, as_json=False) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=False) == 0
     assert "adapter on 0" in capsys.readouterr().out
-    assert export(run_streams, 1, tmp_path / "merged", arguments, {}) == 0
+    assert export(NamedRun(run_streams, arguments, {}), 1, tmp_path / "merged") == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     down, up = factors.values()
     torch.testing.assert_close(
         loaded[f"{layer}.weight"], base.buckets.tensors()[f"{layer}.weight"] + 2.0 * up @ down, rtol=1e-5, atol=1e-6
     )
-    assert export(run_streams, 1, tmp_path / "adapter", arguments, {}, adapter=True) == 0
+    assert export(NamedRun(run_streams, arguments, {}), 1, tmp_path / "adapter", adapter=True) == 0
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in factors.items())
     with pytest.raises(ConfigError, match="is not an adapter; export it as a model"):
-        export(run_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
+        export(NamedRun(run_streams, arguments, {}), 0, tmp_path / "none", adapter=True)
 
 
 def test_a_version_that_a_killed_trainer_left_is_ignored(
@@ -191,10 +192,10 @@ def test_a_version_that_a_killed_trainer_left_is_ignored(
         Content(buckets.layout, (), stored, ModelWeights(buckets).root()),
         parent=None,
     )
-    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["kind"], row["anchor"]) for row in rows] == [("anchor", True), *[("patch", False)] * 3]
-    assert export(run_streams, 2, tmp_path / "v2", arguments, {}) == 0
+    assert export(NamedRun(run_streams, arguments, {}), 2, tmp_path / "v2") == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
 
@@ -207,11 +208,11 @@ def test_only_what_a_trusted_key_has_signed_is_exported(
     private, public = signing_key(tmp_path / "own")
     source = WeightsSource(bus, blobs, run_streams, tmp_path / "model", signing_key=SigningKey.from_file(private, "x"))
     source.publish(0, load_file(tmp_path / "model" / "model.safetensors"))
-    assert export(run_streams, 0, tmp_path / "v0", arguments, {}, trusted_keys_file=public) == 0
+    assert export(NamedRun(run_streams, arguments, {}), 0, tmp_path / "v0", trusted_keys_file=public) == 0
     _, stranger = signing_key(tmp_path / "other")
     for option, environ in ((stranger, {}), (None, {"PENSTOCK_WORKER__TRUSTED_KEYS_FILE": str(stranger)})):
         with pytest.raises(ConfigError, match="has no version 0"):
-            export(run_streams, 0, tmp_path / "no", arguments, environ, trusted_keys_file=option)
+            export(NamedRun(run_streams, arguments, environ), 0, tmp_path / "no", trusted_keys_file=option)
         assert "cannot be read or trusted; the first: runs/" in capsys.readouterr().err
 
 
@@ -222,7 +223,7 @@ def test_a_manifest_of_another_run_is_left_out(
     [own] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith("/manifest.json")]
     document = json.loads(blobs.get_unverified(own)) | {"run_id": "other", "step": 99}
     blobs.put(f"{prefix}zz/manifest.json", json.dumps(document).encode())
-    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
+    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
     printed = capsys.readouterr()
     assert [row["step"] for row in json.loads(printed.out)] == [0, 1, 2, 3]
     assert f"{prefix}zz/manifest.json: it is of run other" in printed.err
@@ -235,6 +236,6 @@ def test_a_version_whose_objects_are_damaged_is_not_exported(
     [pack] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith(".pack")]
     blobs.put(pack, b"x" * 100)
     with pytest.raises(ConfigError, match=r"version 2 .* cannot be read"):
-        export(run_streams, 2, tmp_path / "v2", arguments, {})
+        export(NamedRun(run_streams, arguments, {}), 2, tmp_path / "v2")
     assert not (tmp_path / "v2").exists()
     assert not (tmp_path / "v2.partial").exists()

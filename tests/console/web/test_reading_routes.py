@@ -23,6 +23,7 @@ from tests.console.web.shown_run import (
 )
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.web import reading_routes
 from penstock.console.web.access import Access, Role
 from penstock.console.web.context import WebContext
@@ -403,7 +404,7 @@ def test_the_record_of_another_run_is_refused(shown: Shown) -> None:
 def test_groups_of_a_run_whose_store_is_stopped_are_refused_at_once_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "done" / "store").mkdir(parents=True)
     environ = {"PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1", "PENSTOCK_NATS__URL": "nats://127.0.0.1:1"}
-    reading = RunReading("done", [f"run.dir={tmp_path}"], environ)
+    reading = RunReading(NamedRun("done", [f"run.dir={tmp_path}"], environ))
     refused = pytest.raises(QueryRefused, match=f"penstock up --data {tmp_path}/done/store")
     with refused, reading.groups():
         pass
@@ -426,7 +427,7 @@ def test_servers_are_given_up_at_once_only_where_nothing_can_listen(addresses: s
 def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "reward.port").write_text("4711")
-    reading = RunReading("r", [f"run.dir={tmp_path}"], {})
+    reading = RunReading(NamedRun("r", [f"run.dir={tmp_path}"], {}))
 
     def service(**environ: str) -> tuple[str, Path | None]:
         web = WebContext(tmp_path, Access(tmp_path / "tokens"), (), environ)

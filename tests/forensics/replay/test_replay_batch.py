@@ -14,6 +14,7 @@ from tests.trainer.recovery.test_checkpoint import state
 from tests.weights_source import WeightsSource
 from transformers import AutoModelForCausalLM
 
+from penstock.console.connections import NamedRun
 from penstock.console.record import stored_run
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
@@ -87,7 +88,7 @@ def test_a_replay_has_as_many_ranks_as_the_run_had_at_the_batch(tmp_path: Path) 
     """A later session may have another number: it is that of the settings which were saved with the batch."""
     saved(tmp_path / "mine", "mine", step=12, version=11, config=b'{"settings": {"trainer": {"num_ranks": 2}}}')
     (tmp_path / "mine" / "config.json").write_text('{"settings": {"trainer": {"num_ranks": 1}}}')
-    given = ("mine", [f"run.dir={tmp_path}"], {}, ["--batch", "12"])
+    given = (NamedRun("mine", [f"run.dir={tmp_path}"], {}), ["--batch", "12"])
     assert "--nproc-per-node=2" in stored_run.replay(*given, batch="12")
     assert "torch.distributed.run" not in stored_run.replay(*given)
     with pytest.raises(ConfigError, match="no saved batch '13'"):

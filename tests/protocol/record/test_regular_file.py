@@ -9,6 +9,7 @@ import pytest
 from tests.deadline import ends_within
 
 from penstock.console import connections
+from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.record import stored_run
 from penstock.console.report import curves
@@ -64,7 +65,7 @@ def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(folde
     assert all("does not hold the settings" in line for line in config_findings(folder / "config.json", {}))
     assert connections.store_environment(folder) == {}
     with pytest.raises(ConfigError, match=r"report\.md cannot be read"):
-        print_one(RUN, [f"run.dir={folder.parent}"], {})
+        print_one(NamedRun(RUN, [f"run.dir={folder.parent}"], {}))
 
 
 @pytest.mark.parametrize("ranks", [10**6, 257, 0, -1])
@@ -73,7 +74,7 @@ def test_a_file_does_not_start_processes_without_end(tmp_path: Path, ranks: int)
     (tmp_path / RUN).mkdir()
     (tmp_path / RUN / "config.json").write_text(f'{{"settings": {{"trainer": {{"num_ranks": {ranks}}}}}}}')
     with pytest.raises(ConfigError, match="expected 1 to 256"):
-        stored_run.replay(RUN, [f"run.dir={tmp_path}"], {}, [])
+        stored_run.replay(NamedRun(RUN, [f"run.dir={tmp_path}"], {}), [])
 
 
 def test_the_environment_of_servers_names_no_other_file_and_no_other_setting(tmp_path: Path) -> None:

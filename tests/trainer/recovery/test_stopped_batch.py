@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.trainer.groups.stored_groups import invent_group
 
+from penstock.console.connections import NamedRun
 from penstock.console.record.stopped import print_stopped
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import BlobRef, ScoredGroup
@@ -33,7 +34,7 @@ def test_a_saved_batch_is_shown_and_a_damaged_one_refused(tmp_path: Path, capsys
     given = [f"run.dir={tmp_path}"]
 
     def shown(step: int | None = None, *, as_json: bool) -> str:
-        assert print_stopped("mine", given, {}, step=step, as_json=as_json) == 0
+        assert print_stopped(NamedRun("mine", given, {}), step=step, as_json=as_json) == 0
         return capsys.readouterr().out
 
     found = json.loads(shown(as_json=True))
@@ -48,7 +49,7 @@ def test_a_saved_batch_is_shown_and_a_damaged_one_refused(tmp_path: Path, capsys
     with pytest.raises(ConfigError, match="no batch of step 8; saved are those of 7, 12"):
         shown(8, as_json=True)
     with pytest.raises(ConfigError, match="no run other"):
-        print_stopped("other", given, {}, step=None, as_json=True)
+        print_stopped(NamedRun("other", given, {}), step=None, as_json=True)
     (home / "stopped" / "step00000012" / BATCH).write_text("{}")
     with pytest.raises(ConfigError, match=r"step00000012 cannot be read .*restore it"):
         shown(as_json=True)
