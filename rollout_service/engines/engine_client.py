@@ -27,6 +27,8 @@ Metrics, by the worker's names; an engine that does not report one leaves it out
 | `engine_cached_tokens`         | sum                | of these, found in the prefix cache        |
 | `engine_aborted`               | sum                | requests aborted since the engine started  |
 | `engine_retracted`             | sum                | sequences preempted since the start        |
+| `engine_loads_…`               | sum                | versions loaded by patch, or from the folder because … (`weight_changes.LOAD_WAYS`), since the engine started |
+| `engine_patch_bytes`           | sum                | bytes read and written inside pauses, for patches |
 | `engine_kv_usage`              | mean               | share of the key-value cache in use        |
 | `engine_cache_hit_rate`        | mean               | share of prompt tokens found in the cache  |
 """
