@@ -199,7 +199,11 @@ class SglangClient(HttpEngineClient):
     async def stage(self, changes: WeightChanges | NoChanges) -> None:
         """Write the patch that the next load of that version applies; see `TakesChanges.stage`."""
         if self._sampler.folder is not None:
-            await asyncio.to_thread(self._patcher.stage, changes, self._sampler.folder)
+            try:
+                await asyncio.to_thread(self._patcher.stage, changes, self._sampler.folder)
+            except OSError as err:
+                log.warning("patch not written, the folder will be loaded", url=self.url, error=str(err))
+                self._patcher.forget_staged()
 
     async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Load the weights of a folder and confirm the version; see `EngineClient.load_weights`.

@@ -24,7 +24,7 @@ from penstock.rollout_service.engines.weight_changes import LOAD_WAYS, NoChanges
 
 # Of the words, by device: above, a folder is loaded faster. On a CPU measured with models of 0.1 to 0.5 billion values
 # (`benchmarks/in_place.md`): a reload is one memcpy there. On a GPU, where it crosses the bus, an estimate.
-MAX_CHANGED_SHARE = MappingProxyType({"cpu": 0.004, "cuda": 0.05})
+MAX_CHANGED_SHARE = MappingProxyType({"cpu": 0.005, "cuda": 0.05})
 PLUGIN = Path(__file__).with_name("plugin")  # put on the server's import path
 PLUGIN_NAME = "penstock_weight_patch"
 PATCHES = "patches"  # folder beside the model folders, for files of a moment
