@@ -126,6 +126,7 @@ proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run
 # The question that each answers: benchmarks/README.md.
 $(foreach name,attention engine plane,$(eval bench.$(name) := benchmarks.$(name)))
 bench.async := benchmarks.asynchrony
+bench.in-place := benchmarks.in_place
 bench.reward := benchmarks.reward_load --rate 25
 bench.staleness := benchmarks.staleness --all --report
 bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, engine, reward, ...

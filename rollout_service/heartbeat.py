@@ -29,6 +29,7 @@ from penstock.protocol.metrics.table import Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.weight_changes import LOAD_WAYS
 
 log = structlog.get_logger("rollout.heartbeat")
 
@@ -61,6 +62,8 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "engine_cached_tokens": ("penstock_engine_cached_tokens_total", {}),
         "engine_aborted": ("penstock_engine_aborted_total", {}),
         "engine_retracted": ("penstock_engine_retracted_total", {}),
+        **{f"engine_loads_{way}": ("penstock_engine_weight_loads_total", {"way": way}) for way in LOAD_WAYS},
+        "engine_patch_bytes": ("penstock_engine_patch_bytes_total", {}),
         "engine_kv_usage": ("penstock_engine_kv_cache_ratio", {}),
         "engine_cache_hit_rate": ("penstock_engine_cache_hit_ratio", {}),
     }

@@ -136,6 +136,8 @@ _ROLLOUT = _rows(
     ("penstock_engine_cached_tokens_total", "counter", "tokens", "", "Of these, tokens found in the prefix cache."),
     ("penstock_engine_aborted_total", "counter", "requests", "", "Requests aborted since the engine started."),
     ("penstock_engine_retracted_total", "counter", "sequences", "", "Sequences preempted since the engine started."),
+    ("penstock_engine_weight_loads_total", "counter", "versions", "way", "Loads of weights by an SGLang server, since it started: by patch, or from the folder because no stored patch leads to the version (chain), it changes too much (dense), a change has no known place (unmapped), the server refused the patch (refused) or takes none (unsupported)."),
+    ("penstock_engine_patch_bytes_total", "counter", "bytes", "", "Bytes that servers read and wrote inside pauses to apply patches, since they started."),
     ("penstock_engine_kv_cache_ratio", "gauge", "0 to 1", "", "Share of the key-value cache in use."),
     ("penstock_engine_cache_hit_ratio", "gauge", "0 to 1", "", "Share of the prompt tokens found in the cache."),
 )  # fmt: skip

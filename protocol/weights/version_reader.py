@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.protocol.errors import (
     BlobCorrupt,
     BlobMissing,
@@ -142,9 +145,26 @@ class WeightReader:
 
         Every change is fetched and verified before the first byte is written.
         """
+        for change in self._changes(plan, number):
+            if isinstance(change, bucket_codec.Parsed | bucket_codec.ParsedRaw):
+                bucket_codec.apply(change, raw)
+            else:
+                raw[:] = change
+
+    def changed_words(self, plan: CatchUp, number: int) -> NDArray[np.int64]:
+        """Return the words of a bucket that the plan writes, strictly increasing; all of them where one of its changes is whole."""
+        found: list[NDArray[np.int64]] = []
+        for change in self._changes(plan, number):
+            if not isinstance(change, bucket_codec.Parsed):
+                return np.arange(self.layout(plan.target).buckets[number].num_words)
+            found += [block.indices for plane in change.planes for block in plane.blocks()]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+    def _changes(self, plan: CatchUp, number: int) -> list[bucket_codec.Change | Bytes]:
+        """Return the changes of a bucket, fetched and verified; of a full snapshot the raw bytes."""
         bucket = self.layout(plan.target).buckets[number]
         steps = [(state, self._stored(manifest, state)) for manifest, state in plan.changes_of(number)]
-        changes = [
+        return [
             as_bytes(data)[self._header_bytes(plan, number, data) :]
             if state.codec == "safetensors"
             else bucket_codec.parse(
@@ -152,11 +172,6 @@ class WeightReader:
             )
             for state, data in steps
         ]
-        for change in changes:
-            if isinstance(change, bucket_codec.Parsed | bucket_codec.ParsedRaw):
-                bucket_codec.apply(change, raw)
-            else:
-                raw[:] = change
 
     def bring(self, plan: CatchUp, number: int, raw: Bytes) -> None:
         """Bring one raw bucket to the plan's target and verify it; rebuild it from the full snapshot when it is wrong.

@@ -15,6 +15,12 @@ from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
 from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
+from penstock.rollout_service.engines.weight_changes import (
+    NoChanges,
+    WeightChanges,
+    max_changed_share,
+    stage_changes,
+)
 from penstock.rollout_service.errors import EngineError, EngineMisconfigured, EngineUnreachable, WeightsNotApplied
 
 log = structlog.get_logger("rollout.engine")
@@ -59,6 +65,13 @@ class AttachedEngine:
         self._wanted = (folder, version)
         async with self._loading:
             await self._load(mode)
+
+    @property
+    def max_changed_share(self) -> float:
+        return max_changed_share(self.client)
+
+    async def stage(self, changes: WeightChanges | NoChanges) -> None:
+        await stage_changes(self.client, changes)
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         """Have the server serve ``version`` as an adapter of the weights it serves, next to all others; nothing pauses.

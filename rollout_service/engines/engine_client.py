@@ -27,6 +27,13 @@ Metrics, by the worker's names; an engine that does not report one leaves it out
 | `engine_cached_tokens`         | sum                | of these, found in the prefix cache        |
 | `engine_aborted`               | sum                | requests aborted since the engine started  |
 | `engine_retracted`             | sum                | sequences preempted since the start        |
+| `engine_loads_patch`           | sum                | versions loaded as a patch, since the start |
+| `engine_loads_chain`           | sum                | from the folder: no patches lead there     |
+| `engine_loads_dense`           | sum                | from the folder: too many words changed    |
+| `engine_loads_unmapped`        | sum                | from the folder: a word has no known place |
+| `engine_loads_refused`         | sum                | from the folder: the server refused        |
+| `engine_loads_unsupported`     | sum                | from the folder: the server takes none     |
+| `engine_patch_bytes`           | sum                | touched inside pauses, for patches         |
 | `engine_kv_usage`              | mean               | share of the key-value cache in use        |
 | `engine_cache_hit_rate`        | mean               | share of prompt tokens found in the cache  |
 """

@@ -29,6 +29,12 @@ from penstock.rollout_service.engines.engine_client import (
     aggregate_metrics,
 )
 from penstock.rollout_service.engines.redundancy import Redundancy
+from penstock.rollout_service.engines.weight_changes import (
+    NoChanges,
+    WeightChanges,
+    max_changed_share,
+    stage_changes,
+)
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
 
 T = TypeVar("T")
@@ -54,6 +60,13 @@ class EnginePool:
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         await _all_of(engine.load(folder, version, mode) for engine in self._engines)
+
+    @property
+    def max_changed_share(self) -> float:
+        return max(map(max_changed_share, self._engines))
+
+    async def stage(self, changes: WeightChanges | NoChanges) -> None:
+        await asyncio.gather(*(stage_changes(engine, changes) for engine in self._engines))
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
         await _first([engine.wait_for_version(version) for engine in self._engines])

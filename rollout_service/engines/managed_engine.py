@@ -24,6 +24,12 @@ from penstock.rollout_service.engines.engine_process import (
     PreparedProcess,
     process_cpu_seconds,
 )
+from penstock.rollout_service.engines.weight_changes import (
+    NoChanges,
+    WeightChanges,
+    max_changed_share,
+    stage_changes,
+)
 from penstock.rollout_service.errors import (
     EngineError,
     EngineRestartLimit,
@@ -124,6 +130,14 @@ class ManagedEngine:
             raise WeightsUnusable(
                 f"the engine neither loaded version {version} nor started with it; see {self._log_file}"
             )
+
+    @property
+    def max_changed_share(self) -> float:
+        return max_changed_share(self.client) if self.ready.is_set() else 0.0
+
+    async def stage(self, changes: WeightChanges | NoChanges) -> None:
+        if self.ready.is_set():
+            await stage_changes(self.client, changes)
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         """Serve ``version`` as an adapter of the weights that are served, next to all others; nothing pauses.

@@ -11,6 +11,7 @@ removed afterwards. A worker that restarts does not reuse adapter folders, which
     <cache>/a/ <cache>/b/ …  model folders, see `mirror_slot.py`
     <cache>/files/           config and tokenizer by their sha256, linked into the model folders
     <cache>/adapters/        one folder in PEFT's format for each adapter that is served
+    <cache>/patches/         what engines are about to change in the weights they serve; files of a moment
     <cache>/lock             locked while the worker's process runs
 
 A killed worker cannot remove its copies, and its id may never be used again. So a worker that starts clears the folders beside its own that
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock.protocol.errors import BlobMissing, ConfigError
+from penstock.protocol.errors import BlobMissing, BlobStoreUnreachable, ConfigError
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
@@ -41,8 +42,15 @@ from penstock.protocol.weights.export import export_adapter
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, verify_head
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
+from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
 from penstock.rollout_service.errors import MirrorFull, WeightsUnusable
-from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS, Slot, nearest_source, slot_to_write
+from penstock.rollout_service.weights.mirror_slot import (
+    NUM_REGULAR_SLOTS,
+    Slot,
+    changes_between,
+    nearest_source,
+    slot_to_write,
+)
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
@@ -51,6 +59,7 @@ if TYPE_CHECKING:
 _SLOTS = ("a", "b", "c", "d")
 _FILES = "files"
 _ADAPTERS = "adapters"
+_PATCHES = "patches"
 _LOCK = "lock"
 log = structlog.get_logger("rollout.model_mirror")
 CACHED_SEGMENT_BYTES = 1024**3  # patches fetched for one slot, kept in memory for the other
@@ -81,7 +90,8 @@ class CacheFolder:
             for sibling in path.parent.iterdir():
                 _clear_abandoned(sibling)
             self.files.mkdir(exist_ok=True)
-            shutil.rmtree(self.adapters, ignore_errors=True)
+            for name in (_ADAPTERS, _PATCHES):
+                shutil.rmtree(path / name, ignore_errors=True)
         except OSError as err:
             raise ConfigError(
                 f"worker.cache_dir: cannot create {path} ({err.strerror}); choose a folder that can be written to"
@@ -119,7 +129,7 @@ def _clear_abandoned(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for name in (_FILES, _ADAPTERS, *_SLOTS):
+    for name in (_FILES, _ADAPTERS, _PATCHES, *_SLOTS):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).with_suffix(".json").unlink(missing_ok=True)
 
@@ -199,6 +209,12 @@ class ModelMirror:
         finally:
             self._oldest_read = None
         return slot.folder
+
+    def changes(self, base: PolicyVersion, target: PolicyVersion, limit: float) -> WeightChanges | NoChanges:
+        held = {slot.version: slot for slot in self._slots}
+        if base not in held or target not in held:
+            return "chain"
+        return changes_between(self._reader, held[base], held[target], limit)
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
         for slot in self._slots[NUM_REGULAR_SLOTS:]:
@@ -316,6 +332,17 @@ class Mirror:
             model = self._reader.base(target)
             base = self._mirrored(model, self._models.fetch(model, target.base.manifest, keep), start)
             return self._mirrored(target, self._adapters.fetch(target), start, base)
+
+    def changes(self, base: PolicyVersion, target: PolicyVersion, limit: float) -> WeightChanges | NoChanges:
+        """Return what turns one model that is held into another, or why that is not known or more than ``limit``, a share of the words.
+
+        Reads the stored patches between the two and the words that they name, no whole folder.
+        """
+        try:
+            return self._models.changes(base, target, limit)
+        except (*UNUSABLE, BlobStoreUnreachable, OSError) as err:
+            log.info("patches between two versions cannot be read", base=base, policy_version=target, error=str(err))
+            return "chain"
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
         """Remove the models beyond two, and all adapters, whose version is not in ``keep``."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError, StateMismatch
@@ -38,6 +40,7 @@ from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, Held
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
+from penstock.rollout_service.engines.weight_changes import NoChanges, TensorChange, WeightChanges
 
 NUM_REGULAR_SLOTS = 2  # the version that is served, and the next one; further slots hold pinned versions
 _INDEX = "model.safetensors.index.json"
@@ -174,6 +177,10 @@ class Slot:
         self._write(other.state)
         self._digests = None if other._digests is None else [*other._digests]
 
+    def words(self, layout: WeightLayout, number: int) -> NDArray[Any]:
+        """Return a bucket of the folder as unsigned integers [words], a view of the file."""
+        return self._map(layout, number).view(f"<u{layout.buckets[number].word_bytes}")
+
     def remove(self) -> None:
         self._journal.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -220,6 +227,38 @@ class Slot:
         else:
             atomic_write(self._journal, data)
         self.state = state
+
+
+def changes_between(reader: WeightReader, base: Slot, target: Slot, limit: float) -> WeightChanges | NoChanges:
+    """Return what turns the version of one folder into that of another; see `Mirror.changes`."""
+    holds = target.state.holds
+    assert holds is not None
+    manifest = reader.manifest(holds.manifest, PolicyVersion(holds.version))
+    plan = reader.plan(manifest, base.base)
+    if plan.anchor is not None or base.base is None:
+        return "chain"
+    layout = reader.layout(manifest)
+    if sum(patch.num_changed for patch in plan.patches) > limit * layout.num_words:
+        return "dense"
+    tensors: list[TensorChange] = []
+    for number, bucket in enumerate(layout.buckets):
+        if plan.changes_of(number):
+            old, new = base.words(layout, number), target.words(layout, number)
+            tensors += _tensor_changes(bucket, reader.changed_words(plan, number), old, new)
+    return WeightChanges(base.base.version, PolicyVersion(holds.version), layout.num_words, tuple(tensors))
+
+
+def _tensor_changes(
+    bucket: Bucket, words: NDArray[np.int64], before: NDArray[Any], after: NDArray[Any]
+) -> Iterator[TensorChange]:
+    old, new = before[words], after[words]
+    differs = old != new
+    words, old, new = words[differs], old[differs], new[differs]
+    starts = [tensor.byte_offset // bucket.word_bytes for tensor in bucket.tensors]
+    cuts = [*np.searchsorted(words, starts), len(words)]
+    for tensor, start, first, end in zip(bucket.tensors, starts, cuts, cuts[1:], strict=False):
+        if end > first:
+            yield TensorChange(tensor.name, bucket.dtype, words[first:end] - start, new[first:end], old[first:end])
 
 
 def _read(journal: Path) -> SlotState:

@@ -23,6 +23,7 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_weights import WeightsCheck
 from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.weight_changes import max_changed_share, stage_changes
 from penstock.rollout_service.errors import EngineDisagrees, TaskRefused, WeightsUnusable
 from penstock.rollout_service.retry import retry
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
@@ -107,6 +108,7 @@ class WeightFollower:
             if self._published.newest() != self.engine.version or self.gate.serves_older:
                 mirrored = await self._fetch_newest()
                 if mirrored is not None:
+                    await self._stage(mirrored)
                     keeps_model = self.servable.shares_model(mirrored) and not self.gate.serves_older
                     async with contextlib.nullcontext() if keeps_model else self.gate.swap():
                         await self._apply_or_refuse(mirrored)
@@ -114,6 +116,14 @@ class WeightFollower:
             if (found := self.announcements.take_disagreement()) is not None:
                 await self._check_engine(found)
             await self._remove_unused()
+
+    async def _stage(self, mirrored: MirroredVersion) -> None:
+        """Let the engine prepare the change from the weights it serves, while it generates; else it loads the folder."""
+        served, limit = self.engine.version, max_changed_share(self.engine)
+        if served is not None and mirrored.base is None and limit > 0.0:
+            async with self._fetching:
+                changes = await asyncio.to_thread(self.mirror.changes, served, mirrored.version, limit)
+            await stage_changes(self.engine, changes)
 
     async def _check_engine(self, found: Disagreement) -> None:
         """Have the engine load its files again; raises EngineDisagrees if its checksum was another one before.

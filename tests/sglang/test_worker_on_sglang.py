@@ -10,13 +10,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from torch import Tensor
 
 from penstock.deploy.processes.child import Child
 from penstock.protocol.groups import Task
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.engines.engine_process import group_members
 from tests.contracts.real_sglang import START_S
-from tests.contracts.tiny_model import Dense
+from tests.contracts.tiny_model import Dense, read_tensors, write_tensors
 from tests.groups import make_task
 from tests.rollout_service.trainer_side import TrainerSide
 from tests.servers import wait_for
@@ -132,6 +134,34 @@ def test_a_server_killed_in_mid_generation_loses_no_group(trainer_side: TrainerS
     assert trainer_side.dead == []
     assert server_of(sglang_worker) != first
     wait_for(lambda: not group_members(first), "the old server's processes to be gone")
+
+
+def test_a_version_that_changes_little_is_patched(trainer_side: TrainerSide, sglang_worker: Child):
+    """From the trainer's patch over the worker's mirror into the server: its tokens are of the published weights."""
+    newest = max(fact.version for fact in trainer_side.applied)
+    for version in (newest + 1, newest + 2, newest + 3):
+        source = trainer_side.folder / f"model-{version - 1}"
+        write_tensors(source, trainer_side.folder / f"model-{version}", moved(read_tensors(source), seed=version))
+        trainer_side.publish(version)
+        trainer_side.wait_applied("w0", version, START_S)
+    trainer_side.issue("patched-pack", long_tasks(["patched"]))
+    [group] = trainer_side.collect_groups(1, START_S)
+    assert check_every_token([group], trainer_side.folder) == {newest + 3}
+    wait_for(
+        lambda: (beat := trainer_side.heartbeat("w0")) and beat.figures.get("engine_loads_patch", 0) >= 3,
+        "three patches in the heartbeat",
+        30.0,
+    )
+
+
+def moved(tensors: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """A copy in which a thousandth of the values are others, at least one of each tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        flat = tensor.view(-1)
+        chosen = torch.randint(len(flat), (max(1, len(flat) // 1000),), generator=generator)
+        flat[chosen] += 0.1
+    return tensors
 
 
 def scheduler_among(members: Sequence[int]) -> int:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import structlog
+
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
@@ -26,6 +28,7 @@ from penstock.rollout_service.engines.redundancy import Redundancy, generate_red
 from penstock.rollout_service.engines.sglang.messages import (
     check_expanded,
     image_fields,
+    patched_bytes,
     read_checksum,
     read_completion,
     read_metrics,
@@ -33,7 +36,11 @@ from penstock.rollout_service.engines.sglang.messages import (
     sees,
     sight_requests,
 )
+from penstock.rollout_service.engines.sglang.weight_patch import Offer, WeightPatcher
+from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
 from penstock.rollout_service.errors import EngineMisconfigured, EngineRefused, ReplyRefused, WeightsNotApplied
+
+log = structlog.get_logger("rollout.engine")
 
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s
 _PAUSE_S = 60.0  # at most one decoding step
@@ -84,6 +91,8 @@ class SglangClient(HttpEngineClient):
         self._checksum: EngineChecksum | None = None  # of the served weights, where the reply to their update had it
         self._looking = asyncio.Lock()  # held while the server is asked whether it looks at images
         self._sees = False
+        self._patcher = WeightPatcher()
+        self._asked_for_map = False
         self._cache_key: str | None = None  # separates cached prefixes of different versions where none are flushed
 
     async def generate_redundantly(
@@ -175,15 +184,32 @@ class SglangClient(HttpEngineClient):
         return ServerReport()
 
     async def metrics(self) -> dict[str, float]:
-        return read_metrics(await self._http.call("GET", "/metrics", None, PROBE_S, parse=False))
+        page = await self._http.call("GET", "/metrics", None, PROBE_S, parse=False)
+        return read_metrics(page) | self._patcher.figures()
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
         self._sampler.folder = folder
+        async with self._weights_turn:
+            await self._map_parameters(folder, version)
+
+    @property
+    def max_changed_share(self) -> float:
+        return self._patcher.max_changed_share
+
+    async def stage(self, changes: WeightChanges | NoChanges) -> None:
+        """Write the patch that the next load of that version applies; see `TakesChanges.stage`."""
+        if self._sampler.folder is not None:
+            try:
+                await asyncio.to_thread(self._patcher.stage, changes, self._sampler.folder)
+            except OSError as err:
+                log.warning("patch not written, the folder will be loaded", url=self.url, error=str(err))
+                self._patcher.forget_staged()
 
     async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Load the weights of a folder and confirm the version; see `EngineClient.load_weights`.
 
         The server flushes its prefix cache, except ``in_place``: then later requests carry the version as a cache key.
+        A staged patch that the server refuses has changed nothing: the folder is loaded in the same pause.
         """
         if self._adapters.table.versions:  # they change the weights on which they were loaded, and no others
             await self._adapters.drop_all()
@@ -193,15 +219,57 @@ class SglangClient(HttpEngineClient):
                 await self._pause(mode)
             elif self._may_be_paused:
                 await self._continue()
-            await self._update(folder, version, flush=mode != "in_place")
+            flush = mode != "in_place"
+            if not await self._patch(folder, version, flush=flush):
+                await self._update(folder, version, flush=flush)
+                await self._map_parameters(folder, version, flush=flush)
+            self._patcher.loaded()
             self._cache_key = str(version) if mode == "in_place" else None
             if mode != "drain":
                 await self._continue()
 
-    async def _update(self, folder: Path, version: PolicyVersion, *, flush: bool) -> None:
+    async def _patch(self, folder: Path, version: PolicyVersion, *, flush: bool) -> bool:
+        prefix = self._patcher.take(version)
+        if prefix is None:
+            return False
+        try:
+            message = await self._update(folder, version, flush=flush, load_format=f"penstock:patch:{prefix}")
+        except WeightsNotApplied as err:
+            log.warning("patch refused, loading the folder", policy_version=version, error=str(err))
+            self._patcher.refused()
+            return False
+        finally:
+            self._patcher.forget_staged()
+        self._patcher.num_bytes += patched_bytes(message)
+        return True
+
+    async def _map_parameters(self, folder: Path, version: PolicyVersion, *, flush: bool = True) -> None:
+        """Ask a server that has the plugin, once, where each value of the folder is in its parameters; it has loaded that folder.
+
+        The folder is loaded again after a refusal: what the attempt has changed is unknown.
+        """
+        if self._asked_for_map:
+            return
+        self._asked_for_map = True
+        with contextlib.suppress(EngineRefused, ReplyRefused):
+            self._patcher.offer = Offer.read(await self._http.call("GET", "/server_info", None, PROBE_S))
+        if self._patcher.offer is None:
+            return
+        job = f"penstock:probe:{self._patcher.map_prefix(folder)}"
+        try:
+            await self._update(folder, version, flush=False, load_format=job)
+            await asyncio.to_thread(self._patcher.read_maps, folder)
+        except (WeightsNotApplied, OSError, ValueError, KeyError) as err:
+            log.warning(
+                "this server's weights cannot be patched, each version is loaded whole", url=self.url, error=str(err)
+            )
+            await self._update(folder, version, flush=flush)
+
+    async def _update(self, folder: Path, version: PolicyVersion, *, flush: bool, load_format: str = "auto") -> str:
+        """Have the server load a folder, or do a job of its plugin; return its message."""
         body = {
             "model_path": str(folder),
-            "load_format": "auto",
+            "load_format": load_format,
             "weight_version": str(version),
             "flush_cache": flush,
             "abort_all_requests": False,
@@ -221,6 +289,7 @@ class SglangClient(HttpEngineClient):
                 f"{self.url} answered that it loaded version {version}, but its {where} names {served}"
             )
         self._checksum = read_checksum(answer)
+        return str(answer.get("message"))
 
     async def _pause(self, mode: UpdateMode) -> None:
         self._may_be_paused = True

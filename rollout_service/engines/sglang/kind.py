@@ -14,6 +14,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings, flags_of
 from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
 from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.sglang.weight_patch import PLUGIN, PLUGIN_NAME
 
 # Flags that the worker sets, and flags that the contract forbids.
 _RESERVED = frozenset({
@@ -88,6 +89,11 @@ class SglangSettings(StartedServerSettings):
     )
     lora_backend: str | None = Field(None, description="--lora-backend: 'csgmv', 'triton', 'torch_native', …")
     metrics: bool = Field(True, description="--enable-metrics; the worker reports them in its heartbeat.")
+    patches: Literal["auto", "off"] = Field(
+        "auto",
+        description="'auto': a version that changes few values is written into the server's weights where they are, and others are "
+        "loaded from their folder; 'off': each is loaded from its folder.",
+    )
     extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enable-fp32-lm-head', …].")
 
     @model_validator(mode="after")
@@ -114,8 +120,13 @@ def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
 
 
 def sglang_environ(settings: SglangSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a server's environment: the worker's without its own variables, plus what the settings add."""
-    return child_environ(environ) | settings.environ
+    """Return a server's environment: the worker's without its own variables, plus what the settings and the plugin add."""
+    passed = child_environ(environ) | settings.environ
+    if settings.patches == "auto":
+        passed["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), passed.get("PYTHONPATH")]))
+        if chosen := passed.get("SGLANG_PLUGINS"):  # none: SGLang loads all
+            passed["SGLANG_PLUGINS"] = f"{chosen},{PLUGIN_NAME}"
+    return passed
 
 
 def _flags(settings: SglangSettings, number: int) -> list[str]:

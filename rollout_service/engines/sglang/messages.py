@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,12 @@ _RED, _BLUE = (255, 0, 0), (0, 0, 255)
 
 def read_metrics(exposition: str) -> dict[str, float]:
     return read_samples(exposition, prefix="sglang", names=_METRICS)
+
+
+def patched_bytes(message: str) -> int:
+    """Return the bytes that a server's plugin says it touched to apply a patch."""
+    found = re.search(r"penstock: .*\bbytes=(\d+)", message)
+    return 0 if found is None else int(found[1])
 
 
 def report_of(info: Mapping[str, Any]) -> ServerReport:

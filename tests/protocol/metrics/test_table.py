@@ -34,6 +34,7 @@ FIXED_LABELS = {
     "consumer",
     "folder",
     "layers",
+    "way",
 }
 HOSTILE = [
     "a\nb 1",

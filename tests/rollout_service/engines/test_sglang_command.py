@@ -49,6 +49,24 @@ def test_settings_become_flags():
     assert words[-1] == "--enable-fp32-lm-head"
 
 
+def test_a_server_gets_the_plugin_for_patches():
+    """Before what the settings put on its import path, and beside the plugins that they choose; not where patches are off."""
+    settings = SglangSettings(environ={"PYTHONPATH": "/mine", "SGLANG_PLUGINS": "one"})
+    environ = sglang_environ(settings, {"PYTHONPATH": "/workers", "HOME": "/root"})
+    folder, _, rest = environ["PYTHONPATH"].partition(os.pathsep)
+    assert (Path(folder) / "penstock_sglang_plugin.py").exists()
+    assert (rest, environ["SGLANG_PLUGINS"]) == ("/mine", "one,penstock_weight_patch")
+    assert sglang_environ(SglangSettings(), {})["PYTHONPATH"] == folder
+    assert sglang_environ(settings.model_copy(update={"patches": "off"}), {})["PYTHONPATH"] == "/mine"
+    entry_points = (Path(folder) / "penstock_weight_patch-1.dist-info" / "entry_points.txt").read_text()
+    assert entry_points.split() == [
+        "[sglang.srt.plugins]",
+        "penstock_weight_patch",
+        "=",
+        "penstock_sglang_plugin:register",
+    ]
+
+
 def test_adapters_are_enabled_if_requested():
     """A largest rank enables adapters, with every tensor of them taken or refused; without it none of the flags is passed."""
     words = flags(max_lora_rank=16, max_loras_per_batch=4, max_loaded_loras=6, lora_backend="triton")
@@ -120,7 +138,8 @@ def test_several_urls_are_several_engines():
 def test_a_server_does_not_get_our_environment():
     """Neither our passwords nor our Python's paths reach it; what the settings add does."""
     ours = {"PATH": "/bin", "PYTHONPATH": "/us", "PENSTOCK_NATS__PASSWORD": "secret", "VIRTUAL_ENV": "/v"}
-    environ = sglang_environ(SglangSettings(environ={"PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}), ours)
+    settings = SglangSettings(environ={"PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}, patches="off")
+    environ = sglang_environ(settings, ours)
     assert environ == {"PATH": "/bin", "PYTHONSAFEPATH": "1", "PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}
 
 

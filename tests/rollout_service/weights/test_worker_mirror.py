@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
+from penstock.rollout_service.engines.weight_changes import WeightChanges
 from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
@@ -123,6 +125,29 @@ def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirr
         assert mirrored.num_bytes == run.facts[version].num_bytes < 0.1 * whole.num_bytes  # each patch is fetched once
         folders.append(mirrored.folder)
     assert folders == [folders[0], folders[1]] * 5
+
+
+def test_changes_are_those_between_two_versions_that_are_held(run: Run, open_mirror: OpenMirror) -> None:
+    """Applied to the values of one version they give the next, tensor by tensor, whichever versions the folders passed through."""
+    mirror = open_mirror()
+    for version in range(6):
+        run.publish(version)
+        run.fetch(mirror, version, keep=(version - 1,))
+        if version in (0, 3):
+            continue
+        base, target = PolicyVersion(version - 1), PolicyVersion(version)
+        found = mirror.changes(base, target, 0.5)
+        assert isinstance(found, WeightChanges)
+        assert (found.base, found.version, found.num_words) == (base, target, 8240)
+        state = {name: tensor.clone().view(torch.int16) for name, tensor in run.states[version - 1].items()}
+        for change in found.tensors:
+            at = torch.from_numpy(change.positions)
+            assert state[change.name][at].tolist() == change.old.view(np.int16).tolist()
+            state[change.name][at] = torch.from_numpy(change.new.view(np.int16))
+        assert all(torch.equal(state[name].view(torch.bfloat16), t) for name, t in run.states[version].items())
+        assert 0 < found.num_changed < 0.02 * found.num_words
+    assert mirror.changes(PolicyVersion(4), PolicyVersion(5), 0.001) == "dense"
+    assert mirror.changes(PolicyVersion(3), PolicyVersion(5), 0.5) == "chain"
 
 
 def test_a_version_is_fetched_once(run: Run, open_mirror: OpenMirror) -> None:
