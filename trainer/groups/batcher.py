@@ -23,11 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from penstock.protocol.errors import ReaderKilled
 from penstock.protocol.facts import DeadLetter
-from penstock.protocol.groups import ScoredGroup
+from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import GROUP_DIGITS, group_digest
 from penstock.protocol.versions import PolicyVersion, staleness
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
@@ -77,7 +78,7 @@ def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
 
 
 class IssuedGroups(Protocol):
-    def accept(self, group_id: str) -> DropReason | None: ...
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None: ...
 
     def is_late(self, trainer_version: PolicyVersion) -> bool: ...
 
@@ -116,12 +117,14 @@ class Batcher:
         self._too_old: dict[str, Drop] = {}  # ready groups that are not fresh at that version
         self.dropped: Counter[str] = Counter()  # groups of this session, by reason
         self._repeated: list[Sequence[str]] = []  # digests of the groups of each step that is made again
+        self._in_repeated: frozenset[str] = frozenset()  # of all these
         self._marks: Sequence[tuple[PolicyVersion, PolicyVersion]] = ()  # of `Remade`, for each step that is made again
         self._digests: dict[tuple[str, int], str] = {}  # of held groups, by id and use
 
     def repeat(self, rolled_back: RolledBackSteps, version: PolicyVersion) -> None:
         """Make the next batches, from ``version`` on, of the groups of steps that were rolled back."""
         self._repeated = list(rolled_back.batches)
+        self._in_repeated = frozenset(chain(*rolled_back.batches))
         self._marks = [
             (version if until is None else PolicyVersion(until), PolicyVersion(first))
             for until, first in rolled_back.marks
@@ -137,12 +140,16 @@ class Batcher:
 
     # ── arrival ───────────────────────────────────────────────────────────────────────────────
 
-    def receive(self, message: int, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Record a message by its sequence number; return the groups to read and offer. The others are counted as refused."""
+    def receive(self, message: int, groups: Sequence[ScoredGroup], pack: BlobRef | None = None) -> list[ScoredGroup]:
+        """Record a message by its sequence number; return the groups to read and offer. The others are counted as refused.
+
+        Of two attempts at a prompt the one that a step had which is made again is preferred, else the one that arrived.
+        """
         self._groups.receive(message)
         wanted: list[ScoredGroup] = []
         for scored in groups:
-            reason = self._refusal(scored.generated.group_id)
+            is_repeated = bool(self._repeated) and pack is not None and _digits(scored, pack) in self._in_repeated
+            reason = self._refusal(scored.generated.group_id, is_preferred=is_repeated)
             if reason is None:
                 wanted.append(scored)
                 self._groups.arrive(scored.generated.group_id, message)
@@ -270,12 +277,12 @@ class Batcher:
 
     # ── reasons ───────────────────────────────────────────────────────────────────────────────
 
-    def _refusal(self, group_id: str) -> DropReason | None:
+    def _refusal(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
         if self._groups.is_returning(group_id):
             return None
         if self._groups.has_arrived(group_id) or self._groups.uses(group_id):
             return DropReason.DUPLICATE
-        return self._issued.accept(group_id)
+        return self._issued.accept(group_id, is_preferred=is_preferred)
 
     def _rejected(self, group: ReadyGroup) -> Drop | None:
         if (reason := drop_reason(group.scored, group.group, self._rules)) is not None:
@@ -326,7 +333,7 @@ class Batcher:
         for group in (*self._groups.held(State.READY), *self._groups.held(State.KEPT)):
             key = group.group_id, len(self._groups.uses(group.group_id)) + 1
             if key not in self._digests:
-                self._digests[key] = group_digest(group.scored, group.pack, key[1])[:GROUP_DIGITS]
+                self._digests[key] = _digits(group.scored, group.pack, key[1])
             held[self._digests[key]] = group
         batch = [held[digest] for digest in self._repeated[0] if digest in held]
         return batch if len(batch) == len(self._repeated[0]) else []
@@ -340,6 +347,10 @@ class Batcher:
             if not self._repeated:
                 self.stop_repeating()
         return batch
+
+
+def _digits(scored: ScoredGroup, pack: BlobRef, use: int = 1) -> str:
+    return group_digest(scored, pack, use)[:GROUP_DIGITS]
 
 
 def _unread(scored: ScoredGroup, reason: DropReason) -> Drop:

@@ -280,7 +280,7 @@ class Collector:
         with self._changed:
             self._held[delivery.sequence] = delivery
             self._last_arrival = time.monotonic()
-            wanted = self._batcher.receive(delivery.sequence, message.groups)
+            wanted = self._batcher.receive(delivery.sequence, message.groups, message.pack)
             self._traced.arrived(delivery.traceparent, [scored.generated.group_id for scored in wanted])
         if not wanted:
             return

@@ -172,8 +172,8 @@ class Dispatch:
         version = last_chance_version(trainer_version, self._rollout.max_staleness)
         return self.groups.num_under_way(version) > 0
 
-    def accept(self, group_id: str) -> DropReason | None:
-        return self.cursor.accept(group_id)
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
+        return self.cursor.accept(group_id, is_preferred=is_preferred)
 
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]

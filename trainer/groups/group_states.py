@@ -226,6 +226,10 @@ class GroupStates:
         record = self._groups.get(group_id)
         return record is not None and (record.content is not None or record.state is State.ARRIVED)
 
+    def content(self, group_id: str) -> ReadyGroup | None:
+        record = self._groups.get(group_id)
+        return record.content if record is not None else None
+
     def is_returning(self, group_id: str) -> bool:
         return self.state(group_id) is State.KEPT and not self.has_arrived(group_id)
 

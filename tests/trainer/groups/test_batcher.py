@@ -46,7 +46,7 @@ class Box:
         self._drops: list[Drop] = []
         self._messages = itertools.count(1)
 
-    def accept(self, group_id: str) -> None:
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         return None
 
     def is_late(self, version: PolicyVersion) -> bool:

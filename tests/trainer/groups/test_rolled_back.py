@@ -1,4 +1,4 @@
-"""Which rolled-back steps a session makes again, and how the next one goes on if it is killed meanwhile."""
+"""Which rolled-back steps a session makes again, of which groups, and how the next one goes on if it is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.trainer.groups.test_batcher import ready
 
 from penstock.protocol.record.lineage import STEP_DIGEST, step_digest
+from penstock.protocol.versions import Branch, PolicyVersion
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.groups.dispatch import RunGroups
+from penstock.trainer.groups.group_states import GroupStates
+from penstock.trainer.groups.group_totals import DropReason
+from penstock.trainer.groups.issue_log import IssuedBefore
+from penstock.trainer.groups.prompt_cursor import PromptCursor
 from penstock.trainer.groups.rolled_back import read_lines, take_rolled_back
 
 
@@ -90,3 +98,30 @@ def test_what_is_forgotten_or_unreadable_is_not_gone_on_with(tmp_path: Path) -> 
     assert take_rolled_back(tmp_path, lines(11, 15, "ab"), checkpoint(10, 10)).batches == batches("ab")
     (tmp_path / "rolled_back.json").write_text("{")
     assert take_rolled_back(tmp_path, lines(11, 15, "ab"), checkpoint(10, 10)).batches == batches("ab")
+
+
+@pytest.mark.parametrize("is_preferred", [False, True])
+def test_an_attempt_that_a_rolled_back_step_had_replaces_an_earlier_one_that_has_arrived(is_preferred: bool) -> None:
+    """The killed session dropped the first attempt after its checkpoint, and trained on the second."""
+    groups = GroupStates()
+    cursor = PromptCursor(DataOrder(4, seed=1), "order", groups)
+    cursor.before = IssuedBefore(4, frozenset({"e0.p1.a1"}))
+    groups.issue(["e0.p1.a0"])
+    groups.arrive("e0.p1.a0", 1)
+    groups.offer(first := ready(1, 0))
+    refusal = cursor.accept("e0.p1.a1", is_preferred=is_preferred)
+    assert refusal == (None if is_preferred else DropReason.DUPLICATE)
+    assert list(groups.outstanding()) == ["e0.p1.a1" if is_preferred else "e0.p1.a0"]
+    dropped = groups.totals.sums.dropped_tokens
+    assert dropped == ({"superseded": first.num_tokens} if is_preferred else {})
+
+
+def test_the_versions_of_rolled_back_sessions_whose_samples_are_held_are_known() -> None:
+    """Their manifests are kept: 6 was rolled back, 4 and 9 were not."""
+    groups = RunGroups()
+    groups.train.versions.begin_session({}, Branch(PolicyVersion(4), PolicyVersion(9)))
+    for number, version in enumerate((4, 6, 9)):
+        groups.train.issue([f"e0.p{number}.a0"])
+        groups.train.arrive(f"e0.p{number}.a0", 1)
+        groups.train.offer(ready(number, version))
+    assert groups.sampled_by_abandoned() == {6}

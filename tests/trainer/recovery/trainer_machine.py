@@ -213,7 +213,7 @@ class TrainerMachine(RuleBasedStateMachine):
         """A scored message is delivered; its pack is not fetched yet."""
         sequence, groups = self.scored.pick(pick)
         self.scored.held[sequence] = self.scored.waiting.pop(sequence)
-        self.fetching[sequence] = wanted = self.tracker.receive(sequence, groups)
+        self.fetching[sequence] = wanted = self.tracker.receive(sequence, groups, PACK)
         foreign = {s.generated.group_id for s in wanted} - self.published
         assert not foreign, f"never issued, and accepted: {foreign}"
 
