@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from penstock.protocol.record import run_folder
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion
 from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import Committer, WeightSubmitter
 from penstock.trainer.connections import Connections
@@ -35,6 +36,7 @@ from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationLog, EvaluationSchedule, stored_scores
 from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_source import GroupSource, open_generated, open_reader, open_stored
+from penstock.trainer.groups.rolled_back import take_rolled_back
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.learner import Learner, build_learner
 from penstock.trainer.learner.model_folder_check import check_vision
@@ -55,6 +57,7 @@ from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.resume_checks import (
     changed_settings,
     describe_rolled_back,
+    makes_same_steps,
     read_rolled_back,
     write_summary,
 )
@@ -157,6 +160,7 @@ class _Session:
     pointer: FencedKey
     stop: threading.Event
     metrics: TrainerMetrics
+    repeats_steps: bool = False  # rolled-back steps are made again of their groups
 
 
 def _run(session: _Session, ranks: Ranks) -> None:
@@ -171,6 +175,8 @@ def _run(session: _Session, ranks: Ranks) -> None:
     newest, state_json = newest_checkpoint(settings, connections, session.pointer.value, stored)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     config_file = settings.run.folder / "config.json"
+    repeats = settings.trainer.resume_older_step is None and makes_same_steps(config_file, session.config)
+    session = replace(session, repeats_steps=repeats)
     if newest is not None and (changed := changed_settings(config_file, session.config)):
         log.warning("settings changed since the last session", changed=changed)
     config_file.write_bytes(session.config)
@@ -236,8 +242,11 @@ def _training(
     events = EventWriter(
         bus=bus, run_id=run_id, folder=settings.run.folder, clock=_EVENT_CLOCK, observe=session.metrics.observe
     )
-    rolled_back = read_rolled_back(events.rewind(resumed.metrics_bytes if resumed else 0))
-    if text := describe_rolled_back(rolled_back, resumed_step=resumed.step if resumed else None):
+    removed = events.rewind(resumed.metrics_bytes if resumed else 0)
+    rolled_back = read_rolled_back(removed)
+    repeated = take_rolled_back(settings.run.folder, removed if session.repeats_steps else b"", resumed)
+    resumed_step, num_again = (resumed.step if resumed else None), len(repeated.batches)
+    if text := describe_rolled_back(rolled_back, resumed_step=resumed_step, num_again=num_again):
         events.write("log", {"text": text, "rolled_back": asdict(rolled_back)})
         log.warning(text)
     activity, gpus = Activity(), GpuSampler()
@@ -256,7 +265,7 @@ def _training(
         signing_key=settings.trainer.signing_key(),
     )
     source = _group_source(session, publisher, groups, resumed)
-    weight_gc = _weight_gc(session, publisher)
+    weight_gc = _weight_gc(session, publisher, groups)
     best = settings.eval.best(has_data_eval=bool(settings.data.eval_files))
     early_stop = EarlyStop(settings.eval.early_stop, stored_scores(settings.run.folder / METRICS_FILE, best))
     evaluation_log = EvaluationLog(events, best, early_stop, weight_gc.kept)
@@ -306,6 +315,7 @@ def _training(
         clock=_EVENT_CLOCK,
         stop=session.stop,
         resumed=resumed,
+        rolled_back=repeated,
     )
     group_gc = GroupGc(connections, settings.retention, holder=session.lease.holder, clock=lambda: datetime.now(UTC))
     threads = [gpus, heartbeat, *source.threads, weight_gc, group_gc, logprobs]
@@ -338,11 +348,15 @@ def _group_source(
     )
 
 
-def _weight_gc(session: _Session, publisher: Publisher) -> WeightGc:
+def _weight_gc(session: _Session, publisher: Publisher, groups: RunGroups) -> WeightGc:
     trainer = session.settings.trainer
     keep = KeepRule(trainer.keep_best, trainer.milestone_every, trainer.keep_milestones)
     retention = Retention(trainer.keep_versions, trainer.weights_grace_s, ORPHAN_AGE_S, keep)
-    return WeightGc(session.connections, retention, pinned=publisher.pinned, holder=session.lease.holder)
+
+    def pinned() -> set[PolicyVersion]:
+        return publisher.pinned() | groups.sampled_by_abandoned()
+
+    return WeightGc(session.connections, retention, pinned=pinned, holder=session.lease.holder)
 
 
 def _evaluator(

@@ -58,7 +58,6 @@ _DEADLINE_S = 1800.0  # for one checkpoint, from its copy in memory to the last 
 _CLOSE_S = 60.0  # a trainer that ends with an error waits no longer for the checkpoint that is being written
 _MAX_TIME_SHARE = 0.05  # training stands still for checkpoints by time for at most this share of a run
 _MAX_WRITE_SHARE = 0.5  # a thread writes checkpoints by time for at most this share of it
-_ABANDONED_KEPT = 16  # newest ranges of rolled-back versions that later sessions know; older samples are long stale
 
 
 class WeightSubmitter:
@@ -258,7 +257,8 @@ class Committer:
             totals=issued.totals,
             account=issued.entries.account,
             algorithm=self.planner.document(),
-            abandoned=self.collector.abandoned[-_ABANDONED_KEPT:],
+            abandoned=tuple(self.collector.versions.branches),
+            remade=tuple(self.collector.versions.remade),
             metrics_bytes=self.events.sync(),
             record=record,
             chapter=chapter,

@@ -15,7 +15,7 @@ from penstock.protocol.record import run_folder
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_digest
 from penstock.protocol.traces.traces import HeldGroups, Value
-from penstock.protocol.versions import PolicyVersion, next_version
+from penstock.protocol.versions import Branch, PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.algorithm.stop_checks import CollapseCheck, EngineCheck
@@ -23,10 +23,11 @@ from penstock.trainer.commit import PUBLICATION_DEADLINE_S, CheckpointSchedule, 
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
-from penstock.trainer.groups.batcher import staleness_tokens
+from penstock.trainer.groups.batcher import sampling_versions, staleness_tokens
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.group_source import StoredCollector, StoredIssuer
 from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.flops import peak_of
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Learned, Planner, learn
@@ -73,6 +74,7 @@ class Training:
     clock: Callable[[], float]
     stop: threading.Event  # set to end the session early
     resumed: CheckpointState | None
+    rolled_back: RolledBackSteps
     version: PolicyVersion = field(init=False)
     engine_check: EngineCheck = field(init=False)
     collapse_check: CollapseCheck = field(init=False)
@@ -110,10 +112,10 @@ class Training:
         self._set_state("starting", total_steps=self.settings.trainer.steps, attention=self.learner.policy.attention)
         parent = self.resumed.version if self.resumed else None
         self.version, is_new = self.submitter.submit_first(self.resumed)
-        for after, until in self.resumed.abandoned if self.resumed is not None else ():
-            self.collector.abandon(PolicyVersion(after), PolicyVersion(until))
-        if self.resumed is not None and is_new:
-            self.collector.abandon(PolicyVersion(self.resumed.version), self.version)
+        steps = self.publisher.steps_before
+        branch = Branch(PolicyVersion(parent or 0), self.version) if is_new and steps else None
+        steps = {**steps, self.version: self.num_steps_done}
+        self.collector.begin_session(self.version, steps, branch, self.rolled_back)
         self.record_writer.add_session(
             holder=self.lease.holder,
             at=self.clock(),
@@ -155,8 +157,8 @@ class Training:
         algorithm = self.planner.document()
         try:
             with self.activity.working("training"):
-                keep_groups = self.settings.trainer.store_logprobs
-                learned = learn(self.planner, self.learner, batch, self.version, keep_groups=keep_groups)
+                ages, keep_groups = self._ages(batch), self.settings.trainer.store_logprobs
+                learned = learn(self.planner, self.learner, batch, self.version, ages=ages, keep_groups=keep_groups)
             crash_points.reach(CrashPoint.STEPPED)
             sums = learned.metrics.sums
             self.engine_check.check(compare_fresh_tokens(sums, learned.metrics.maxima), self.version)
@@ -173,7 +175,8 @@ class Training:
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
         started = time.monotonic()
-        ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
+        other_ages = self._ages(batch)
+        ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age, ages=other_ages)
         made = next_version(self.version)
         uses = self.issuer.mark_trained(batch, ages, version=self.version, made=made)
         skipped = dict(learned.skipped)
@@ -204,6 +207,7 @@ class Training:
             uses,
             updates=learned.updates,
             left_out=learned.left_out,
+            ages=other_ages,
         )
         self.logprobs.submit(StepNumbers(self.num_steps_done, self.version, made), batch, learned)
         self.version = made
@@ -315,7 +319,7 @@ class Training:
         step, folder = self.num_steps_done + (1 if isinstance(err, TrainingDiverged) else 0), self.settings.run.folder
         try:
             run_id, epoch = self.settings.run.id, self.lease.epoch
-            stop = Stop(run_id, step, self.version, err, epoch, algorithm)
+            stop = Stop(run_id, step, self.version, err, epoch, algorithm, self._ages(batch))
             saved = save_batch(folder, batch, stop, config=self.config)
         except OSError as problem:
             return type(err)(f"{err}. The batch of step {step} could not be saved below {folder}: {problem}")
@@ -327,6 +331,9 @@ class Training:
             f"{err}. The batch of step {step} is saved in {saved}: `penstock runs stopped {self.settings.run.id}` shows it, and "
             f"`penstock replay {self.settings.run.id} --batch {step}` trains on it again"
         )
+
+    def _ages(self, batch: list[ReadyGroup]) -> dict[int, int]:
+        return self.collector.versions.ages(self.version, sampling_versions(batch))
 
     def _peak_flops(self) -> float | None:
         trainer, policy = self.settings.trainer, self.learner.policy

@@ -42,6 +42,8 @@ class Member:
     num_tokens: int
     pack: str  # key
     row_group: int
+    staleness: int
+    rolled_back: bool  # a session that was rolled back sampled it
     prompt_text: str = ""
     completions: tuple[str, ...] = ()
 
@@ -111,7 +113,7 @@ def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
         holder=session.holder,
         environment=session.environment,
         skipped=dict(own.skipped) if own else {},
-        groups=[_member(group, own.packs) for group in own.groups] if own else [],
+        groups=[_member(record, own, group) for group in own.groups] if own else [],
         chain=chain,
         scorers=dict(Counter(group.scored.scorer for group in groups)),
         num_prompts=len({group.prompt for group in groups}),
@@ -139,7 +141,7 @@ def group_history(record: StoredRecord, group_id: str) -> GroupHistory:
             {"step": u.step.step, "trained_version": u.step.trained_version, "made_version": u.step.made_version}
             for u in uses
         ],
-        trained=_member(uses[0].group, uses[0].step.packs) if uses else None,
+        trained=_member(record, uses[0].step, uses[0].group) if uses else None,
         dropped=_drop(record, group_id),
         evaluated=any(e.group_id == group_id for chapter in record.chapters for e in chapter.evaluated),
     )
@@ -175,8 +177,9 @@ def _chain(record: StoredRecord, version: int) -> tuple[list[Link], list[Recorde
     return chain, steps
 
 
-def _member(group: RecordedGroup, packs: Sequence[BlobRef]) -> Member:
+def _member(record: StoredRecord, step: RecordedStep, group: RecordedGroup) -> Member:
     scored, generated = group.scored, group.scored.generated
+    ends = (generated.oldest_version, generated.newest_version)
     return Member(
         group_id=group.group_id,
         prompt=group.prompt,
@@ -187,8 +190,10 @@ def _member(group: RecordedGroup, packs: Sequence[BlobRef]) -> Member:
         oldest_version=generated.oldest_version,
         newest_version=generated.newest_version,
         num_tokens=group.num_tokens,
-        pack=packs[group.pack].key,
+        pack=step.packs[group.pack].key,
         row_group=generated.row_group,
+        staleness=step.staleness(group),
+        rolled_back=any(record.rolled_back_by(version) is not None for version in ends),
     )
 
 
@@ -314,6 +319,7 @@ def _groups_table(members: Sequence[Member]) -> Table:
         versions = f"{member.oldest_version}" + (
             f" to {member.newest_version}" if member.newest_version != member.oldest_version else ""
         )
+        versions += " (rolled back)" if member.rolled_back else ""
         reuse = f" (use {member.use})" if member.use > 1 else ""
         cells = (
             member.group_id + reuse,

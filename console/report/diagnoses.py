@@ -19,7 +19,8 @@ MEANINGS: dict[str, str] = {
     "duplicate": "delivered a second time, and left out: NATS redelivers what a worker or service held when it was stopped or "
     "killed, or did not confirm in time. Harmless",
     "foreign": "not a group of this run's data: from a run of the same name with other data",
-    "future": "sampled by a version that a rolled-back session had published; its prompt is sampled again",
+    "future": "sampled by a version that the trainer has not reached, or of a rolled-back session without a record of its step; its prompt "
+    "is sampled again",
     "unreadable": "its object is missing, corrupt or not what the message says; check the object store: penstock audit RUN",
     "quarantined": "two services were killed while they processed its message",
     "dead": "given up by another service: penstock dead-letters RUN",
@@ -38,9 +39,6 @@ Figures = Mapping[str, float]
 _RECENT = 20  # steps that the rules look at
 _LEAST = 3  # steps before anything is said
 _FEW_SIGNALS, _MANY_DROPPED, _LOW_ENTROPY, _ENTROPY_SHARE, _HALF = 0.5, 0.2, 0.1, 0.1, 0.5
-_DROPPED_CURES = {
-    "future": "The trainer was killed, and resumed from an older checkpoint: a smaller trainer.checkpoint_every_s costs fewer groups."
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ def _dropped(run: RunMetrics) -> Iterator[Diagnosis]:
             key="dropped",
             what=f"{total} of {run.issued} groups were dropped, {number} of them as {reason}.",
             cause=f"{reason}: {MEANINGS.get(reason, OF_A_FILTER)}.",
-            cure=_DROPPED_CURES.get(reason, "See the groups by reason in the report: penstock runs show RUN."),
+            cure="See the groups by reason in the report: penstock runs show RUN.",
         )
 
 

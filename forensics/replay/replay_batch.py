@@ -142,6 +142,7 @@ class BatchReplay:
             ) from None
         except (MalformedFact, PackError, OSError) as err:
             raise ConfigError(f"{folder} cannot be read ({err}); restore it") from None
+        self._ages = dict(self._batch.ages)
         if self._batch.run_id != run_id:
             raise ConfigError(
                 f"{folder} is a batch of run {self._batch.run_id}, not of run {run_id}: the weights before it are that run's; name it, with "
@@ -167,7 +168,7 @@ class BatchReplay:
             weights = self._find_weights(store, Path(scratch))
             learner = self._build(weights)
             planner = Planner(self._settings, learner, self._batch.algorithm)
-            plan = planner.plan(self._ready, self._batch.version)
+            plan = planner.plan(self._ready, self._batch.version, self._ages)
             figures = learner.measure(plan, self._ready, keep_rows=len(plan.rows))
             groups = group_metrics(plan, figures, self._ready)
             planner = Planner(self._settings, learner, self._batch.algorithm)  # the first plan has moved its state
@@ -195,7 +196,7 @@ class BatchReplay:
     ) -> tuple[Exception | None, StepMetrics | None]:
         trainer = self._settings.trainer
         try:
-            figures = learn(planner, learner, self._ready, self._batch.version).metrics
+            figures = learn(planner, learner, self._ready, self._batch.version, ages=self._ages).metrics
         except TrainingDiverged as err:
             return err, None
         learner.dismiss()
@@ -212,7 +213,8 @@ class BatchReplay:
         return None, figures
 
     def _fields(self, figures: StepMetrics) -> dict[str, Any]:
-        ages = staleness_tokens(self._ready, PolicyVersion(self._batch.version), least=self._settings.data.least_age)
+        version, least = PolicyVersion(self._batch.version), self._settings.data.least_age
+        ages = staleness_tokens(self._ready, version, least=least, ages=self._ages)
         return step_fields(self._batch.step, self._batch.version, figures, self._ready, ages)
 
     def _find_weights(self, store: Blobs, scratch: Path) -> _Weights:

@@ -206,7 +206,7 @@ class Replay:
             except (BlobMissing, BlobCorrupt, PackError) as err:
                 self.verdict.findings.append(f"step {item.step}: {err}")
                 return
-            learned = learn(planner, self._require_learner(), batch, item.trained_version)
+            learned = learn(planner, self._require_learner(), batch, item.trained_version, ages=dict(item.ages))
             self.verdict.count([group.num_tokens for group in batch])
             self.verdict.findings += other_updates(item, learned.updates, learned.left_out)
             figures = {name: getattr(learned.metrics, name) for name in ("loss", "grad_norm", "lr")}

@@ -41,6 +41,8 @@ class CheckpointState(Wire):
     algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/credit.py` writes it
     # versions between both were published by sessions that were rolled back
     abandoned: tuple[tuple[Count, Count], ...] = ()
+    # (until, first, num) of these: the ``num`` versions after ``first`` have the weights of those after ``until``
+    remade: tuple[tuple[Count, Count, Count], ...] = ()
     account: AccountState
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are repeated
     record: BlobRef  # the last chapter of the lineage

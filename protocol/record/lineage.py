@@ -87,6 +87,16 @@ class RecordedStep(Wire):
     skipped: dict[str, Count] = Field(default={})  # trajectories that filters left out of the loss, by reason
     updates: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] = ()
     left_out: tuple[Count, ...] = ()  # numbers of the optimizer steps, from 0, that were outliers and changed nothing
+    # (version, staleness) where that is not ``trained_version`` minus the version: a session was rolled back in between
+    ages: tuple[tuple[Count, Count], ...] = ()
+
+    def staleness(self, group: RecordedGroup) -> int:
+        generated, ages = group.scored.generated, dict(self.ages)
+        return max(ages.get(v, self.trained_version - v) for v in (generated.oldest_version, generated.newest_version))
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_empty(fields(self), "ages")
 
     @model_validator(mode="after")
     def _updates_are_of_its_groups(self) -> RecordedStep:

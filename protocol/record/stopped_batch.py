@@ -28,6 +28,7 @@ class StoppedBatch(Wire):
     epoch: Count = 0  # of the trainer's lease
     # the state before the step: `trainer/algorithm/credit.py`
     algorithm: dict[str, Any] = Field(default_factory=dict)
+    ages: tuple[tuple[Count, Count], ...] = ()  # as in `RecordedStep`
     groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]  # in the order of their use
 
 

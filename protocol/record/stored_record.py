@@ -83,10 +83,19 @@ class StoredRecord:
         for step in self.steps:
             if step.made_version == version:
                 return step
+        if (session := self.rolled_back_by(version)) is not None:
+            steps = [str(step.step) for step in self.steps if version in dict(step.ages)]
+            raise RecordBroken(
+                f"version {version} of run {self.run_id} is of a session that was rolled back: version {session.version} has the weights "
+                f"of {session.parent_version or 'the initial model'} again. Groups that it sampled are in the steps: {', '.join(steps) or 'none'}"
+            )
         raise RecordBroken(
-            f"run {self.run_id} has no version {version} in its record, which ends with version {self.last_version}; "
-            "versions that a crash rolled back are in no record"
+            f"run {self.run_id} has no version {version} in its record, which ends with version {self.last_version}"
         )
+
+    def rolled_back_by(self, version: int) -> RecordedSession | None:
+        """Return the session that went on from a version before this one, and so left it out of the record; None if none did."""
+        return next((one for one in self.sessions if (one.parent_version or 0) < version < one.version), None)
 
     def uses_of(self, group_id: str) -> tuple[Use, ...]:
         return tuple(Use(step, group) for step in self.steps for group in step.groups if group.group_id == group_id)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol import versions
-from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol.versions import Branch, PolicyVersion, VersionRun, VersionTree
 
 
 def test_staleness_counts_versions_from_the_oldest_token():
@@ -54,3 +54,106 @@ def test_the_newer_version_wins():
     assert versions.is_newer(PolicyVersion(0), None)
     assert versions.is_newer(versions.next_version(PolicyVersion(1)), PolicyVersion(1))
     assert not versions.is_newer(PolicyVersion(1), PolicyVersion(1))
+
+
+def numbered(steps: dict[int, int]) -> dict[PolicyVersion, int]:
+    return {PolicyVersion(version): step for version, step in steps.items()}
+
+
+def age(tree: VersionTree, trainer: int, sampled: int) -> int:
+    return tree.age(PolicyVersion(trainer), PolicyVersion(sampled))
+
+
+def branch(after: int, until: int) -> Branch:
+    return Branch(PolicyVersion(after), PolicyVersion(until))
+
+
+def test_the_age_of_an_abandoned_version_is_the_number_of_updates_through_the_branch_point():
+    """Versions 11 to 14 were rolled back: 15 has the weights of 10, and the numbers of both say nothing of their distance."""
+    tree = VersionTree()
+    tree.begin_session(numbered({v: v for v in range(15)} | {15: 10}), branch(10, 15))
+    assert [age(tree, 15, v) for v in (8, 10, 11, 14, 15)] == [2, 0, 1, 4, 0]
+    assert [age(tree, 17, v) for v in (8, 10, 11, 14, 15, 17)] == [4, 2, 3, 6, 2, 0]
+    assert tree.ages(PolicyVersion(17), map(PolicyVersion, (8, 11, 16))) == {8: 4, 11: 3}
+    with pytest.raises(ValueError, match="newer"):
+        age(tree, 17, 18)
+
+
+def test_a_branch_of_a_branch_parts_where_the_older_one_does():
+    """Two sessions were rolled back to 10, the second to an older checkpoint chosen by hand, and the third to 8."""
+    steps = numbered({v: v for v in range(15)} | {15: 10, 16: 11, 17: 6, 18: 7, 19: 8, 20: 8})
+    tree = VersionTree()
+    tree.begin_session(steps, branch(8, 20))
+    assert [age(tree, 20, v) for v in (8, 9, 14, 15, 16)] == [0, 1, 6, 2, 3]
+    assert [age(tree, 20, v) for v in (17, 18, 19)] == [2, 3, 4]  # they part from the others at step 6
+    tree.begin_session({**steps, PolicyVersion(23): 9}, branch(21, 23))
+    assert [age(tree, 23, v) for v in (8, 14, 20, 21)] == [1, 7, 1, 0]
+    with pytest.raises(ValueError, match="its step is not known"):
+        age(tree, 23, 22)
+
+
+def test_steps_made_again_of_the_same_groups_join_the_branch():
+    tree = VersionTree()
+    tree.begin_session(numbered({v: v for v in range(15)} | {15: 10}), branch(10, 15))
+    for _ in range(3):
+        tree.mark_remade(PolicyVersion(15), PolicyVersion(10))
+    assert [age(tree, 15, v) for v in (10, 11, 14)] == [0, 1, 4]
+    assert [age(tree, 18, v) for v in (10, 12, 13, 14)] == [3, 1, 0, 1]
+    assert [age(tree, 20, v) for v in (12, 13, 14)] == [3, 2, 3]
+
+
+class Sessions:
+    """A run by the batches that each version was made of, its `VersionTree`, and what its checkpoints hold of it."""
+
+    def __init__(self) -> None:
+        self.paths: dict[int, tuple[int, ...]] = {0: ()}
+        self.trees: dict[int, VersionTree] = {0: VersionTree()}
+        self.parents: dict[int, int] = {}
+        self.now, self.first, self.tree = 0, 0, VersionTree()
+
+    def updates(self, one: int, other: int) -> int:
+        a, b = self.paths[one], self.paths[other]
+        shared = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        return len(a) + len(b) - 2 * shared
+
+    def step(self, batch: int) -> None:
+        self._add(self.now, (*self.paths[self.now], batch))
+
+    def ancestors(self) -> list[int]:
+        found = [self.now]
+        while found[-1] in self.parents:
+            found.append(self.parents[found[-1]])
+        return found
+
+    def resume(self, after: int, num_remade: int) -> None:
+        session = [v for v in range(self.first, self.now + 1) if self.paths[v] == self.paths[after]]
+        again = self.paths[self.now][len(self.paths[after]) :][:num_remade] if session else ()
+        held = self.trees[after]
+        self.tree = VersionTree(list(held.branches), remade=list(held.remade))
+        self.first = len(self.paths)
+        steps = {version: len(path) for version, path in self.paths.items()} | {self.first: len(self.paths[after])}
+        self.tree.begin_session(numbered(steps), branch(after, self.first))
+        self._add(after, self.paths[after])
+        for batch in again:
+            self.tree.mark_remade(PolicyVersion(self.first), PolicyVersion(session[0]))
+            self.step(batch)
+
+    def _add(self, parent: int, path: tuple[int, ...]) -> None:
+        self.now = len(self.paths)
+        self.parents[self.now], self.paths[self.now] = parent, path
+        self.trees[self.now] = VersionTree(list(self.tree.branches), remade=list(self.tree.remade))
+
+
+@given(st.data())
+def test_ages_are_exact_for_any_kills_and_never_too_low(data: st.DataObject):
+    """Each session goes on from a version that the one before descends from; too high where one made steps a third time."""
+    run, remakes = Sessions(), data.draw(st.sampled_from((0, 1, 2, "always")))
+    for number in range(data.draw(st.integers(1, 5))):
+        for batch in range(data.draw(st.integers(0, 4))):
+            run.step(10 * number + batch)
+        num_remade = data.draw(st.integers(0, 3)) if remakes in (number, "always") else 0
+        run.resume(data.draw(st.sampled_from(run.ancestors())), num_remade)
+    for version in run.paths:
+        found, true = age(run.tree, run.now, version), run.updates(run.now, version)
+        assert found >= true
+        assert found == true or remakes == "always"

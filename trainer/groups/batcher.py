@@ -3,6 +3,10 @@
 A message is settled when each of its groups was trained for the last time, dropped, or refused on arrival. Only then may
 a checkpoint cover it, and only after that checkpoint may it be acknowledged.
 
+Steps that a crash rolled back are made again of the groups they had (`repeat`): then the weights are those that the killed
+session published, its samples are as old as they were, and none is dropped. Where a group of such a step does not come, the
+steps from there on are made of whatever is ready, and the samples of the killed session count as of a branch (`VersionTree`).
+
 New groups go first: one that was trained and is kept, if `algorithm.max_trained_count` is above 1, fills a batch that
 would otherwise wait, and is retired when it was used often enough or is too old.
 
@@ -15,22 +19,25 @@ queues are empty the letters were true.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from penstock.protocol.errors import ReaderKilled
 from penstock.protocol.facts import DeadLetter
-from penstock.protocol.groups import ScoredGroup
-from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
+from penstock.protocol.groups import BlobRef, ScoredGroup
+from penstock.protocol.record.lineage import GROUP_DIGITS, group_digest
+from penstock.protocol.versions import PolicyVersion, staleness
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.group_filters.interface import GroupRule, drop_reason
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.prompt_cursor import GroupKey
-from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.groups.rolled_back import RolledBackSteps
+from penstock.trainer.learner.step_plan import NO_AGES, ReadyGroup
 
 _OWN_STAGE = "scored"
 _NO_LIMIT = 10**9
@@ -71,7 +78,7 @@ def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
 
 
 class IssuedGroups(Protocol):
-    def accept(self, group_id: str) -> DropReason | None: ...
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None: ...
 
     def is_late(self, trainer_version: PolicyVersion) -> bool: ...
 
@@ -109,25 +116,40 @@ class Batcher:
         self._unchecked: list[ReadyGroup] = []  # offered since then
         self._too_old: dict[str, Drop] = {}  # ready groups that are not fresh at that version
         self.dropped: Counter[str] = Counter()  # groups of this session, by reason
-        self.abandoned: tuple[tuple[PolicyVersion, PolicyVersion], ...] = ()
-        """Ranges of versions, both ends exclusive, whose samples are not trained on; oldest first."""
+        self._repeated: list[Sequence[str]] = []  # digests of the groups of each step that is made again
+        self._in_repeated: frozenset[str] = frozenset()  # of all these
+        self._marks: Sequence[tuple[PolicyVersion, PolicyVersion]] = ()  # of `Remade`, for each step that is made again
+        self._digests: dict[tuple[str, int], str] = {}  # of held groups, by id and use
 
-    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
-        """Train on no token of the versions between ``after`` and ``until``, both exclusive.
+    def repeat(self, rolled_back: RolledBackSteps, version: PolicyVersion) -> None:
+        """Make the next batches, from ``version`` on, of the groups of steps that were rolled back."""
+        self._repeated = list(rolled_back.batches)
+        self._in_repeated = frozenset(chain(*rolled_back.batches))
+        self._marks = [
+            (version if until is None else PolicyVersion(until), PolicyVersion(first))
+            for until, first in rolled_back.marks
+            if (until, first) != (None, version)  # no version was published after it
+        ]
 
-        A session that was rolled back had published them. ``until`` has the weights of ``after`` again, so that the numbers
-        of the versions between would make the samples look one or two versions old: they are of weights that this run never had.
-        """
-        self.abandoned = (*self.abandoned, (after, until))
+    @property
+    def num_to_repeat(self) -> int:
+        return len(self._repeated)
+
+    def stop_repeating(self) -> None:
+        self._repeated, self._digests, self._checked_at = [], {}, None
 
     # ── arrival ───────────────────────────────────────────────────────────────────────────────
 
-    def receive(self, message: int, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Record a message by its sequence number; return the groups to read and offer. The others are counted as refused."""
+    def receive(self, message: int, groups: Sequence[ScoredGroup], pack: BlobRef | None = None) -> list[ScoredGroup]:
+        """Record a message by its sequence number; return the groups to read and offer. The others are counted as refused.
+
+        Of two attempts at a prompt the one that a step had which is made again is preferred, else the one that arrived.
+        """
         self._groups.receive(message)
         wanted: list[ScoredGroup] = []
         for scored in groups:
-            reason = self._refusal(scored.generated.group_id)
+            is_repeated = bool(self._repeated) and pack is not None and _digits(scored, pack) in self._in_repeated
+            reason = self._refusal(scored.generated.group_id, is_preferred=is_repeated)
             if reason is None:
                 wanted.append(scored)
                 self._groups.arrive(scored.generated.group_id, message)
@@ -172,6 +194,8 @@ class Batcher:
         return self.num_ready + self._groups.num_kept_here >= self._groups_per_step
 
     def is_full(self, version: PolicyVersion) -> bool:
+        if self._repeated:
+            return bool(self._next_repeated())
         self._check(version)
         return self.num_ready - len(self._too_old) + len(self._again(version)) >= self._groups_per_step
 
@@ -180,26 +204,28 @@ class Batcher:
 
         They are under way, as is a group whose pack is being read. False while there is no full batch.
         """
-        return self.is_full(version) and self._issued.is_late(version)
+        return not self._repeated and self.is_full(version) and self._issued.is_late(version)
 
     def take(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the batch to train at ``version``, or nothing while it is not full; drop what is too old.
 
         The oldest samples are chosen first, since they become stale first. The batch is sorted by group id, so that the
-        same groups make the same batch in whatever order they arrived.
+        same groups make the same batch in whatever order they arrived. Nothing is dropped while steps are made again.
         """
+        if self._repeated:
+            return self._take_repeated()
         self._check(version)
         too_old, self._too_old = self._too_old, {}
         for drop in too_old.values():
             self._drop(drop)
         for group in self._groups.held(State.KEPT):  # they were trained, so no data is discarded
-            if self._verdict(group, version) is not None:
+            if self._verdict(group, version)[0] is not None:
                 self._groups.retire(group.group_id)
         ready, again = self._groups.held(State.READY), self._again(version)
         missing = max(0, self._groups_per_step - len(ready))
         if missing > len(again):
             return []
-        new = sorted(ready, key=_oldest_version)[: self._groups_per_step]
+        new = sorted(ready, key=lambda g: -self._verdict(g, version)[1])[: self._groups_per_step]
         batch = sorted([*new, *again[:missing]], key=lambda g: g.group_id)
         self._groups.take(group.group_id for group in batch)
         return batch
@@ -251,12 +277,12 @@ class Batcher:
 
     # ── reasons ───────────────────────────────────────────────────────────────────────────────
 
-    def _refusal(self, group_id: str) -> DropReason | None:
+    def _refusal(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
         if self._groups.is_returning(group_id):
             return None
         if self._groups.has_arrived(group_id) or self._groups.uses(group_id):
             return DropReason.DUPLICATE
-        return self._issued.accept(group_id)
+        return self._issued.accept(group_id, is_preferred=is_preferred)
 
     def _rejected(self, group: ReadyGroup) -> Drop | None:
         if (reason := drop_reason(group.scored, group.group, self._rules)) is not None:
@@ -273,7 +299,7 @@ class Batcher:
         if version != self._checked_at:
             self._checked_at, self._unchecked, self._too_old = version, self._groups.held(State.READY), {}
         for group in self._unchecked:
-            if (reason := self._verdict(group, version)) is not None:
+            if (reason := self._verdict(group, version)[0]) is not None:
                 self._too_old[group.group_id] = Drop(group.group_id, reason, group.num_tokens, group.pack)
         self._unchecked = []
 
@@ -284,28 +310,47 @@ class Batcher:
             for group in self._groups.held(State.KEPT)
             if self._reuse.reason(len(uses[group.group_id]), uses[group.group_id][-1], version) is None
         ]
-        return sorted(free, key=lambda g: (len(uses[g.group_id]), _oldest_version(g), g.group_id))
+        return sorted(free, key=lambda g: (len(uses[g.group_id]), -self._verdict(g, version)[1], g.group_id))
 
-    def _verdict(self, group: ReadyGroup, version: PolicyVersion) -> DropReason | None:
-        summary = group.scored.generated
+    def _verdict(self, group: ReadyGroup, version: PolicyVersion) -> tuple[DropReason | None, int]:
+        """Return why a group may not be trained on at ``version``, and the age of its oldest sample; 0 where that is not known."""
+        summary, tree = group.scored.generated, self._groups.versions
+        ends = (PolicyVersion(summary.oldest_version), PolicyVersion(summary.newest_version))
+        sampled_by = {*ends}
+        if tree.parts(*ends):  # the numbers in between may be of a branch
+            sampled_by.update(run.version for row in group.group.trained_rows for run in row.version_runs)
         try:
-            staleness(version, PolicyVersion(summary.newest_version))
+            age = max(tree.age(version, sampled) for sampled in sampled_by)
         except ValueError:
-            return DropReason.FUTURE
-        if self._is_of_abandoned_weights(group):
-            return DropReason.FUTURE
-        fresh = is_fresh(version, PolicyVersion(summary.oldest_version), self._max_staleness)
-        return None if fresh else DropReason.STALE
+            return DropReason.FUTURE, 0
+        return (DropReason.STALE if age > self._max_staleness else None), age
 
-    def _is_of_abandoned_weights(self, group: ReadyGroup) -> bool:
-        summary = group.scored.generated
-        touched = [(a, u) for a, u in self.abandoned if summary.newest_version > a and summary.oldest_version < u]
-        rows = group.group.trained_rows if touched else ()
-        return any(a < run.version < u for a, u in touched for row in rows for run in row.version_runs)
+    # ── steps that are made again ─────────────────────────────────────────────────────────────
+
+    def _next_repeated(self) -> list[ReadyGroup]:
+        """Return the groups of the next step that is made again, in its order; none while one is missing."""
+        held: dict[str, ReadyGroup] = {}
+        for group in (*self._groups.held(State.READY), *self._groups.held(State.KEPT)):
+            key = group.group_id, len(self._groups.uses(group.group_id)) + 1
+            if key not in self._digests:
+                self._digests[key] = _digits(group.scored, group.pack, key[1])
+            held[self._digests[key]] = group
+        batch = [held[digest] for digest in self._repeated[0] if digest in held]
+        return batch if len(batch) == len(self._repeated[0]) else []
+
+    def _take_repeated(self) -> list[ReadyGroup]:
+        if batch := self._next_repeated():
+            self._groups.take(group.group_id for group in batch)
+            for until, first in self._marks:
+                self._groups.versions.mark_remade(until, first)
+            del self._repeated[0]
+            if not self._repeated:
+                self.stop_repeating()
+        return batch
 
 
-def _oldest_version(group: ReadyGroup) -> int:
-    return group.scored.generated.oldest_version
+def _digits(scored: ScoredGroup, pack: BlobRef, use: int = 1) -> str:
+    return group_digest(scored, pack, use)[:GROUP_DIGITS]
 
 
 def _unread(scored: ScoredGroup, reason: DropReason) -> Drop:
@@ -313,12 +358,28 @@ def _unread(scored: ScoredGroup, reason: DropReason) -> Drop:
     return Drop(scored.generated.group_id, reason, claimed_tokens(scored), abandoned=abandoned)
 
 
-def staleness_tokens(batch: Sequence[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
-    """Return the histogram of token ages in versions, of at least ``least``: above 0 the versions are another run's."""
+def sampling_versions(batch: Iterable[ReadyGroup]) -> set[PolicyVersion]:
+    return {run.version for group in batch for row in group.group.trained_rows for run in row.version_runs}
+
+
+def staleness_tokens(
+    batch: Sequence[ReadyGroup],
+    version: PolicyVersion,
+    *,
+    least: int = 0,
+    ages: Mapping[int, int] = NO_AGES,
+) -> dict[int, int]:
+    """Return the histogram of token ages in versions, of at least ``least``: above 0 the versions are another run's.
+
+    ``ages`` are those that are not the difference of the numbers (`VersionTree.ages`).
+    """
     histogram: dict[int, int] = {}
     for group in batch:
         for trajectory in group.group.trained_rows:
             for run in trajectory.version_runs:
-                age = max(least, version - run.version) if least else staleness(version, run.version)
+                if least:
+                    age = max(least, version - run.version)
+                else:
+                    age = ages[run.version] if run.version in ages else staleness(version, run.version)
                 histogram[age] = histogram.get(age, 0) + run.end - run.start
     return dict(sorted(histogram.items()))

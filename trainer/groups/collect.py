@@ -8,6 +8,7 @@ groups: until then the broker delivers it again.
 |-------------------------------------|-----------------------------------|----------------------------------------------|
 | a full fresh batch                  | `collect_deadline_s`              | CollectTimeout: queue depths, services alive |
 | groups that do not arrive           | all queues empty for 5 s          | dropped as `lost`, issued again              |
+| a group of a rolled-back step       | 5 s without one, 60 s at most     | further steps are made of other groups       |
 | one group that is not dead-lettered | `max_dead` were, consecutively,   | TooManyDeadLetters with the last reason      |
 |                                     | and all queues are empty for 5 s  | (`batcher.py`)                               |
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -29,14 +30,16 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.stream_admin import ConsumerState
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.versions import Branch, PolicyVersion, VersionTree
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.dispatch import RunGroups
+from penstock.trainer.groups.group_states import State
 from penstock.trainer.groups.group_totals import DropReason, describe_drops
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.collect")
@@ -45,6 +48,7 @@ _FETCH_MESSAGES = 16
 _FETCH_WAIT_S = 0.5
 _DRAIN_S = 300.0  # a run that pauses waits no longer for the next group; the rest stays in the queues
 _SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
+_REPEAT_S = 60.0  # longest wait for the groups of a step that a crash rolled back; less where nothing arrives
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,7 @@ class Collector:
         self._run_id, self._bus, self._traced = connections.run_id, connections.bus, connections.traced
         self._groups, self._batcher, self._issuer = groups, batcher, issuer
         self._backoff = OvertakeBackoff()
+        self._rolled_back = RolledBackSteps()
         self._deadline_s = deadline_s
         self._all_dead = False
         self._draining_since: float | None = None
@@ -192,6 +197,7 @@ class Collector:
                     return batch
                 if rest_s <= 0.0 and self._is_drained():
                     return []
+                self._stop_repeating_late(started)
                 num_ready, num_outstanding = self._batcher.num_ready, self._groups.train.num_outstanding
                 self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
             if self._all_dead:
@@ -209,12 +215,21 @@ class Collector:
         return []
 
     @property
-    def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
-        return self._batcher.abandoned
+    def versions(self) -> VersionTree:
+        return self._groups.train.versions
 
-    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
+    def begin_session(
+        self,
+        version: PolicyVersion,
+        steps: Mapping[PolicyVersion, int],
+        branch: Branch | None,
+        rolled_back: RolledBackSteps,
+    ) -> None:
+        """Know the ``steps`` of the versions of all sessions; make those of ``rolled_back`` again from ``version`` on."""
         with self._changed:
-            self._batcher.abandon(after, until)
+            self.versions.begin_session(steps, branch)
+            self._rolled_back = rolled_back
+            self._batcher.repeat(rolled_back, version)
 
     def drain(self) -> None:
         with self._changed:
@@ -265,7 +280,7 @@ class Collector:
         with self._changed:
             self._held[delivery.sequence] = delivery
             self._last_arrival = time.monotonic()
-            wanted = self._batcher.receive(delivery.sequence, message.groups)
+            wanted = self._batcher.receive(delivery.sequence, message.groups, message.pack)
             self._traced.arrived(delivery.traceparent, [scored.generated.group_id for scored in wanted])
         if not wanted:
             return
@@ -345,6 +360,19 @@ class Collector:
                 self._changed.notify_all()
 
     # ── with the lock held ────────────────────────────────────────────────────────────────────
+
+    def _stop_repeating_late(self, started: float) -> None:
+        """Make no rolled-back step again once a group of the next one does not come: all are delivered at the start."""
+        if not self._batcher.num_to_repeat or self._groups.train.num(State.ARRIVED):
+            return
+        now = time.monotonic()
+        if now - started > _REPEAT_S or now - max(started, self._last_arrival) > _SILENT_S:
+            log.warning(
+                "a group of a rolled-back step is not delivered again: further steps are made of other groups",
+                num_steps=self._batcher.num_to_repeat,
+            )
+            self._batcher.stop_repeating()
+            self._rolled_back.forget()
 
     def _is_drained(self) -> bool:
         if self._draining_since is None:

@@ -13,11 +13,11 @@ from penstock.protocol.groups import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
-from penstock.protocol.versions import PolicyVersion, last_chance_version, staleness
+from penstock.protocol.versions import Branch, PolicyVersion, Remade, last_chance_version, staleness
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.group_states import GroupStates
+from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
 from penstock.trainer.groups.prompt_cursor import GroupKey, PromptCursor, order_id
 from penstock.trainer.groups.task_packs import (
@@ -68,7 +68,20 @@ class RunGroups:
             ledger=state.ledger,
         )
         train.letters_read = state.letters_read
+        train.versions.branches = [Branch(*map(PolicyVersion, pair)) for pair in state.abandoned]
+        train.versions.remade = [Remade(PolicyVersion(u), PolicyVersion(f), n) for u, f, n in state.remade]
         return cls(train, GroupStates(totals=GroupTotals(totals.get("eval")), outstanding=in_flight.get("eval", ())))
+
+    def sampled_by_abandoned(self) -> set[PolicyVersion]:
+        """Return the versions of sessions that were rolled back whose samples are held: their manifests are kept."""
+        with self.lock:
+            held = [g for state in (State.READY, State.IN_USE, State.KEPT) for g in self.train.held(state)]
+            ends = {
+                PolicyVersion(v)
+                for g in held
+                for v in (g.scored.generated.oldest_version, g.scored.generated.newest_version)
+            }
+            return {version for version in ends if self.train.versions.is_abandoned(version)}
 
     def take_entries(self) -> Entries:
         splits: dict[Split, GroupStates] = {"train": self.train, "eval": self.held_out}
@@ -146,8 +159,8 @@ class Dispatch:
         version = last_chance_version(trainer_version, self._rollout.max_staleness)
         return self.groups.num_under_way(version) > 0
 
-    def accept(self, group_id: str) -> DropReason | None:
-        return self.cursor.accept(group_id)
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
+        return self.cursor.accept(group_id, is_preferred=is_preferred)
 
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]

@@ -27,7 +27,7 @@ from penstock.protocol.record.lineage import RecordedGroup
 from penstock.protocol.record.stored_record import RescoredInput, find_input, mark_use_of_input, pieces_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.versions import Branch, PolicyVersion, VersionTree
 from penstock.trainer.algorithm.group_filters.interface import drop_reason
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
@@ -40,6 +40,7 @@ from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.groups.issue import Issuer, IssuerState, outcomes
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
 from penstock.trainer.groups.pack_reader import CompletionTexts, NeverPublished, PackReader, ReadingMark, ready_groups
+from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -182,6 +183,7 @@ class StoredCollector:
     def __init__(self, groups: StoredGroups, issuer: StoredIssuer, blobs: Blobs, groups_per_step: int) -> None:
         self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
         self._draining = False
+        self.versions = VersionTree()
 
     def collect(
         self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
@@ -196,11 +198,13 @@ class StoredCollector:
         self._issuer.take(ready, drops)
         return ready
 
-    @property
-    def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
-        return ()
-
-    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
+    def begin_session(
+        self,
+        version: PolicyVersion,
+        steps: Mapping[PolicyVersion, int],
+        branch: Branch | None,
+        rolled_back: RolledBackSteps,
+    ) -> None:
         """Do nothing: no version of this run sampled a stored group."""
 
     def drain(self) -> None:

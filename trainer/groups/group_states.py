@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs.task_promise import TaskPromise
-from penstock.protocol.versions import PolicyVersion, is_fresh
+from penstock.protocol.versions import PolicyVersion, VersionTree
 from penstock.trainer.errors import GroupStateError
 from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -89,6 +89,7 @@ class GroupStates:
         self._trained_at: PolicyVersion | None = None  # version of the newest step
         self._is_ended = False  # no group is trained again
         self.letters_read = 0  # sequence number of the last dead letter that these states include
+        self.versions = VersionTree()
         self.totals = totals or GroupTotals()
         for group_id in outstanding:
             self._add(group_id, GroupRecord(State.ISSUED))
@@ -155,7 +156,7 @@ class GroupStates:
         self._trained_at = version
         kept = ((i, record) for i, record in self._by_state[State.KEPT].items() if record.content is None)
         for group_id, record in [*self._by_state[State.CLOSED].items(), *kept]:  # the latter never came back
-            if record.uses and not is_fresh(version, record.uses[-1], self._max_staleness):
+            if record.uses and self.versions.age(version, record.uses[-1]) > self._max_staleness:
                 self._remove(group_id, record)
         return {group.group_id: len(record.uses) for group, record in records}
 
@@ -225,6 +226,10 @@ class GroupStates:
         record = self._groups.get(group_id)
         return record is not None and (record.content is not None or record.state is State.ARRIVED)
 
+    def content(self, group_id: str) -> ReadyGroup | None:
+        record = self._groups.get(group_id)
+        return record.content if record is not None else None
+
     def is_returning(self, group_id: str) -> bool:
         return self.state(group_id) is State.KEPT and not self.has_arrived(group_id)
 
@@ -268,7 +273,7 @@ class GroupStates:
         rows: dict[PolicyVersion, list[str]] = {}
         for group_id, record in sorted(self._groups.items()):
             for version in record.uses:
-                if self._trained_at is not None and is_fresh(self._trained_at, version, self._max_staleness):
+                if self._trained_at is not None and self.versions.age(self._trained_at, version) <= self._max_staleness:
                     rows.setdefault(version, []).append(group_id)
         return tuple((version, tuple(ids)) for version, ids in sorted(rows.items()))
 

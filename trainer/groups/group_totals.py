@@ -24,7 +24,7 @@ class DropReason(StrEnum):
     STALE = "stale"  # older than rollout.max_staleness at the moment of use
     DUPLICATE = "duplicate"  # it has arrived already, was trained, or this attempt was given up
     FOREIGN = "foreign"  # not a group that this run has issued
-    FUTURE = "future"  # sampled by weights this run does not have: of a session that was rolled back
+    FUTURE = "future"  # sampled by a version that is not reached, or whose place in a rolled-back session is not known
     UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
     QUARANTINED = "quarantined"  # two readers were killed while they processed its message
     DEAD = "dead"  # it went to the dead letters of another service

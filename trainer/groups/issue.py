@@ -120,10 +120,10 @@ class Issuer:
         with self._changed:
             return tuple(self._dispatch.cursor.outstanding())
 
-    def accept(self, group_id: str) -> DropReason | None:
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
         with self._changed:
             was_dead = self._groups.train.is_dead(group_id)
-            refusal = self._dispatch.accept(group_id)
+            refusal = self._dispatch.accept(group_id, is_preferred=is_preferred)
             if was_dead and refusal is None:
                 log.info("dead-lettered group arrived after all: outstanding again", group_id=group_id)
             return refusal

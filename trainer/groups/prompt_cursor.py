@@ -134,13 +134,13 @@ class PromptCursor:
         self._groups.issue([str(key) for pack in packs for key in pack])
         return packs
 
-    def accept(self, group_id: str) -> DropReason | None:
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
         """Record that a group which has not arrived yet comes; return why it must not be used, None if it is.
 
         A group that this session has not issued was issued by an earlier one, after the checkpoint, if `before` has it: it
         counts as issued from now on. If it is a later attempt, the earlier session had dropped the one before: that one is
-        closed as ``superseded``, unless it has arrived, since it can then be used itself. A group that was dead-lettered
-        is outstanding once more: its letter was sent again, or was not true.
+        closed as ``superseded``, unless it has arrived, since it can then be used itself, and this one is not preferred. A group
+        that was dead-lettered is outstanding once more: its letter was sent again, or was not true.
         """
         try:
             key = GroupKey.parse(group_id)
@@ -148,7 +148,9 @@ class PromptCursor:
             return DropReason.FOREIGN
         if self._groups.is_dead(group_id):
             self._groups.revive(group_id)
-        if self._groups.state(group_id) is State.ISSUED or (self.was_issued_before(key) and self._replace_with(key)):
+        if self._groups.state(group_id) is State.ISSUED or (
+            self.was_issued_before(key) and self._replace_with(key, is_preferred=is_preferred)
+        ):
             return None
         if not self._was_issued(key):
             return DropReason.FOREIGN
@@ -205,10 +207,11 @@ class PromptCursor:
                 return GroupKey(*place, attempt=0)
             self.ahead.remove(place)
 
-    def _replace_with(self, key: GroupKey) -> bool:
+    def _replace_with(self, key: GroupKey, *, is_preferred: bool) -> bool:
         older = [key._replace(attempt=n) for n in self._attempts(key.place) if n < key.attempt]
         queued = [k for k in self.again if k.place == key.place and k.attempt <= key.attempt]
-        if any(self._groups.has_arrived(str(k)) for k in older):
+        arrived = [k for k in older if self._groups.has_arrived(str(k))]
+        if arrived and not (is_preferred and all(self._groups.state(str(k)) is State.READY for k in arrived)):
             return False
         if older or queued:
             self.again = [k for k in self.again if k not in queued]
@@ -218,8 +221,10 @@ class PromptCursor:
         else:
             self.ahead.add(key.place)
         self._groups.issue([str(key)])
-        for replaced in sorted(older):
-            self._groups.drop(Drop(str(replaced), DropReason.SUPERSEDED, 0))
+        for replaced in map(str, sorted(older)):
+            content = self._groups.content(replaced)
+            num_tokens, pack = (0, None) if content is None else (content.num_tokens, content.pack)
+            self._groups.drop(Drop(replaced, DropReason.SUPERSEDED, num_tokens, pack))
         return True
 
     def _was_issued(self, key: GroupKey) -> bool:

@@ -13,6 +13,7 @@ from penstock.trainer.algorithm.credit import AlgorithmState, Scored, credit_rul
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import (
+    NO_AGES,
     Passes,
     ReadyGroup,
     StepPlan,
@@ -40,7 +41,8 @@ class Planner:
         self._reward_kl: float | None = None  # of the batch that was planned last, per token
         self._num_rows = 0
 
-    def plan(self, batch: Sequence[ReadyGroup], version: int) -> StepPlan:
+    def plan(self, batch: Sequence[ReadyGroup], version: int, ages: Mapping[int, int] = NO_AGES) -> StepPlan:
+        """Plan a step at ``version``; ``ages`` are those that are not the difference of the numbers (`VersionTree.ages`)."""
         gaps: list[float] = []
         algorithm = self._algorithm
         lengths = [count for group in batch for count in group.trained.lengths]
@@ -61,7 +63,7 @@ class Planner:
             sft_coefficient=algorithm.sft_coefficient,
             split=self._split if algorithm.many_updates else None,
         )
-        plan = replace(plan, least_age=self._least_age)
+        plan = replace(plan, least_age=self._least_age, ages=tuple(ages.items()))
         if algorithm.has_critic and algorithm.reward_kl_coefficient:
             plan = replace(plan, token_kl=self._state.kl.coefficient)
         return replace(plan, kl_coefficient=self._state.kl.coefficient) if steers_loss else plan
@@ -114,13 +116,14 @@ def learn(
     batch: Sequence[ReadyGroup],
     version: int,
     *,
+    ages: Mapping[int, int] = NO_AGES,
     keep_groups: int | Literal["all"] = 0,
 ) -> Learned:
     """Make the optimizer steps on a batch at ``version``; the only code that changes weights, in a run and its replay.
 
-    The metrics keep the log-probabilities of the first ``keep_groups`` groups, see `num_kept_rows`.
+    ``ages`` as in `Planner.plan`. The metrics keep the log-probabilities of the first ``keep_groups`` groups, see `num_kept_rows`.
     """
-    plan = planner.plan(batch, version)
+    plan = planner.plan(batch, version, ages)
     metrics = learner.step(plan, batch, keep_rows=num_kept_rows(plan, batch, keep_groups))
     return Learned(plan, metrics, planner.learned(metrics), skipped_trajectories(plan, metrics, batch))
 

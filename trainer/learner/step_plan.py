@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ from penstock.trainer.algorithm.batch import MicroBatch, PlacedImages, Row, buil
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
 from penstock.trainer.learner.vision import ImageReader
 
+NO_AGES: Mapping[int, int] = MappingProxyType({})  # each is the difference of the versions' numbers
 Place = tuple[int, int]  # of a group: number of its pack in the plan, and row group
 
 
@@ -127,6 +129,7 @@ class StepPlan:
     skipped: tuple[tuple[str, int], ...] = ()  # number of trajectories that filters removed, by reason
     token_kl: float = 0.0  # coefficient of the KL in every token's reward, in a run with a critic
     least_age: int = 0  # of any token: 1 if no version of this run sampled it
+    ages: tuple[tuple[int, int], ...] = ()  # of versions whose age is not ``version`` minus their number
     kl_coefficient: float | None = None  # of the KL in the loss, if it is adaptive; None: that of the objective
     passes: Passes | None = None  # the optimizer steps, in the order of each share's micro-batches; None: one step
 
@@ -326,7 +329,7 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[Place, G
                 behaviour_logprobs=trajectory.behaviour_logprobs,
                 advantage=planned.advantage,
                 weight=planned.weight,
-                ages=_ages(trajectory, plan.version, plan.least_age),
+                ages=_ages(trajectory, plan),
                 sft_weight=planned.sft_weight,
                 turns=[(turn.start, turn.end) for turn in group.turns[planned.trajectory]],
                 turn_advantages=planned.turn_advantages,
@@ -338,11 +341,11 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[Place, G
     return rows
 
 
-def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.int32]:
+def _ages(trajectory: Trajectory, plan: StepPlan) -> npt.NDArray[np.int32]:
     """Return each token's age in versions, [T]; 0 where the policy did not sample it."""
-    ages = np.zeros(len(trajectory.token_ids), dtype=np.int32)
+    ages, other = np.zeros(len(trajectory.token_ids), dtype=np.int32), dict(plan.ages)
     for run in trajectory.version_runs:
-        ages[run.start : run.end] = max(least, version - run.version)
+        ages[run.start : run.end] = max(plan.least_age, other.get(run.version, plan.version - run.version))
     return ages
 
 

@@ -128,7 +128,12 @@ class Publisher:
         self._on_published = on_published
         head = self.versions.head.value
         self._published = {PolicyVersion(head.version)} if head else set[PolicyVersion]()
-        self._sampled_with = PublishedVersions(self._announced(), PolicyVersion(head.version) if head else None)
+        announced = self._announced()
+        self.steps_before = {version: fact.step for version, fact in announced.items()}
+        """Optimizer steps done at the versions that earlier sessions published."""
+        if head is not None:
+            self.steps_before[PolicyVersion(head.version)] = head.step
+        self._sampled_with = PublishedVersions(announced, PolicyVersion(head.version) if head else None)
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot[Any]] = []
         self._publishing: Snapshot[Any] | None = None

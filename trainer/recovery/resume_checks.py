@@ -291,7 +291,16 @@ def read_rolled_back(lines: bytes) -> RolledBack:
     return RolledBack(steps, groups, seconds)
 
 
-def describe_rolled_back(found: RolledBack, *, resumed_step: int | None) -> str:
+def makes_same_steps(recorded: Path, config: bytes) -> bool:
+    """Return True if the settings that a step's weights depend on are those of the session before."""
+    try:
+        before = flat(json.loads(recorded.read_bytes())["settings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return what_steps_read(before) == what_steps_read(flat(json.loads(config)["settings"]))
+
+
+def describe_rolled_back(found: RolledBack, *, resumed_step: int | None, num_again: int = 0) -> str:
     if resumed_step is None and not found.steps:
         return ""
     start = (
@@ -301,9 +310,10 @@ def describe_rolled_back(found: RolledBack, *, resumed_step: int | None) -> str:
     )
     if not found.steps:
         return f"{start}; no step was lost"
+    again = f"; {num_again} steps are made again of the groups they had" if num_again else ""
     return (
         f"{start}: rolled back {found.steps} steps, {found.groups} groups ({found.seconds:.0f} s of training) since the last "
-        "checkpoint; trainer.checkpoint_every_s limits this"
+        f"checkpoint; trainer.checkpoint_every_s limits this{again}"
     )
 
 

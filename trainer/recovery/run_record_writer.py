@@ -45,7 +45,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.group_totals import Entries
 from penstock.trainer.groups.prompt_cursor import GroupKey
-from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.learner.step_plan import NO_AGES, ReadyGroup
 from penstock.trainer.recovery.lease import FencedKey
 
 _LIBRARIES = ("torch", "deepspeed", "transformers", "numpy")
@@ -164,7 +164,7 @@ class RunRecordWriter:
             )
         )
 
-    def add_step(
+    def add_step(  # noqa: PLR0913  what a step is recorded with
         self,
         step: int,
         trained: PolicyVersion,
@@ -175,6 +175,7 @@ class RunRecordWriter:
         *,
         updates: Sequence[Sequence[int]] = (),
         left_out: Sequence[int] = (),
+        ages: Mapping[int, int] = NO_AGES,
     ) -> None:
         """Add a step; `set_weights` with its result must follow. ``uses`` are each group's, this one included."""
         self._close_step()
@@ -199,6 +200,7 @@ class RunRecordWriter:
             "skipped": dict(skipped),
             "updates": tuple(map(tuple, updates)),
             "left_out": tuple(left_out),
+            "ages": tuple(ages.items()),
         }
 
     def write(self, entries: Entries, *, step: int, version: PolicyVersion) -> tuple[BlobRef, int, str]:
@@ -256,6 +258,7 @@ class Stop:
     error: Exception
     epoch: int = 0  # of the trainer's lease
     algorithm: Mapping[str, Any] = field(default_factory=dict)  # the algorithm's state before the step
+    ages: Mapping[int, int] = field(default_factory=dict)  # as in `RecordedStep`
 
 
 def save_batch(run_folder: Path, batch: Sequence[ReadyGroup], stop: Stop, *, config: bytes) -> Path:
@@ -279,6 +282,7 @@ def save_batch(run_folder: Path, batch: Sequence[ReadyGroup], stop: Stop, *, con
         error=type(stop.error).__name__,
         epoch=stop.epoch,
         algorithm=dict(stop.algorithm),
+        ages=tuple(stop.ages.items()),
         groups=scored,
     )
     files.atomic_write(partial / SETTINGS, config, sync=True)

@@ -64,6 +64,7 @@ class Entry:
     made_version: int | None = None
     use: int = 1
     scored: ScoredGroup | None = None
+    staleness: int | None = None
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -125,7 +126,7 @@ def entries(chapter: LineageChapter, *, is_last: bool = False) -> Iterator[Entry
                 group_id=group.group_id, status="trained", chapter=chapter.number, split=group.scored.generated.split,
                 num_tokens=group.num_tokens, pack=step.packs[group.pack] if group.pack < len(step.packs) else None,
                 step=step.step, epoch=step.epoch, trained_version=step.trained_version, made_version=step.made_version, use=group.use,
-                scored=group.scored,
+                scored=group.scored, staleness=step.staleness(group),
             )  # fmt: skip
     packs = chapter.closed_packs
     for one in chapter.evaluated:
@@ -177,7 +178,7 @@ def group_row(entry: Entry) -> dict[str, Any]:
         "issued_version": generated.issued_version,
         "oldest_version": generated.oldest_version,
         "newest_version": generated.newest_version,
-        "staleness": None if entry.trained_version is None else entry.trained_version - generated.oldest_version,
+        "staleness": entry.staleness,
         "finish_reasons": dict(Counter(generated.finish_reasons)),
     }
 

@@ -19,7 +19,9 @@ from penstock.console.web.reading.recorded_groups import (
 def entry(*rewards: float, step: int | None = 5) -> Entry:
     generated = make_generated("r", [make_group("e0.p0.a0", size=len(rewards))])
     scored = make_scored(generated, [rewards]).groups[0]
-    return Entry("e0.p0.a0", "trained", 1, "train", 10, step=step, trained_version=4, made_version=5, scored=scored)
+    return Entry(
+        "e0.p0.a0", "trained", 1, "train", 10, step=step, trained_version=4, made_version=5, scored=scored, staleness=4
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,12 @@ from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.crash_points import CrashPoint
 
-# All but one: every step changes every word of this float32 model, so no anchor is ever stored in addition to a patch.
-POINTS = tuple(point for point in CrashPoint if point is not CrashPoint.ANCHOR_STORED)
+# Not passed: every step changes every word of this float32 model, so no anchor is ever stored in addition to a patch; a step is
+# one optimizer step, and no checkpoint is in the object store.
+_NOT_PASSED = (
+    CrashPoint.ANCHOR_STORED, CrashPoint.UPDATED, CrashPoint.COPIED, CrashPoint.REMOVING, CrashPoint.FETCHED,
+)  # fmt: skip
+POINTS = tuple(point for point in CrashPoint if point not in _NOT_PASSED)
 LAST_STEPS = 5  # too late for a kill: the groups of these steps may all be issued and scored already
 LONGEST_DELAY_S = 2.0
 

@@ -2,6 +2,7 @@
 
     make chaos                                          # every crash point in turn, then seeds 0, 1, 2 and the control
     python -m tests.rigs.chaos.run --seeds 0 --kills 30 --steps 60
+    python -m tests.rigs.chaos.run --seeds 0 --victims trainer --kills 5 --points 0 --steps 330 --set trainer.checkpoint_every=24
     python -m tests.rigs.chaos.run --without-ids            # the control: the same audit must fail
     python -m tests.rigs.chaos.run --without-guards         # likewise, without any guard of the trainer
 
@@ -309,6 +310,10 @@ def main() -> int:
     parser.add_argument(
         "--points", type=int, default=len(POINTS), help="number of additional crash points of the trainer"
     )
+    parser.add_argument(
+        "--victims", nargs="+", choices=VICTIMS, default=VICTIMS, help="what is killed at random moments"
+    )
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the run")
     parser.add_argument("--without-ids", action="store_true", help="the control: the audit must fail")
     parser.add_argument(
         "--without-guards", action="store_true", help="the control without ids and later guards: the audit must fail"
@@ -323,10 +328,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
             folder = (options.keep or Path(scratch)).absolute() / f"seed-{seed}"
             folder.mkdir(parents=True)
-            kills = plan_kills(seed, VICTIMS, num_kills=options.kills, steps=options.steps)
+            kills = plan_kills(seed, options.victims, num_kills=options.kills, steps=options.steps)
             run = ChaosRun(
                 folder, seed=seed, steps=options.steps, kills=kills, points=options.points,
-                without_ids=options.without_ids, without_guards=options.without_guards,
+                without_ids=options.without_ids, without_guards=options.without_guards, overrides=options.set,
             )  # fmt: skip
             outcome = run.go(options.deadline_s)
         print(show(outcome), flush=True)

@@ -14,10 +14,12 @@ from tests.trainer.groups.stored_groups import invent_group
 
 from penstock.protocol.facts import DeadLetter
 from penstock.protocol.groups import BlobRef, ScoredGroup
-from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol.record.lineage import GROUP_DIGITS, group_digest
+from penstock.protocol.versions import Branch, PolicyVersion, VersionRun
 from penstock.trainer.groups.batcher import ONCE, Batcher, Reuse, staleness_tokens
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason
+from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
@@ -44,7 +46,7 @@ class Box:
         self._drops: list[Drop] = []
         self._messages = itertools.count(1)
 
-    def accept(self, group_id: str) -> None:
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         return None
 
     def is_late(self, version: PolicyVersion) -> bool:
@@ -127,26 +129,128 @@ def begun_at(version: int, run: VersionRun) -> tuple[VersionRun, ...]:
     return (first, run._replace(start=run.start + 1)) if run.end > first.end else (first,)
 
 
-def test_samples_of_versions_that_a_crash_rolled_back_are_dropped() -> None:
-    """Version 9 has the weights of version 4 again: 5 to 8 are of no ancestor, though their numbers look fresh at 9."""
-    box = batcher(groups_per_step=4, max_staleness=5)
-    box.batcher.abandon(PolicyVersion(1), PolicyVersion(3))  # an earlier crash
-    box.batcher.abandon(PolicyVersion(4), PolicyVersion(9))
-    for number, version in enumerate((4, 5, 8, 9)):
-        box.offer(ready(number, version))
-    box.offer(ready(4, 10))
-    mixed = ready(5, 9)
+def mixed(number: int, first: int, version: int, *, least: int | None = None) -> ReadyGroup:
+    """A group of one version, but for the first token of each of its rows; its message says the ``least`` one."""
+    group = ready(number, version)
     rows = tuple(
-        dataclasses.replace(row, version_runs=begun_at(8, row.version_runs[0])) for row in mixed.group.trajectories
+        dataclasses.replace(row, version_runs=begun_at(first, row.version_runs[0])) for row in group.group.trajectories
     )
-    summary = mixed.scored.generated.model_copy(update={"oldest_version": 8})
-    scored = mixed.scored.model_copy(update={"generated": summary})
-    box.offer(ReadyGroup(scored, PACK, dataclasses.replace(mixed.group, trajectories=rows)))
-    _, drops = box.take(PolicyVersion(9))
-    assert {drop.group_id: drop.reason for drop in drops} == {
-        f"e0.p{number}.a0": DropReason.FUTURE for number in (1, 2, 4, 5)
-    }
-    assert box.num_ready == 2
+    versions = {"oldest_version": min(first, version) if least is None else least, "newest_version": version}
+    scored = group.scored.model_copy(update={"generated": group.scored.generated.model_copy(update=versions)})
+    return ReadyGroup(scored, PACK, dataclasses.replace(group.group, trajectories=rows))
+
+
+def rolled_back(box: Box, *, steps: int, to: int) -> PolicyVersion:
+    """Resume, after so many steps from version 0 on, the checkpoint of a version; return the version of its weights."""
+    until = PolicyVersion(steps + 1)
+    published = {PolicyVersion(version): version for version in range(steps + 1)}
+    box.groups.versions.begin_session({**published, until: to}, Branch(PolicyVersion(to), until))
+    return until
+
+
+def reasons(drops: Iterable[Drop]) -> dict[str, str]:
+    return {drop.group_id: str(drop.reason) for drop in drops}
+
+
+def test_samples_of_rolled_back_versions_are_as_old_as_the_way_through_the_branch_point() -> None:
+    """Version 9 has the weights of version 4: 3 is 1 update away, 6 is 2, and 7 is 3, whatever their numbers say."""
+    box = batcher(groups_per_step=9)
+    now = rolled_back(box, steps=8, to=4)
+    for number, version in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 9)):
+        box.offer(ready(number, version))
+    box.offer(mixed(9, 6, 9))
+    box.offer(mixed(10, 7, 9))
+    box.offer(mixed(11, 1, 9))
+    box.offer(mixed(12, 7, 9, least=4))  # another row is of 4
+    _, drops = box.take(now)
+    assert reasons(drops) == {f"e0.p{number}.a0": "stale" for number in (0, 6, 7, 10, 11, 12)}
+    _, drops = box.take(PolicyVersion(now + 1))
+    assert reasons(drops) == {f"e0.p{number}.a0": "stale" for number in (1, 5, 9)}
+
+
+def test_a_group_trained_before_a_crash_is_known_as_long_as_its_samples_are_fresh() -> None:
+    """Version 9 has the weights of 4: a second message of a group trained at 3, sampled by 3, is one update old."""
+    box = batcher(groups_per_step=1, ledger=((3, ("e0.p0.a0",)),))
+    now = rolled_back(box, steps=8, to=4)
+    for number in (1, 2, 3, 4):
+        assert box.is_spent("e0.p0.a0") == (number < 4)
+        box.offer(ready(number, now))
+        box.train(now)
+        now = PolicyVersion(now + 1)
+
+
+def test_the_bound_0_leaves_the_samples_of_the_branch_point() -> None:
+    box = batcher(groups_per_step=2, max_staleness=0)
+    now = rolled_back(box, steps=8, to=4)
+    for number, version in enumerate((3, 4, 5, 9)):
+        box.offer(ready(number, version))
+    batch, drops = box.take(now)
+    assert [group.group_id for group in batch] == ["e0.p1.a0", "e0.p3.a0"]
+    assert reasons(drops) == {"e0.p0.a0": "stale", "e0.p2.a0": "stale"}
+
+
+def test_a_version_of_a_rolled_back_session_that_was_never_announced_is_of_the_future() -> None:
+    """So is one that this session has not reached."""
+    box = batcher(groups_per_step=3)
+    now = rolled_back(box, steps=8, to=4)
+    del box.groups.versions.steps[PolicyVersion(6)]
+    for number, group in enumerate((ready(0, 6), ready(1, 10), mixed(2, 6, 9), ready(3, 5))):
+        assert box.offer(group) is None, number
+    _, drops = box.take(now)
+    assert reasons(drops) == {f"e0.p{number}.a0": "future" for number in (0, 1, 2)}
+
+
+def test_the_oldest_samples_go_first_by_their_age() -> None:
+    box = batcher()
+    now = rolled_back(box, steps=8, to=4)
+    for number, version in enumerate((4, 9, 6, 3)):
+        box.offer(ready(number, version))
+    assert [group.group_id for group in box.take(now)[0]] == ["e0.p2.a0", "e0.p3.a0"]
+
+
+def digests(groups: Iterable[ReadyGroup]) -> tuple[str, ...]:
+    return tuple(group_digest(group.scored, group.pack, 1)[:GROUP_DIGITS] for group in groups)
+
+
+def test_rolled_back_steps_are_made_again_of_their_groups_and_nothing_is_dropped() -> None:
+    """Far beyond the bound through the branch point: but the same groups make the same weights, and no sample is older than it was."""
+    groups = [ready(number, 4 + number // 2) for number in range(9)]
+    batches = [digests(groups[0:2]), digests(groups[2:4]), digests(groups[4:6]), digests(groups[6:8])]
+    box = batcher(max_staleness=0)
+    now = rolled_back(box, steps=8, to=4)
+    box.batcher.repeat(RolledBackSteps(tuple(batches), ((None, 4),)), now)
+    for group in reversed(groups):
+        assert not box.batcher.is_full(now)
+        box.offer(group)
+    for step in range(4):
+        assert box.batcher.is_full(now)
+        assert not box.batcher.overtakes(now)
+        batch, drops = box.take(now)
+        assert ([group.group_id for group in batch], drops) == ([f"e0.p{2 * step}.a0", f"e0.p{2 * step + 1}.a0"], [])
+        box.groups.train(now, batch, {})
+        now = PolicyVersion(now + 1)
+    assert box.batcher.num_to_repeat == 0
+    box.offer(ready(9, now))
+    assert [group.group_id for group in box.take(now)[0]] == ["e0.p8.a0", "e0.p9.a0"]  # 8 has the weights of 13
+
+
+def test_where_a_group_of_a_rolled_back_step_does_not_come_the_others_count_as_of_a_branch() -> None:
+    groups = [ready(number, 4 + number // 2) for number in range(8)]
+    box = batcher(max_staleness=1)
+    now = rolled_back(box, steps=8, to=4)
+    steps = RolledBackSteps((digests(groups[0:2]), digests(groups[2:4]), digests(groups[4:6])), ((None, 4),))
+    box.batcher.repeat(steps, now)
+    for group in (*groups[:3], *groups[4:]):
+        box.offer(group)
+    batch, drops = box.take(now)
+    assert (len(batch), drops) == (2, [])
+    box.groups.train(now, batch, {})
+    now = PolicyVersion(now + 1)
+    assert box.take(now) == ([], [])
+    box.batcher.stop_repeating()
+    batch, drops = box.take(now)  # at the weights of 5: 6 is one update away, 7 two
+    assert [group.group_id for group in batch] == ["e0.p4.a0", "e0.p5.a0"]
+    assert reasons(drops) == {"e0.p6.a0": "stale", "e0.p7.a0": "stale"}
 
 
 def test_less_than_a_batch_waits() -> None:

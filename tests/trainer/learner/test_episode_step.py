@@ -152,7 +152,7 @@ class Issued:
     def promise(self, group_id: str) -> TaskPromise:
         return TaskPromise.of(self.tasks[group_id])
 
-    def accept(self, group_id: str) -> None:
+    def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         """Every group is wanted."""
 
     def is_late(self, version: PolicyVersion) -> bool:

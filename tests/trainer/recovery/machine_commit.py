@@ -22,7 +22,7 @@ from penstock.protocol.facts import decode
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.versions import PolicyVersion, VersionTree
 from penstock.trainer.commit import Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
@@ -62,8 +62,8 @@ class DelayedAcks:
     unsent: list[int] = field(default_factory=list)  # acknowledgements that the broker has not received
 
     @property
-    def abandoned(self) -> tuple[tuple[int, int], ...]:
-        return self.tracker.abandoned
+    def versions(self) -> VersionTree:
+        return self.tracker._groups.versions
 
     def settled(self) -> list[int]:
         return self.covered()

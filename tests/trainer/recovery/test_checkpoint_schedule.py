@@ -58,6 +58,6 @@ def test_a_resume_says_what_it_cost() -> None:
     assert "starts again at step 0: rolled back 46 steps, 184 groups (23 s" in describe_rolled_back(
         lost, resumed_step=None
     )
-    assert describe_rolled_back(lost, resumed_step=100).startswith(
-        "resumed at step 100: rolled back 46 steps, 184 groups (23 s"
-    )
+    text = describe_rolled_back(lost, resumed_step=100, num_again=40)
+    assert text.startswith("resumed at step 100: rolled back 46 steps, 184 groups (23 s")
+    assert text.endswith("; 40 steps are made again of the groups they had")

@@ -16,6 +16,7 @@ from tests.trainer.recovery.machine_commit import CHECKPOINTS, RUN, Objects
 from penstock.protocol.errors import BlobStoreUnreachable, PenstockError
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import AccountState
+from penstock.protocol.versions import VersionTree
 from penstock.trainer.commit import Committer, CommitThread
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CheckpointError, LeaseLost
@@ -79,7 +80,7 @@ class Trainer:
             "planner": SimpleNamespace(document=dict),
             "issuer": SimpleNamespace(take_state=self._issued),
             "collector": SimpleNamespace(
-                abandoned=(), settled=lambda: list(self.held), acknowledge=self.acknowledged.extend
+                versions=VersionTree(), settled=lambda: list(self.held), acknowledge=self.acknowledged.extend
             ),
             "lease": SimpleNamespace(epoch=1, confirm=lambda: self.confirm()),  # noqa: PLW0108  a test replaces it
             "stored": SimpleNamespace(

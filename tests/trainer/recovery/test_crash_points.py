@@ -16,6 +16,7 @@ from tests.servers import wait_for
 from tests.trainer.learner.forks import Command
 from tests.trainer.producer import ScriptedProducer, write_run_file
 
+from penstock.console.record.lineage import version_lineage
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
@@ -23,9 +24,10 @@ from penstock.forensics.audit.audit import audit_run
 from penstock.forensics.audit.audit_checks import AuditResult, check_record
 from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import streams
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, RecordBroken
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name
 from penstock.protocol.record.lineage import chapters
+from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer import crash_points
@@ -181,6 +183,38 @@ def test_one_kill_changes_no_weight(scene: Scene, run_id: str, sessions: list[Co
     assert_whole(scene, run_id)
     assert steps_of(scene, run_id) == steps_of(scene, "undisturbed")
     assert "foreign" not in scene.state(run_id).account.totals["train"].refused
+    delete_run(scene.bus, run_id)
+
+
+def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(
+    scene: Scene, run_id: str, sessions: list[Command]
+) -> None:
+    """With a bound of 0: killed before the first checkpoint, while it makes these steps again, and 3 steps after a checkpoint.
+
+    All steps equal the undisturbed run's, though other sessions published the versions that sampled for them. The record says
+    which these are, and a replay makes the same weights.
+    """
+    run_file, rare = scene.run_file(run_id), "trainer.checkpoint_every=6"
+    with scene.producer(run_id):
+        for times in (5, 3, 9):
+            sessions.append(start(run_file, rare, f"trainer.kill_at={CrashPoint.STEPPED}:{times}"))
+            sessions[-1].wait(expected=-9)
+        sessions.append(start(run_file, rare))
+        sessions[-1].wait()
+    assert_whole(scene, run_id)
+    state = scene.state(run_id)
+    assert state.account.totals["train"].dropped == {}
+    assert steps_of(scene, run_id) == steps_of(scene, "undisturbed")
+    assert {until for until, _, _ in state.remade} == {until for _, until in state.abandoned}
+    record = StoredRecord.read(run_id, state.record, scene.blobs.get)
+    sampled_by = [member for step in record.steps for member in version_lineage(record, step.made_version).groups]
+    assert {member.staleness for member in sampled_by} == {0}
+    abandoned = next(member.oldest_version for member in sampled_by if member.rolled_back)
+    with pytest.raises(RecordBroken, match="is of a session that was rolled back"):
+        version_lineage(record, abandoned)
+    sessions.append(Command(run_file.parent, "replay", run_id, str(run_file), "--json"))
+    replayed = json.loads(sessions[-1].wait().splitlines()[-1])
+    assert replayed["holds"], replayed
     delete_run(scene.bus, run_id)
 
 

@@ -84,6 +84,13 @@ class StepPassedOver(TrainerMachine):
     issuing = RefusalsForgotten.SkipsCheckpoints
 
 
+class BranchesForgotten(TrainerMachine):
+    """A trainer that counts the age of what a rolled-back session sampled by the numbers of the versions."""
+
+    def branch_off(self, steps, branch):
+        pass
+
+
 class Anything(frozenset[str]):
     def __contains__(self, _: object) -> bool:
         return True
@@ -106,6 +113,7 @@ class NeverIssuedAccepted(TrainerMachine):
         StepPassedOver,
         RefusalsForgotten,
         NeverIssuedAccepted,
+        BranchesForgotten,
     ],
 )
 def test_the_machine_finds_a_planted_bug(broken: type[TrainerMachine]) -> None:

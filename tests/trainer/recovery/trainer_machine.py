@@ -14,7 +14,9 @@ import shutil
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -27,8 +29,8 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import DeadLetter
 from penstock.protocol.groups import BlobRef, GeneratedGroup, ScoredGroup
 from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.record.lineage import LineageChapter
-from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness
+from penstock.protocol.record.lineage import GROUP_DIGITS, STEP_DIGEST, LineageChapter, StepDigest, group_digest
+from penstock.protocol.versions import Branch, PolicyVersion, next_version, staleness
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
@@ -37,11 +39,13 @@ from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.prompt_cursor import GroupKey
+from penstock.trainer.groups.rolled_back import take_rolled_back
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
+NO_ROWS: Any = SimpleNamespace(trained_rows=[])
 CLOSED: Connections = Connections("machine", None, None)  # type: ignore[arg-type]  # no thread is started: nothing is sent
 PICK = st.integers(0, 10_000)  # which of the items available
 
@@ -150,6 +154,11 @@ class TrainerMachine(RuleBasedStateMachine):
         self.log: IssueLog | None = None
         self.record = Record()
         self.version = self.head = PolicyVersion(0)
+        self.paths: dict[int, tuple[Any, ...]] = {
+            0: ()
+        }  # the batches that a version was made of: equal ones, equal weights
+        self.announced: dict[PolicyVersion, int] = {self.head: 0}  # steps of the versions that workers can sample with
+        self.lines: list[dict[str, Any]] = []  # of metrics.jsonl
         self.effect: list[tuple[str, int]] = []  # group, and the version it was trained at
         self.commits = Commits(self.record_writer)
         self.start(None)
@@ -204,7 +213,7 @@ class TrainerMachine(RuleBasedStateMachine):
         """A scored message is delivered; its pack is not fetched yet."""
         sequence, groups = self.scored.pick(pick)
         self.scored.held[sequence] = self.scored.waiting.pop(sequence)
-        self.fetching[sequence] = wanted = self.tracker.receive(sequence, groups)
+        self.fetching[sequence] = wanted = self.tracker.receive(sequence, groups, PACK)
         foreign = {s.generated.group_id for s in wanted} - self.published
         assert not foreign, f"never issued, and accepted: {foreign}"
 
@@ -214,7 +223,7 @@ class TrainerMachine(RuleBasedStateMachine):
         sequence = sorted(self.fetching)[pick % len(self.fetching)]
         wanted = self.fetching.pop(sequence)
         if readable or not wanted:
-            self.tracker.offer(ReadyGroup(s, PACK, None) for s in wanted)  # type: ignore[arg-type]
+            self.tracker.offer(ReadyGroup(s, PACK, NO_ROWS) for s in wanted)
             return
         self.tracker.drop_unreadable(sequence, wanted)
         self._dead_letter("scored", [s.generated.group_id for s in wanted], self.scored.held.pop(sequence))
@@ -226,13 +235,21 @@ class TrainerMachine(RuleBasedStateMachine):
             return
         batch = self.tracker.take(self.version)
         if not batch:
+            if self.tracker.num_to_repeat:  # the groups of a rolled-back step were waited for
+                self.tracker.stop_repeating()
+                self.rolled_back.forget()
             return
         ids = [group.group_id for group in batch]
         for group in batch:
-            oldest = PolicyVersion(group.scored.generated.oldest_version)
-            assert is_fresh(self.version, oldest, self.rollout.max_staleness), "a stale group is trained on"
+            age = self.updates_between(self.version, group.scored.generated.oldest_version)
+            assert age <= self.rollout.max_staleness, "a stale group is trained on"
         made = next_version(self.version)
         uses = self.issuer.mark_trained(batch, {}, version=self.version, made=made)
+        digests = tuple(group_digest(g.scored, g.pack, uses[g.group_id])[:GROUP_DIGITS] for g in batch)
+        self.paths[made] = (*self.paths[self.version], digests)
+        digest = StepDigest(epoch=0, sha256="0" * 64, groups="".join(digests)).model_dump()
+        step = {"kind": "step", "step": self.commits.step + 1, "version": self.version, STEP_DIGEST: digest}
+        self.lines.append(step)
         self.effect += [(group_id, self.version) for group_id in ids]
         self.commits.train(batch, self.version, made, uses)
         self.version = made
@@ -244,7 +261,18 @@ class TrainerMachine(RuleBasedStateMachine):
     def announce(self):
         """The newest version is announced; those between are skipped."""
         self.head = self.version
+        self.announced[self.head] = len(self.paths[self.head])
         self.issuer.advance(self.head, 1_000)
+
+    def updates_between(self, version, sampled_by):
+        """Return the age of a sample by the paths to both versions, which no part of the trainer knows."""
+        shared = sum(
+            1
+            for _ in takewhile(
+                lambda pair: pair[0] == pair[1], zip(self.paths[version], self.paths[sampled_by], strict=False)
+            )
+        )
+        return len(self.paths[version]) + len(self.paths[sampled_by]) - 2 * shared
 
     @rule()
     def checkpoint(self):
@@ -305,9 +333,9 @@ class TrainerMachine(RuleBasedStateMachine):
         """Every queue has been empty for long: missing groups are dropped as lost."""
         self.tracker.drop_missing()
 
-    @rule()
-    def crash(self):
-        """SIGKILL: only the checkpoint is left, and everything unacknowledged is delivered again."""
+    @rule(repeats=st.booleans())
+    def crash(self, repeats=True):
+        """SIGKILL: only the checkpoint is left, and everything unacknowledged is delivered again; with or without metrics.jsonl."""
         state = self.commits.newest()
         document = json.loads(state.model_dump_json())
         self.effect = list(self.commits.effect(state))
@@ -315,8 +343,20 @@ class TrainerMachine(RuleBasedStateMachine):
         self.scored.held = {}
         saved_version = PolicyVersion(document["version"])
         self.version = saved_version if self.head == saved_version else PolicyVersion(self.head + 1)
+        self.paths[self.version] = self.paths[saved_version]
         self.head = self.version
+        steps = {**self.announced, self.version: len(self.paths[self.version])}
+        is_branch = self.version != saved_version
+        self.announced = steps
+        lines, self.lines = [line for line in self.lines if line["step"] > state.step], []
         self.restore(document)
+        self.branch_off(steps, Branch(saved_version, self.version) if is_branch else None)
+        if not repeats:
+            lines = []
+        self.rolled_back = take_rolled_back(
+            self.commits.folder, b"\n".join(json.dumps(line).encode() for line in lines), state
+        )
+        self.tracker.repeat(self.rolled_back, self.version)
 
     def restore(self, document):
         """Start the next session from a checkpoint; a planted bug overrides this."""
@@ -324,14 +364,17 @@ class TrainerMachine(RuleBasedStateMachine):
         counts = self.groups.totals.counts_document()
         assert counts == document["totals"], "a resumed session counts otherwise than its checkpoint"
 
+    def branch_off(self, steps, branch):
+        self.groups.versions.begin_session(steps, branch)
+
     # ── what workers, reward service and broker do ────────────────────────────────────────────
 
     @precondition(lambda self: self.tasks.waiting)
-    @rule(pick=PICK, age=st.integers(0, 3), acknowledges=st.sampled_from([True, True, False]))
+    @rule(pick=PICK, age=st.integers(0, 5), acknowledges=st.sampled_from([True, True, False]))
     def answer(self, pick, age, acknowledges):
         """A worker samples a pack, by a version that may be old, and may be killed before it acknowledges the task."""
         sequence, ids = self.tasks.pick(pick)
-        version = max(0, self.head - age)
+        version = sorted(self.announced)[-min(age + 1, len(self.announced))]
         self.scored.publish([scored(group_id, version) for group_id in ids], f"s:{'+'.join(ids)}")
         if acknowledges:
             del self.tasks.waiting[sequence]
@@ -369,12 +412,12 @@ class TrainerMachine(RuleBasedStateMachine):
             message = [scored(group_id, self.head) for group_id in ids]
         self._dead_letter(stage, list(ids), message)
 
-    @rule(epoch=st.integers(0, 2), prompt=st.integers(0, 6), attempt=st.integers(0, 3), age=st.integers(0, 2))
-    def forge_group(self, epoch, prompt, attempt, age):
+    @rule(epoch=st.integers(0, 2), prompt=st.integers(0, 6), attempt=st.integers(0, 3))
+    def forge_group(self, epoch, prompt, attempt):
         """Anybody with the reward service's login announces a group that was not issued."""
         group_id = str(GroupKey(epoch, prompt, attempt))
         if group_id not in self.published:
-            self.scored.publish([scored(group_id, max(0, self.head - age))], f"forged{self.scored.sequence}")
+            self.scored.publish([scored(group_id, self.head)], f"forged{self.scored.sequence}")
 
     @precondition(lambda self: self.issuer.outstanding())
     @rule(pick=PICK)
@@ -449,8 +492,8 @@ class TrainerMachine(RuleBasedStateMachine):
             return
         for group_id, version in self.effect:
             if not self.groups.uses(group_id):
-                newest = PolicyVersion(version)  # no copy of a group trained then can be younger
-                assert not is_fresh(self.version, newest, self.rollout.max_staleness), f"{group_id} is forgotten early"
+                age = self.updates_between(self.version, version)  # no copy of a group trained then can be younger
+                assert age > self.rollout.max_staleness, f"{group_id} is forgotten early"
 
     @invariant()
     def every_outstanding_group_is_somewhere(self):
