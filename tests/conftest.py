@@ -20,16 +20,12 @@ from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from tests import examples, forked, parallel, servers
+from tests import examples, rewritten, servers
 
 _numbers = itertools.count(1)
 examples.take_effect()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other by spinning: slow on a busy machine
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the hundreds of processes compiles every module again
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parallel.add_option(parser)
 
 
 def pytest_configure() -> None:
@@ -49,6 +45,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """Collect no garbage while the tests are imported: what is made stays, and looking through it takes a fifth of the time."""
     gc.disable()
     try:
+        rewritten.rewrite_ahead(session.config)
         return (yield)
     finally:
         gc.freeze()
@@ -75,14 +72,14 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``-n``, start with the longest files and those that have slow tests, so that none is left for the end."""
-    if config.option.num_processes > 1:
+    """With pytest-xdist, start with the longest files and those that have slow tests, so that none is left for the end."""
+    if hasattr(config, "workerinput"):
         first = {file: place for place, file in enumerate(_LONGEST)}
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (first.get(item.nodeid.partition("::")[0], len(first)), item.path not in slow))
 
 
-# Files that share what takes long to make, a trained run or an engine: one process gets them all.
+# Files that share what takes long to make, a trained run or an engine: one process of pytest-xdist gets them all.
 _TOGETHER = {
     "tests/forensics/test_offline.py": "tests/forensics/replay/test_replay.py",
     **{
@@ -92,19 +89,17 @@ _TOGETHER = {
 }
 
 
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """With ``-n``, run the tests in several processes."""
-    option = session.config.option
-    if session.testsfailed or option.collectonly or option.num_processes < 2 or len(session.items) < 2:
-        return None
-    forked.shared()  # by all processes
-    parallel.run_in_processes(session, _group)
-    return True
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """With ``--dist loadfile``, treat files that share a fixture of the session as one."""
+    from xdist.scheduler import LoadFileScheduling  # tests run without pytest-xdist, too
 
+    class ByFixture(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _TOGETHER.get(file, file)
 
-def _group(nodeid: str) -> str:
-    file = nodeid.partition("::")[0]
-    return _TOGETHER.get(file, file)
+    return ByFixture(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -137,7 +132,7 @@ def logging_is_reset_after_each_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """The nats-server of the session (with ``-n``, of each process); never kill it, see ``own_nats``."""
+    """The nats-server of the session (with pytest-xdist, of each worker's); never kill it, see ``own_nats``."""
     server = servers.start_nats(tmp_path_factory.mktemp("nats"))
     yield server
     server.stop()

@@ -1,12 +1,10 @@
-"""What the processes of `tests.trainer.learner.forks` have loaded: also what a trainer loads only when needed."""
+"""What the fork server of `tests.trainer.forks` has loaded: also what a trainer loads only when needed."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from importlib import import_module
 
-import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from penstock.trainer.learner.trainable import import_deepspeed
@@ -28,11 +26,5 @@ import_deepspeed()
 get_checkpoint_conversion_mapping(
     "qwen3"
 )  # hundreds of patterns, which every process would compile with its first model
+gc.freeze()  # else collections of every process would look through, and so copy, what all of them share
 gc.enable()
-
-
-def main() -> int:
-    """Run the ``main`` of the module that is the first argument, with those after it."""
-    torch.set_num_threads(1)
-    module, *arguments = sys.argv[1:]
-    return import_module(module).main(arguments)
