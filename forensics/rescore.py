@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.console import connections, launch
+from penstock.console.connections import NamedRun
 from penstock.console.record.lineage import open_record
 from penstock.console.tools.rewards import RewardService, service_url
 from penstock.protocol import blob_keys
@@ -159,15 +160,13 @@ class RescoreOptions:
     leave_out: bool  # continue without groups that could not be scored
 
 
-def rescore(
-    run: str, arguments: Sequence[str], environ: Mapping[str, str], options: RescoreOptions, *, as_json: bool
-) -> int:
+def rescore(run: NamedRun, options: RescoreOptions, *, as_json: bool) -> int:
     """Score a run's trained groups again and store them as an input; return 1 when a group could not be scored.
 
     Raises ConfigError, RecordBroken, RewardServiceError, PackError, and the errors of the object store.
     """
-    into = check_run_id(options.into or _name(run, options.rule))
-    record, blobs = open_record(run, arguments, environ)
+    into = check_run_id(options.into or _name(run.id, options.rule))
+    record, blobs = open_record(run)
     if any(blobs.list(blob_keys.run_prefix(into))):
         raise ConfigError(f"runs/{into}/ already holds objects, which are not overwritten; choose another --into")
     service = RewardService(options.url, options.token_file)
@@ -188,29 +187,20 @@ def rescore(
         )
         return 1
     written = _write(into, record, outcomes, options.rule, blobs)
-    store = connections.find(arguments, environ).settings.run.dir / run / connections.STORE
+    store = run.folder / connections.STORE
     _print_result(written, not_trained(record), as_json=as_json, store=store if store.is_dir() else None)
     return 0
 
 
-def service_for(
-    run: str,
-    rule: Rule,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    url: str | None,
-    serve: Sequence[Path],
-    typed: Sequence[str],
-) -> str:
+def service_for(run: NamedRun, rule: Rule, *, url: str | None, serve: Sequence[Path], typed: Sequence[str]) -> str:
     """Return the URL of the reward service, which is started for this command if none answers (`service_url`).
 
     It offers the rewards that the run's settings define too. Nothing is started when the rule names no reward.
     """
     if rule.reward is None:
         return url or launch.REWARD_URL
-    recorded = connections.find(arguments, environ).settings.run.dir / run / "config.json"
-    more = [*(["--recorded", str(recorded)] if recorded.is_file() else []), *arguments]
+    recorded = run.folder / "config.json"
+    more = [*(["--recorded", str(recorded)] if recorded.is_file() else []), *run.arguments]
     return service_url(url, serve, more, typed)
 
 

@@ -238,10 +238,10 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
 
     rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
     words = typed() if reward or not serve else [*typed(), "--reward", serve[0].stem]
-    with_servers(run, arguments)
-    at = service_for(run, rule, arguments, os.environ, url=url, serve=serve, typed=words)
+    named = with_servers(run, arguments)
+    at = service_for(named, rule, url=url, serve=serve, typed=words)
     options = RescoreOptions(rule, into, at, token_file, leave_out_failed)
-    return rescore(run, arguments, os.environ, options, as_json=json)
+    return rescore(named, options, as_json=json)
 
 
 @record.command(group=INSPECT)

@@ -224,8 +224,8 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
     if never_ran or (job is not None and _left_nothing(web, folder)):
         shutil.rmtree(folder)
         return
-    arguments = [*web.arguments, f"run.dir={web.runs_dir}"]
-    done = removal.remove_run(folder.name, arguments, web.environ, yes=True, folder=True, force=force)
+    run = connections.NamedRun(folder.name, [*web.arguments, f"run.dir={web.runs_dir}"], web.environ)
+    done = removal.remove_run(run, yes=True, folder=True, force=force)
     if done:
         raise Problem(409, f"run {folder.name} was not removed", fix="see the log of penstock console")
 
