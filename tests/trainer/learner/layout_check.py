@@ -35,7 +35,7 @@ from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
 
-NUM_STEPS = 2
+NUM_STEPS = 3
 HOW = Optimisation(
     num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,
     max_grad_norm=1.0, zero_stage=1, dtype="float32", keep_whole_below=0,
@@ -125,7 +125,7 @@ def micro_batches(dims: ParallelDims, *, replays: bool = False) -> list[MicroBat
     chosen = with_experts(rows()) if replays else rows()
     tokens, masks = [row.token_ids for row in chosen], [row.loss_mask for row in chosen]
     prefixes = prefixes_of(tokens, masks, [row.experts for row in chosen])
-    plan = plan_micro_batches(list(map(len, tokens)), budget_tokens=70, num_ranks=dims.rows.count, prefixes=prefixes)
+    plan = plan_micro_batches(list(map(len, tokens)), budget_tokens=40, num_ranks=dims.rows.count, prefixes=prefixes)
     found = [build([chosen[number] for number in piece]) for piece in plan[dims.rows.index]]
     assert len(found) > 1 or dims.rows.count > 2, "a rank adds up the gradients of several micro-batches"
     return found
@@ -146,7 +146,7 @@ def with_one_key_head(model: Path, folder: Path) -> Path:
 def trained(model: Path, folder: Path, plain: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
     """Make a few steps, and the last one again from the checkpoint before it and from that of the plain layout."""
     policy = load_policy(model, how, dims, temperature=1.0)
-    policy._scorer._chunk_tokens = 16
+    policy._scorer._chunk_tokens = 7
     objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01))
     batches = micro_batches(dims, replays=how.router_replay)
     steps = [policy.train_step(batches, objective) for _ in range(NUM_STEPS - 1)]
