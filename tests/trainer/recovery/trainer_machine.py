@@ -62,7 +62,7 @@ def prompts() -> PromptSet:
     atexit.register(shutil.rmtree, folder)
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=6, num_eval=1)
-    return CachedPrompts.open(
+    return CachedPrompts(
         [folder / "train.jsonl"],
         data=DataSettings(),
         reward=RewardSettings(name="exact_match"),
