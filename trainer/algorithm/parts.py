@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import Field
 from pydantic_core import PydanticUndefined
@@ -34,16 +34,6 @@ class Part(Generic[OptionsT_co]):
     options: type[OptionsT_co]
     source: str  # paper or code that the formula is from
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # read of built-in parts only
-
-    @classmethod
-    def declare(cls, *, options: type[Any] = Options, **fields: Any) -> Callable[[Callable[..., Any]], Self]:
-        """Make a function a part of the function's name.
-
-        Args:
-            options: Its options; their names are the function's keyword-only parameters.
-            fields: Further fields of the class, by name; ``source`` is one. ``presets`` are read of a file of the part's package only.
-        """
-        return lambda fn: cls(name=fn.__name__, fn=fn, options=options, **fields)
 
     def __post_init__(self) -> None:
         for name, info in self.options.model_fields.items():

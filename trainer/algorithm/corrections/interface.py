@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.trainer.algorithm.lazy_torch import Tensor
 from penstock.trainer.algorithm.losses.tokens import Sequences
@@ -37,4 +38,25 @@ class Correction(Part[OptionsT_co]):
     repeats_ratio: bool = False  # it weighs by a ratio that a loss against the sampler holds already
 
 
-correction = Correction.declare
+def correction(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    switch: str = "",
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    repeats_ratio: bool = False,
+) -> Callable[[CorrectionFunction], Correction[OptionsT_co]]:
+    """Make a function a correction of the function's name; the arguments are the fields of `Correction`."""
+
+    def build(fn: CorrectionFunction) -> Correction[OptionsT_co]:
+        return Correction(
+            name=fn.__name__,
+            fn=fn,
+            options=options,
+            source=source,
+            presets=presets or {},
+            switch=switch,
+            repeats_ratio=repeats_ratio,
+        )
+
+    return build

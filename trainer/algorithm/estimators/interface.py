@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, StdNormalisation
@@ -74,7 +75,42 @@ class Estimator(Part[OptionsT_co]):
     by_turn: bool = False  # fn reads ``outcomes.turns`` and returns one advantage per turn
 
 
-advantage_estimator = Estimator.declare
+def advantage_estimator(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    needs_baseline: bool = False,
+    group_relative: bool = False,
+    has_critic: bool = False,
+    by_turn: bool = False,
+) -> Callable[[AdvantageFunction], Estimator[OptionsT_co]]:
+    """Make a function an advantage estimator of the function's name.
+
+    Args:
+        options: Its options; their names are the function's keyword-only parameters.
+        source: Paper or code.
+        presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
+        needs_baseline: Whether ``outcomes.baselines`` must be given.
+        group_relative: Whether it compares the completions of a group, so that a group of one teaches nothing.
+        has_critic: Whether `trainer/learner/critic.py` turns the result into advantages by token.
+        by_turn: Whether the result is one advantage per turn of an episode.
+    """
+
+    def build(fn: AdvantageFunction) -> Estimator[OptionsT_co]:
+        return Estimator(
+            name=fn.__name__,
+            fn=fn,
+            options=options,
+            source=source,
+            presets=presets or {},
+            needs_baseline=needs_baseline,
+            group_relative=group_relative,
+            has_critic=has_critic,
+            by_turn=by_turn,
+        )
+
+    return build
 
 
 def group_mean(outcomes: Outcomes, values: Tensor) -> Tensor:

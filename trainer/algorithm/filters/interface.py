@@ -32,7 +32,30 @@ class Filter(Part[OptionsT_co]):
     precedence: int = 100  # of several filters that leave a trajectory out, the lowest is counted
 
 
-trajectory_filter = Filter.declare
+def trajectory_filter(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    reason: str,
+    switch: str = "",
+    reads_advantage: bool = True,
+    precedence: int = 100,
+) -> Callable[[FilterFunction], Filter[OptionsT_co]]:
+    """Make a function a trajectory filter of the function's name; the arguments are the fields of `Filter`."""
+
+    def build(fn: FilterFunction) -> Filter[OptionsT_co]:
+        return Filter(
+            name=fn.__name__,
+            fn=fn,
+            options=options,
+            source=source,
+            reason=reason,
+            switch=switch,
+            reads_advantage=reads_advantage,
+            precedence=precedence,
+        )
+
+    return build
 
 
 @dataclass(frozen=True, slots=True)

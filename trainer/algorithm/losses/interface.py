@@ -13,9 +13,11 @@ A loss of your own, here in a file ``my_losses.py``, chosen by ``algorithm.loss 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, Sequences, Tokens, none_of
+from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens, none_of
 from penstock.trainer.algorithm.parts import ClipRange, DualClip, Options, OptionsT_co, Part, WeightCap
 
 __all__ = [
@@ -40,4 +42,25 @@ class Loss(Part[OptionsT_co]):
     uses_ratio: bool = True  # False: no importance ratio in it, so that a correction may weigh its tokens
 
 
-policy_loss = Loss.declare
+def policy_loss(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    uses_ratio: bool = True,
+) -> Callable[[PolicyLoss], Loss[OptionsT_co]]:
+    """Make a function a policy loss of the function's name.
+
+    Args:
+        options: Its options; their names are the function's keyword-only parameters.
+        source: Paper or code.
+        presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
+        uses_ratio: Whether the loss holds the ratio of current to anchor policy.
+    """
+
+    def build(fn: PolicyLoss) -> Loss[OptionsT_co]:
+        return Loss(
+            name=fn.__name__, fn=fn, options=options, source=source, presets=presets or {}, uses_ratio=uses_ratio
+        )
+
+    return build

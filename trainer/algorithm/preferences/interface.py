@@ -9,7 +9,7 @@ A loss of your own, here in a file ``my_losses.py``, chosen by ``dpo.loss = "my_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -111,17 +111,53 @@ class Smoothing(Beta):
 class PreferenceLoss(Part[OptionsT_co]):
     """A loss on pairs: ``fn(pairs, **options)`` returns one value per pair."""
 
-    needs_reference: bool = True  # it compares with the reference policy
-    couples_pairs: bool = False  # the loss of a pair depends on the other pairs of the batch
-    uses_divergence: bool = False  # it reads scores, so that dpo.divergence has an effect
-    needs_kl: bool = False  # it reads the KL that is estimated on the batch
-    averages: bool = False  # it reads means over an answer's tokens; the rewards are reported so
-    takes_one_answer: bool = (
-        False  # it judges each answer by itself, also one without its counterpart, which has 0 tokens
-    )
+    needs_reference: bool
+    couples_pairs: bool
+    uses_divergence: bool
+    needs_kl: bool
+    averages: bool
+    takes_one_answer: bool
 
 
-preference_loss = PreferenceLoss.declare
+def preference_loss(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    needs_reference: bool = True,
+    couples_pairs: bool = False,
+    uses_divergence: bool = False,
+    needs_kl: bool = False,
+    averages: bool = False,
+    takes_one_answer: bool = False,
+) -> Callable[[Callable[..., Tensor]], PreferenceLoss[OptionsT_co]]:
+    """Make a function a preference loss of the function's name.
+
+    Args:
+        options: Its options; their names are the function's keyword-only parameters.
+        source: Paper or code.
+        needs_reference: Whether it compares with the reference policy.
+        couples_pairs: Whether the loss of a pair depends on the other pairs of the batch.
+        uses_divergence: Whether it reads scores, so that dpo.divergence has an effect.
+        needs_kl: Whether it reads the KL that is estimated on the batch.
+        averages: Whether it reads means over an answer's tokens; the rewards are reported so.
+        takes_one_answer: Whether it judges each answer by itself, also one without its counterpart, whose number of tokens is 0.
+    """
+
+    def build(fn: Callable[..., Tensor]) -> PreferenceLoss[OptionsT_co]:
+        return PreferenceLoss(
+            name=fn.__name__,
+            fn=fn,
+            options=options,
+            source=source,
+            needs_reference=needs_reference,
+            couples_pairs=couples_pairs,
+            uses_divergence=uses_divergence,
+            needs_kl=needs_kl,
+            averages=averages,
+            takes_one_answer=takes_one_answer,
+        )
+
+    return build
 
 
 @dataclass(frozen=True, slots=True)
