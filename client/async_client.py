@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -129,6 +130,7 @@ def _starting(
     async def call(self: AsyncClient, *args: Arguments.args, **kwargs: Arguments.kwargs) -> AsyncKind:
         return kind(await asyncio.to_thread(getattr(self.client, method.__name__), *args, **kwargs))
 
+    call.__signature__ = inspect.signature(method).replace(return_annotation=kind.__name__)  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
 

@@ -147,10 +147,10 @@ def test_a_later_session_finds_the_base_and_stores_nothing_twice(connections: Co
     first.close()
     before = versions(connections)
     second = Publisher(connections, model_folder=model_folder, epoch=1)
-    assert not second.resume(AdapterWeights.of(factors(5), a_base()), "float32")
-    assert second.resume(AdapterWeights.of(factors(1), a_base()), "float32")
-    assert second.missing_base(AdapterWeights.of(factors(1), a_base())) is None
-    assert second.missing_base(AdapterWeights.of(factors(1), a_base(seed=1))) is not None
+    assert not second.versions.resume(AdapterWeights.of(factors(5), a_base()), "float32")
+    assert second.versions.resume(AdapterWeights.of(factors(1), a_base()), "float32")
+    assert second.versions.missing_base(AdapterWeights.of(factors(1), a_base())) is None
+    assert second.versions.missing_base(AdapterWeights.of(factors(1), a_base(seed=1))) is not None
     publish(second, 2, a_base())
     second.close()
     assert versions(connections) - before == {2}
@@ -174,7 +174,7 @@ def test_another_base_is_stored_and_never_becomes_the_head(
     with pytest.raises(PublicationFailed, match="is not published"):
         publish(later, 2, other)
     later = Publisher(connections, model_folder=model_folder, epoch=1)
-    later.store_base(other, PolicyVersion(3), 1, "float32")
+    later.versions.store_base(other, PolicyVersion(3), 1, "float32")
     publish(later, 4, other)
     later.close()
     wait_for(lambda: 4 in heard, "the announcement")
@@ -194,8 +194,8 @@ def test_whole_models_and_adapters_may_follow_one_another(connections: Connectio
     kinds = {m.version: m.kind for m in _manifests(connections)}
     assert kinds == {0: "anchor", 1: "adapter", 2: "anchor", 3: "patch"}
     later = Publisher(connections, model_folder=model_folder, epoch=1)
-    assert later.missing_base(AdapterWeights.of(factors(6), base)) is base
-    later.store_base(base, PolicyVersion(5), 3, "float32")
+    assert later.versions.missing_base(AdapterWeights.of(factors(6), base)) is base
+    later.versions.store_base(base, PolicyVersion(5), 3, "float32")
     publish(later, 6, base)
     later.close()
     assert head_manifest(connections).parent == _written(connections, 3).as_ancestor
