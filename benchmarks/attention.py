@@ -75,10 +75,14 @@ def main() -> None:
         return
     rounds = []
     for _ in range(options.rounds):
-        own = [sys.executable, "-W", "ignore", "-m", "benchmarks.attention", "--tokens", str(options.tokens)]
-        rounds.append({name: last_json([*own, "--one", name]) for name in NAMES})
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.attention", "--tokens", str(options.tokens)]
+        rounds.append({name: last_json([*command, "--one", name]) for name in NAMES})
         print(
-            {name: {key: round(value, 2) for key, value in one.items()} for name, one in rounds[-1].items()}, flush=True
+            {
+                name: {key: round(value, 2) for key, value in measurement.items()}
+                for name, measurement in rounds[-1].items()
+            },
+            flush=True,
         )
     for key in ("MB", "s"):
         ratios = [figures["cpu-flash"][key] / figures["dense"][key] for figures in rounds]

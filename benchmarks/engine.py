@@ -110,12 +110,12 @@ def tokens_per_cpu_second(functions: list[Callable[[], int]], repeats: int) -> l
     """Run the functions alternately; return the median rate of each."""
     rates: list[list[float]] = [[] for _ in functions]
     for attempt in range(repeats + 1):
-        for function, found in zip(functions, rates, strict=True):
+        for function, samples in zip(functions, rates, strict=True):
             before = time.process_time()
             tokens = function()
             if attempt:  # the first is a warm-up
-                found.append(tokens / (time.process_time() - before))
-    return [statistics.median(found) for found in rates]
+                samples.append(tokens / (time.process_time() - before))
+    return [statistics.median(samples) for samples in rates]
 
 
 def equal(batch: int) -> list[Request]:

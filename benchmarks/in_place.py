@@ -70,19 +70,19 @@ def write_folder(folder: Path, config: Any) -> dict[str, torch.Tensor]:
 def write_changed(folder: Path, source: Path, tensors: dict[str, torch.Tensor], density: float) -> WeightChanges:
     """Write the folder with another last bit in a share of the words, and return what changed."""
     random = np.random.default_rng(1)
-    found = []
+    tensor_changes = []
     after = dict(tensors)
     for name, tensor in tensors.items():
         words = tensor.clone().view(torch.int16).reshape(-1).numpy().view(np.uint16)
         at = np.unique(random.integers(0, len(words), max(1, round(density * len(words)))))
         old = words[at]
         words[at] ^= 1
-        found.append(TensorChange(name, "bfloat16", at, words[at], old))
+        tensor_changes.append(TensorChange(name, "bfloat16", at, words[at], old))
         after[name] = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).reshape(tensor.shape)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(after, folder / "model.safetensors", metadata={"format": "pt"})
     num_words = sum(tensor.numel() for tensor in tensors.values())
-    return WeightChanges(PolicyVersion(0), PolicyVersion(1), num_words, tuple(found))
+    return WeightChanges(PolicyVersion(0), PolicyVersion(1), num_words, tuple(tensor_changes))
 
 
 def between(changes: WeightChanges, base: int, *, back: bool) -> WeightChanges:
@@ -112,9 +112,9 @@ async def measure(
         started = time.perf_counter()
         await engine.load(folders[0 if back else 1], PolicyVersion(version), "retract")
         times[way].append(time.perf_counter() - started)
-    found = {f"{name}_ms": round(1000 * statistics.median(all_of), 1) for name, all_of in times.items()}
+    medians = {f"{name}_ms": round(1000 * statistics.median(all_of), 1) for name, all_of in times.items()}
     assert client._patcher.figures()["engine_loads_patch"] == patches_before + len(times["patch"])
-    return version, found | {"patch_of_folder": round(found["patch_ms"] / found["folder_ms"], 2)}
+    return version, medians | {"patch_of_folder": round(medians["patch_ms"] / medians["folder_ms"], 2)}
 
 
 async def run(model: str, densities: list[float], swaps: int, scratch: Path) -> None:
@@ -135,9 +135,15 @@ async def run(model: str, densities: list[float], swaps: int, scratch: Path) -> 
             shutil.rmtree(other, ignore_errors=True)
             changes = write_changed(other, base, tensors, density)
             before = engine.client._patcher.num_bytes
-            version, found = await measure(engine, [base, other], changes, version, swaps)
+            version, medians = await measure(engine, [base, other], changes, version, swaps)
             touched = (engine.client._patcher.num_bytes - before) // swaps
-            row = {"model": model, "density": density, "words": changes.num_changed, "bytes_in_pause": touched, **found}
+            row = {
+                "model": model,
+                "density": density,
+                "words": changes.num_changed,
+                "bytes_in_pause": touched,
+                **medians,
+            }
             print(json.dumps(row | {"load": os.getloadavg()[0]}), flush=True)
     finally:
         await engine.stop()

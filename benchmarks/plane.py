@@ -181,13 +181,13 @@ async def _announce_all(announcer: PackAnnouncer, case: Case, num_packs: int, te
     await asyncio.gather(*(announce_some() for _ in range(IN_FLIGHT)))
 
 
-def worker(given: Mapping[str, Any]) -> None:
-    case, num_packs = Case(**given["case"]), given["count"]
+def worker(config: Mapping[str, Any]) -> None:
+    case, num_packs = Case(**config["case"]), config["count"]
     templates = [make_template(case.size, seed) for seed in range(NUM_TEMPLATES)]
-    with Bus.connect(NatsSettings(**given["nats"]), name="bench-worker") as bus:
+    with Bus.connect(NatsSettings(**config["nats"]), name="bench-worker") as bus:
         announcer = PackAnnouncer(
             bus=bus if case.hop else _ScoredAtOnce(bus),  # type: ignore[arg-type]
-            blobs=Blobs(S3Settings(**given["s3"])), activity=Activity(), metrics=WorkerMetrics(), run_id=RUN_ID, worker_id="w0",
+            blobs=Blobs(S3Settings(**config["s3"])), activity=Activity(), metrics=WorkerMetrics(), run_id=RUN_ID, worker_id="w0",
         )  # fmt: skip
         gc.freeze()  # as the service does
         print("ready", flush=True)
@@ -275,10 +275,14 @@ def commit(path: Path, ids: Sequence[str]) -> None:
     partial.rename(path)
 
 
-def trainer(given: Mapping[str, Any]) -> None:
-    with Bus.connect(NatsSettings(**given["nats"]), name="bench-trainer") as bus:
+def trainer(config: Mapping[str, Any]) -> None:
+    with Bus.connect(NatsSettings(**config["nats"]), name="bench-trainer") as bus:
         answer = consume(
-            bus, S3Settings(**given["s3"]), Path(given["folder"]), size=given["case"]["size"], num_groups=given["count"]
+            bus,
+            S3Settings(**config["s3"]),
+            Path(config["folder"]),
+            size=config["case"]["size"],
+            num_groups=config["count"],
         )
     print(json.dumps(answer), flush=True)
 
@@ -286,9 +290,9 @@ def trainer(given: Mapping[str, Any]) -> None:
 class Role:
     """A process of the benchmark that prints "ready", waits for a line, and ends with its measurements."""
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.plane", "--role", name, json.dumps(given)],
+            [sys.executable, "-m", "benchmarks.plane", "--role", name, json.dumps(config)],
             stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=_ENVIRONMENT,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -318,15 +322,15 @@ def measure(case: Case, seconds: float, *, tls: bool = False) -> dict[str, Any]:
             reward = Service(RUN_ID, stack.nats, stack.s3, folder)
             running.callback(reward.kill)
             servers["reward service"] = reward.ready().pid
-        given = {
+        config = {
             "nats": stack.nats.model_dump(mode="json") | {"password": stack.nats.secret(), "password_file": None},
             "s3": stack.s3.model_dump(mode="json") | {"secret_key": stack.s3.secret(), "secret_key_file": None},
             "folder": str(folder),
             "case": asdict(case),
         }
-        taker = Role("trainer", given | {"count": num_groups})
+        taker = Role("trainer", config | {"count": num_groups})
         running.callback(taker.kill)
-        maker = Role("worker", given | {"count": num_groups // case.groups_per_pack})
+        maker = Role("worker", config | {"count": num_groups // case.groups_per_pack})
         running.callback(maker.kill)
         before = {role: process_cpu_seconds(pid) for role, pid in servers.items()}
         made, taken = maker.answer(), taker.answer()

@@ -78,14 +78,14 @@ def ratios(results: Sequence[dict[str, Any]]) -> list[str]:
         return sum(result[key] for result in results if result["system"] == system)
 
     lines = []
-    for system, name, key, of, own in (
+    for system, name, key, of, our_key in (
         ("trl", "TRL's training", "train_wall_s", "RL wall s", "wall_s"),
         ("trl", "TRL's whole process", "cpu_s", "CPU s of all services", "cpu_s"),
         ("plain", "the plain script", "cpu_s", "CPU s of all services", "cpu_s"),
         ("plain", "the plain script", "cpu_s", "CPU s of all processes, servers and warm-up included", "total_cpu_s"),
     ):
         if theirs := total(system, key):
-            ours = total("penstock", own)
+            ours = total("penstock", our_key)
             lines.append(f"{of}: {ours:.1f} to {theirs:.1f} of {name}, ratio {ours / theirs:.2f}")
     return lines
 
@@ -98,11 +98,11 @@ def _quickstart(folder: Path, seed: int, steps: int) -> dict[str, Any]:
 
 def _peer(python: Path, script: str, run: Path, steps: int, threads: int) -> dict[str, Any]:
     load = os.getloadavg()[0]
-    found = last_json(
+    metrics = last_json(
         [python, PEERS / script, "--model", run / "sft", "--data", run / "data", "--steps", str(steps), "--threads", str(threads)],
         timeout_s=1800, OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1",
     )  # fmt: skip
-    return {"load": load, **found}
+    return {"load": load, **metrics}
 
 
 def _peer_row(seed: int, name: str, peer: dict[str, Any]) -> str:

@@ -94,11 +94,11 @@ def peer_result(printed: str) -> dict[str, Any]:
     }
 
 
-def _row(one: dict[str, Any]) -> str:
-    goal = "" if one["system"] != "penstock" else "reached" if reached(one) else "MISSED"
+def _row(run_result: dict[str, Any]) -> str:
+    goal = "" if run_result["system"] != "penstock" else "reached" if reached(run_result) else "MISSED"
     return (
-        f"| {one['seed']} | {one['system']} | {one['held_out_before']:.3f} | {one['held_out_after']:.3f} | {one['wall_s']:.0f} "
-        f"| {one['cpu_s']:.0f} | {goal} |"
+        f"| {run_result['seed']} | {run_result['system']} | {run_result['held_out_before']:.3f} | {run_result['held_out_after']:.3f} | {run_result['wall_s']:.0f} "
+        f"| {run_result['cpu_s']:.0f} | {goal} |"
     )
 
 

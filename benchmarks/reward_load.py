@@ -228,8 +228,8 @@ class Bench:
     def pack(self, reward: str, number: int) -> GroupGenerated:
         texts = [[f"{reward} {number} {i} {n} " + "because " * 40 for n in range(SIZE)] for i in range(GROUPS)]
         groups = [
-            make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=own)
-            for i, own in enumerate(texts)
+            make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=group_texts)
+            for i, group_texts in enumerate(texts)
         ]
         for group in groups:
             self.ledger.reward_of[group.group_id] = reward
@@ -253,25 +253,25 @@ class Bench:
 @contextmanager
 def bench(stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> Iterator[Bench]:
     (folder / run_id).mkdir()
-    with closing(Bench(stack, bus, folder / run_id, run_id)) as one:
-        yield one
+    with closing(Bench(stack, bus, folder / run_id, run_id)) as load_bench:
+        yield load_bench
 
 
-def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
-    state = one.bus.consumer_state(consumer).wait()
+def _idle(load_bench: Bench, consumer: streams.ConsumerSpec) -> bool:
+    state = load_bench.bus.consumer_state(consumer).wait()
     return state.num_pending == 0 and state.num_ack_pending == 0
 
 
-def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
+def register(load_bench: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
     for name in names:
         url = f"http://127.0.0.1:{endpoints.ports[name]}/score"
         limits = {"timeout_s": 5, "min_score": 0, "max_score": 1}
-        answer = one.service.register(name, url, replace=True, version=one.run_id, **limits)
+        answer = load_bench.service.register(name, url, replace=True, version=load_bench.run_id, **limits)
         assert answer.status_code == 201, answer.text
 
 
-def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: bool) -> None:
-    register(one, endpoints, (*GOOD, *BAD) if bad else GOOD)
+def load(load_bench: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: bool) -> None:
+    register(load_bench, endpoints, (*GOOD, *BAD) if bad else GOOD)
     schedule = [(number / rate, GOOD[number % len(GOOD)], number) for number in range(int(seconds * rate))]
     if bad:
         schedule += [
@@ -279,24 +279,24 @@ def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: 
             for name in BAD
             for number in range(int(seconds * BAD_PACKS_PER_S))
         ]
-    packs = [(at, one.pack(name, number)) for at, name, number in sorted(schedule)]
+    packs = [(at, load_bench.pack(name, number)) for at, name, number in sorted(schedule)]
     if bad:
         endpoints.start("hung")  # restarted, so that it hangs from now on
         endpoints.start_killing()
-    before, started = process_cpu_seconds(one.service.pid), time.perf_counter()
+    before, started = process_cpu_seconds(load_bench.service.pid), time.perf_counter()
     for at, pack in packs:
         time.sleep(max(0.0, at - (time.perf_counter() - started)))
-        one.send(pack)
+        load_bench.send(pack)
     sent_s = time.perf_counter() - started
     if bad:
         endpoints.stop_killing()
-    wait_for(one.ledger.settled, "all groups to be settled", SETTLE_S)
-    wait_for(lambda: _idle(one, streams.generated_consumer(one.run_id)), "the service to finish", 60)
-    report(one, endpoints, sent_s, process_cpu_seconds(one.service.pid) - before, len(packs), bad=bad)
+    wait_for(load_bench.ledger.settled, "all groups to be settled", SETTLE_S)
+    wait_for(lambda: _idle(load_bench, streams.generated_consumer(load_bench.run_id)), "the service to finish", 60)
+    report(load_bench, endpoints, sent_s, process_cpu_seconds(load_bench.service.pid) - before, len(packs), bad=bad)
 
 
-def report(one: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_packs: int, *, bad: bool) -> None:
-    ledger = one.ledger
+def report(load_bench: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_packs: int, *, bad: bool) -> None:
+    ledger = load_bench.ledger
     lost = len(ledger.sent_at) - len(ledger.scored_at) - sum(ledger.dead.values())
     double = sum(len(times) > 1 for times in ledger.scored_at.values())
     print(f"\n{'good endpoints with bad ones' if bad else 'good endpoints alone'}:")
@@ -310,7 +310,7 @@ def report(one: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_pa
         p50, p99 = times[len(times) // 2], times[int(0.99 * len(times))]
         print(f"  {title:6} {len(times):6} groups   p50 {1000 * p50:8.0f} ms   p99 {1000 * p99:8.0f} ms")
     if bad:
-        live = {row["endpoint"]["name"]: row["live"] for row in one.service.get("/v1/endpoints")}
+        live = {row["endpoint"]["name"]: row["live"] for row in load_bench.service.get("/v1/endpoints")}
         for name in BAD:
             kills = f", killed {endpoints.num_kills} times" if name == "dying" else ""
             print(
@@ -337,10 +337,10 @@ def main() -> None:
         ):
             for name in (*GOOD, *BAD):
                 endpoints.start(name)
-            with bench(stack, bus, Path(folder), "alone") as one:
-                load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
-            with bench(stack, bus, Path(folder), "mixed") as one:
-                load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
+            with bench(stack, bus, Path(folder), "alone") as load_bench:
+                load(load_bench, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
+            with bench(stack, bus, Path(folder), "mixed") as load_bench:
+                load(load_bench, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
     finally:
         endpoints.close()
 

@@ -113,13 +113,13 @@ class Task:
         letters = np.array(list(self.symbols))
 
         def draw(count: int) -> list[str]:
-            found: list[str] = []
-            while len(found) < count:
+            texts: list[str] = []
+            while len(texts) < count:
                 for row in letters[rng.integers(0, len(letters), (count, self.length))]:
                     text = "".join(row)
                     if quickstart_task.is_held_out(text) == held_out:
-                        found.append(text)
-            return found[:count]
+                        texts.append(text)
+            return texts[:count]
 
         return draw
 
@@ -347,8 +347,8 @@ def main() -> None:
         lines = options.out.read_text().splitlines() if options.out.exists() else []
         done = {(r["task"], r["method"], r["lag"], r["seed"]) for r in map(json.loads, lines)}
         wanted += [wanted_run for wanted_run in plan() if wanted_run not in done]
-    for one in wanted:
-        run(*one, cache=options.cache, out=options.out, steps=options.steps, lr=options.lr)
+    for run_key in wanted:
+        run(*run_key, cache=options.cache, out=options.out, steps=options.steps, lr=options.lr)
     if options.report:
         print(staleness_report.write(options.out))
 

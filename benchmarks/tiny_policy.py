@@ -91,7 +91,7 @@ def read_prompts(w: Tensors, prompts: Tensor, shape: Shape) -> tuple[Tensor, Key
 
 
 def _attend(
-    query: Tensor, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], shape: Shape, mask: Tensor
+    query: Tensor, prompt: tuple[Tensor, Tensor], completion: tuple[Tensor, Tensor], shape: Shape, mask: Tensor
 ) -> Tensor:
     """Attend from completions [P*G, heads, T, D] to their prompt's keys [P, ...] and their own [P*G, ...]."""
     rows, heads, steps, dim = query.shape
@@ -101,7 +101,7 @@ def _attend(
     wide = wide.permute(0, 2, 1, 3, 4, 5).flatten(2, 4)  # [P, kv, G*repeats*T, D]
     to_prompt = wide @ prompt[0].transpose(-1, -2)
     narrow = query.unflatten(1, (-1, repeats)).flatten(2, 3)  # [P*G, kv, repeats*T, D]
-    to_own = (narrow @ own[0].transpose(-1, -2)).unflatten(2, (repeats, steps)) + mask
+    to_own = (narrow @ completion[0].transpose(-1, -2)).unflatten(2, (repeats, steps)) + mask
 
     def regroup(x: Tensor) -> Tensor:  # [P, kv, G*repeats*T, X] -> [P*G, kv, repeats, T, X]
         return x.unflatten(2, (groups, repeats, steps)).permute(0, 2, 1, 3, 4, 5).flatten(0, 1)
@@ -109,7 +109,7 @@ def _attend(
     weights = torch.cat([regroup(to_prompt), to_own], -1).softmax(-1)
     on_prompt, on_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], -1)
     wide = on_prompt.unflatten(0, (-1, groups)).permute(0, 2, 1, 3, 4, 5).flatten(2, 4)
-    result = regroup(wide @ prompt[1]) + (on_own.flatten(2, 3) @ own[1]).unflatten(2, (repeats, steps))
+    result = regroup(wide @ prompt[1]) + (on_own.flatten(2, 3) @ completion[1]).unflatten(2, (repeats, steps))
     return result.flatten(1, 2)
 
 
@@ -134,7 +134,7 @@ def generate(
     last, kept = read_prompts(w, prompts, shape)
     rows = len(prompts) * groups
     logits = logits_of(w, last, shape).repeat_interleave(groups, 0)
-    own = [
+    kv_cache = [
         (torch.zeros(rows, shape.kv_heads, longest, shape.head_dim), torch.zeros(rows, shape.kv_heads, longest, shape.head_dim))
         for _ in range(shape.layers)
     ]  # fmt: skip
@@ -156,8 +156,8 @@ def generate(
         hidden = F.embedding(chosen[:, None], w["model.embed_tokens.weight"])
         for layer in range(shape.layers):
             query, key, value = _projected(w, layer, hidden, prompts.shape[1] + step, shape)
-            own[layer][0][:, :, step : step + 1], own[layer][1][:, :, step : step + 1] = key, value
-            seen = (own[layer][0][:, :, : step + 1], own[layer][1][:, :, : step + 1])
+            kv_cache[layer][0][:, :, step : step + 1], kv_cache[layer][1][:, :, step : step + 1] = key, value
+            seen = (kv_cache[layer][0][:, :, : step + 1], kv_cache[layer][1][:, :, : step + 1])
             hidden = _finished(w, layer, hidden, _attend(query, kept[layer], seen, shape, torch.zeros(())), shape)
         logits = logits_of(w, hidden[:, 0], shape)
     return tokens, logprobs, lengths

@@ -209,9 +209,9 @@ def measure_here(chosen: Configuration) -> dict[str, float]:
         micro_batches = trained.micro_batches(chosen)
         update = trained.trainable.update
 
-        def measured(*given: Any, **named: Any) -> Any:
+        def measured(*args: Any, **named: Any) -> Any:
             peak.phase = "optimizer step"
-            return update(*given, **named)
+            return update(*args, **named)
 
         trained.trainable.update = measured  # type: ignore[method-assign]
         peak.phase, begin = PASSES, time.process_time()
@@ -245,15 +245,15 @@ def measure(name: str) -> dict[str, float]:
         context.Process(target=_run_rank, args=(name, environment, sender), daemon=True).start()
         sender.close()
         results.append(receiver)
-    found = []
+    rank_peaks = []
     for result in results:
         if not result.poll(_DEADLINE_S):
             raise SystemExit(f"{name}: no result of a rank within {_DEADLINE_S:g} s")
         try:
-            found.append(result.recv())
+            rank_peaks.append(result.recv())
         except EOFError:
             raise SystemExit(f"{name}: a rank failed; its error is above") from None
-    return {phase: max(peaks[phase] for peaks in found) for phase in found[0]}
+    return {phase: max(peaks[phase] for peaks in rank_peaks) for phase in rank_peaks[0]}
 
 
 def estimated(name: str) -> dict[str, int]:

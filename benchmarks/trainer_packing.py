@@ -74,9 +74,9 @@ def row(prompt: np.ndarray, completion: np.ndarray) -> Row:
 def group(prompt: int, completion: int, size: int = 8) -> list[Row]:
     """One prompt and answers of uniformly distributed length, half to one and a half of ``completion``."""
     rng = np.random.default_rng(0)
-    given = rng.integers(0, VOCABULARY, prompt)
+    prompt_ids = rng.integers(0, VOCABULARY, prompt)
     lengths = rng.integers(completion // 2, completion * 3 // 2 + 1, size)
-    return [row(given, rng.integers(0, VOCABULARY, length)) for length in lengths]
+    return [row(prompt_ids, rng.integers(0, VOCABULARY, length)) for length in lengths]
 
 
 def log_normal(rng: np.random.Generator, median: float, most: float, num: int) -> np.ndarray:
@@ -150,24 +150,24 @@ def hidden_states(scorer: CompletionScorer, way: str, rows: Sequence[Row]) -> tu
     model: Any = scorer.language_model
     if way in ("tree", "row by row"):
         batch = build(rows)
-        given, at = (
+        inputs, at = (
             {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "layout": batch.layout},
             batch.predictors,
         )
     elif way == "packed":
         ids, positions, layout, at = unshared(rows)
-        given = {"input_ids": ids, "position_ids": positions, "layout": layout}
+        inputs = {"input_ids": ids, "position_ids": positions, "layout": layout}
     else:
         lengths = torch.tensor([len(r.token_ids) - 1 for r in rows])  # the last token predicts nothing
         longest = int(lengths.max())
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         for number, r in enumerate(rows):
             ids[number, : len(r.token_ids) - 1] = torch.from_numpy(r.token_ids[:-1])
-        given = {"input_ids": ids, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
+        inputs = {"input_ids": ids, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
         predicting = [number * longest + np.flatnonzero(r.loss_mask) - 1 for number, r in enumerate(rows)]
         at = torch.from_numpy(np.concatenate(predicting))
-    out = model.base_model(use_cache=False, **given).last_hidden_state
-    return out.flatten(0, 1).index_select(0, at), given["input_ids"].numel()
+    out = model.base_model(use_cache=False, **inputs).last_hidden_state
+    return out.flatten(0, 1).index_select(0, at), inputs["input_ids"].numel()
 
 
 def run(scorer: CompletionScorer, way: str, rows: Sequence[Row], budget: int) -> tuple[float, int]:
@@ -192,12 +192,12 @@ def measure(case: Case, rounds: int) -> dict[str, tuple[list[float], int]]:
     scorer, rows = scorer_of(case), case.made()
     for way in WAYS:
         run(scorer, way, rows[:2], case.budget)
-    found: dict[str, tuple[list[float], int]] = {way: ([], 0) for way in WAYS}
+    timings: dict[str, tuple[list[float], int]] = {way: ([], 0) for way in WAYS}
     for number in range(rounds):
         for way in WAYS[:: -1 if number % 2 else 1]:
             seconds, computed = run(scorer, way, rows, case.budget)
-            found[way] = ([*found[way][0], seconds], computed)
-    return found
+            timings[way] = ([*timings[way][0], seconds], computed)
+    return timings
 
 
 def report(cases: dict[str, Case], rounds: int) -> Iterator[str]:
@@ -205,18 +205,18 @@ def report(cases: dict[str, Case], rounds: int) -> Iterator[str]:
     yield f"| case | {' | '.join(heads)} | tree / padded | / packed |"
     yield "|---" * (len(WAYS) + 3) + "|"
     for name, case in cases.items():
-        found = measure(case, rounds)
+        timings = measure(case, rounds)
         real = sum(len(r.token_ids) for r in case.made())
-        rates = [f"{real / statistics.median(cpu):,.0f} ({computed:,})" for cpu, computed in found.values()]
-        yield f"| {name}: {case.what} | {' | '.join([*rates, *(paired(found, way) for way in WAYS[:2])])} |"
+        rates = [f"{real / statistics.median(cpu):,.0f} ({computed:,})" for cpu, computed in timings.values()]
+        yield f"| {name}: {case.what} | {' | '.join([*rates, *(paired(timings, way) for way in WAYS[:2])])} |"
 
 
-def paired(found: dict[str, tuple[list[float], int]], way: str) -> str:
-    return ratio(found[way][0], found["tree"][0])
+def paired(timings: dict[str, tuple[list[float], int]], way: str) -> str:
+    return ratio(timings[way][0], timings["tree"][0])
 
 
-def ratio(others: Sequence[float], own: Sequence[float]) -> str:
-    ratios = sorted(other / mine for other, mine in zip(others, own, strict=True))
+def ratio(others: Sequence[float], tree_seconds: Sequence[float]) -> str:
+    ratios = sorted(other / mine for other, mine in zip(others, tree_seconds, strict=True))
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 

@@ -201,8 +201,10 @@ class Client:
         self.close()
 
     def _fine_tune(self, verb: str, model: Model, data: Any, run_id: str | None, settings: Settings) -> FineTuning:
-        given = run_settings.section(verb, data, "data")
-        values = self._values(run_id, run_settings.section("model", model, "path"), given, run_settings.flat(settings))
+        data_section = run_settings.section(verb, data, "data")
+        values = self._values(
+            run_id, run_settings.section("model", model, "path"), data_section, run_settings.flat(settings)
+        )
         if self._api is not None:
             from penstock.client.remote import remote_backend  # noqa: PLC0415 - as above
 

@@ -42,16 +42,16 @@ def arguments(
     target: str, files: Sequence[str], runs: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[str]:
     """Return the arguments of `penstock eval`; raises ConfigError for a reward that it cannot take."""
-    given = {name: value for name, value in options.items() if value is not None}
-    reward = given.pop("reward", None)
+    set_options = {name: value for name, value in options.items() if value is not None}
+    reward = set_options.pop("reward", None)
     if callable(reward):
         raise ConfigError(
             "reward: evaluate takes the name of a reward or a Python file; write the function into a file, and pass its path"
         )
     if reward is not None:
         is_file = str(reward).endswith(".py")
-        given["serve" if is_file else "reward"] = Path(reward).absolute() if is_file else reward
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        set_options["serve" if is_file else "reward"] = Path(reward).absolute() if is_file else reward
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in set_options.items()]
     overrides = run_settings.overrides(run_settings.flat(settings))
     return [target, *(f"--data={file}" for file in files), *flags, "--json", f"run.dir={runs}", *overrides]
 

@@ -73,8 +73,8 @@ def _connected(run_id: str, folder: Path) -> Bus | None:
     """Return a connection if the run's stream exists."""
     try:
         run_file = folder / RUN_FILE  # its servers may be others than the run's own
-        given = [*([str(run_file)] if run_file.exists() else []), f"run.dir={folder.parent}"]
-        settings = connections.find(given, os.environ, run_id=run_id).settings
+        arguments = [*([str(run_file)] if run_file.exists() else []), f"run.dir={folder.parent}"]
+        settings = connections.find(arguments, os.environ, run_id=run_id).settings
         bus = Bus.connect(settings.nats, name="client", deadline_s=_CONNECT_S)
     except (BusError, ConfigError):
         return None

@@ -183,8 +183,8 @@ class Run(_Handle[RunBackend]):
     def checkpoint(self) -> Path | None:
         """Return the folder of the newest checkpoint; None before the first one, and for a run on another machine."""
         folder = self.folder
-        found = sorted((folder / "checkpoints").glob("step*[0-9]")) if folder is not None else []
-        return found[-1] if found else None
+        checkpoints = sorted((folder / "checkpoints").glob("step*[0-9]")) if folder is not None else []
+        return checkpoints[-1] if checkpoints else None
 
     def weights(self) -> list[dict[str, Any]]:
         """Return the stored versions of the weights, oldest first, as `penstock weights RUN --json` prints them."""
@@ -215,8 +215,8 @@ class Run(_Handle[RunBackend]):
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of the report, as `penstock train --json` prints them; empty before the run's end."""
-        found = report.stored_summary(self.folder) if self.folder is not None else None
-        return {} if found is None else found.model_dump(mode="json")
+        run_summary = report.stored_summary(self.folder) if self.folder is not None else None
+        return {} if run_summary is None else run_summary.model_dump(mode="json")
 
     def chat(
         self, prompt: str | Sequence[dict[str, str]], *, temperature: float = 0.0, max_tokens: int | None = None

@@ -68,11 +68,11 @@ class LocalBackend:
 
     @property
     def state(self) -> State:
-        found = self._process.state if self._process is not None else self._state_of_folder()
-        is_paused = found in {"running", "finished"} and run_folder.is_pause_requested(self.folder)
+        run_state = self._process.state if self._process is not None else self._state_of_folder()
+        is_paused = run_state in {"running", "finished"} and run_folder.is_pause_requested(self.folder)
         if is_paused and not is_finished(self.folder):
-            return "pausing" if found == "running" else "paused"
-        return found
+            return "pausing" if run_state == "running" else "paused"
+        return run_state
 
     def _state_of_folder(self) -> State:
         if run_folder.is_lock_held(self.folder):

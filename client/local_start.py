@@ -40,10 +40,14 @@ def train(values: Values, runs: Path, *, workers: int) -> LocalBackend:
 
     ``values`` are those of the run file; a reward may be a function, data rows, and a model "quickstart".
     """
-    given = values.get(REWARD)
-    function = reward_of(given) if callable(given) else None
-    endpoint = RegisteredReward.of_url(given) if isinstance(given, str) and _is_url(given) else None
-    name = reward_name(given) if callable(given) else endpoint.name if endpoint is not None else given
+    reward_value = values.get(REWARD)
+    function = reward_of(reward_value) if callable(reward_value) else None
+    endpoint = (
+        RegisteredReward.of_url(reward_value) if isinstance(reward_value, str) and _is_url(reward_value) else None
+    )
+    name = (
+        reward_name(reward_value) if callable(reward_value) else endpoint.name if endpoint is not None else reward_value
+    )
     named = {**values, REWARD: name}
     settings = LocalRun(run_settings.overrides(_stand_ins(named, runs)), num_workers=workers).settings
     with _claimed(values, settings.run.dir.absolute(), "run") as folder:
@@ -81,10 +85,10 @@ def fine_tune(verb: str, values: Values, runs: Path) -> LocalTraining:
         placed: Values = {**values, ("run", "id"): folder.name, ("run", "dir"): str(folder.parent)}
         overrides = run_settings.overrides(_with_files(placed, folder, settings.run.seed))
         settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
-        found = resolve_inputs(settings)
-        section = getattr(found, verb)
+        resolved_settings = resolve_inputs(settings)
+        section = getattr(resolved_settings, verb)
         named = (
-            ("model.path", (found.model.path,)),
+            ("model.path", (resolved_settings.model.path,)),
             (f"{verb}.data", section.files),
             (f"{verb}.eval_data", section.eval_files),
         )
@@ -102,28 +106,28 @@ def _is_url(name: str) -> bool:
 
 def _stand_ins(values: Values, runs: Path) -> Values:
     """Return the values as settings that can be checked, before files are written and a run's name is chosen."""
-    found = {("run", "id"): _LATER, ("run", "dir"): str(runs), **values}
+    stand_ins = {("run", "id"): _LATER, ("run", "dir"): str(runs), **values}
     for key, value in values.items():
         if key in DATA and not data_files.is_named(value):
-            found[key] = f"{_LATER}.jsonl"
-    return found
+            stand_ins[key] = f"{_LATER}.jsonl"
+    return stand_ins
 
 
 def _with_files(values: Values, folder: Path, seed: int) -> Values:
     """Return the values with the paths of rows and of the quickstart's model, which are written."""
-    found = dict(values)
+    file_values = dict(values)
     for key, value in values.items():
         if key in DATA:
             name = "-".join(key) if key[0] != "data" else key[1]
-            found[key] = data_files.stored(value, folder / "data", name)
+            file_values[key] = data_files.stored(value, folder / "data", name)
     model = values.get(MODEL)
     if model == QUICKSTART and not Path(QUICKSTART).exists():
-        found[MODEL] = str(folder / "start")
+        file_values[MODEL] = str(folder / "start")
         if not (folder / "start" / "config.json").exists():
             quickstart_task.write_model(folder / "start", seed=seed)
     elif isinstance(model, str) and Path(model).exists():
-        found[MODEL] = str(Path(model).absolute())
-    return found
+        file_values[MODEL] = str(Path(model).absolute())
+    return file_values
 
 
 @contextlib.contextmanager
@@ -140,11 +144,11 @@ def _claimed(values: Values, runs: Path, stem: str) -> Iterator[Path]:
 
 def claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple[Path, bool]:
     """Return the run's folder, and True if it is new: of the given name, else of the first free one of stem, stem-2, …."""
-    given = values.get(("run", "id"))
-    if given is not None:
-        folder = runs / check_run_id(str(given))
+    run_id = values.get(("run", "id"))
+    if run_id is not None:
+        folder = runs / check_run_id(str(run_id))
         if run_folder.is_lock_held(folder):
-            raise ConfigError(f"run {given} is running already, in {folder}; stop it, or choose another run_id")
+            raise ConfigError(f"run {run_id} is running already, in {folder}; stop it, or choose another run_id")
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         return folder, is_new

@@ -153,11 +153,11 @@ def _innermost(function: Any) -> Any:
 
 def _code(function: Any) -> CodeType | None:
     """Return the code object of what is called; None for one that is not written in Python."""
-    found = inspect.unwrap(_innermost(function))
-    if not inspect.isroutine(found):
-        found = inspect.getattr_static(found if inspect.isclass(found) else type(found), "__call__", None)
-    found = getattr(found, "__func__", found)
-    return getattr(found, "__code__", None)
+    callee = inspect.unwrap(_innermost(function))
+    if not inspect.isroutine(callee):
+        callee = inspect.getattr_static(callee if inspect.isclass(callee) else type(callee), "__call__", None)
+    callee = getattr(callee, "__func__", callee)
+    return getattr(callee, "__code__", None)
 
 
 def _version(function: Any, code: CodeType | None) -> str:

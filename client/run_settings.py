@@ -28,14 +28,14 @@ def flat(settings: Mapping[str, Any]) -> Values:
     Rows of data and a reward stay as they are. Raises ConfigError for a key that is given twice and for a value that no run
     file can have.
     """
-    found: Values = {}
+    flat_values: Values = {}
     for path, value in _leaves(settings):
-        if path in found:
+        if path in flat_values:
             raise ConfigError(
                 f"{'.'.join(path)} is given twice: once nested and once as a dotted name; keep one of them"
             )
-        found[path] = value if path in DATA or path == REWARD else _plain(path, value)
-    return found
+        flat_values[path] = value if path in DATA or path == REWARD else _plain(path, value)
+    return flat_values
 
 
 def section(name: str, value: Any, main_key: str) -> Values:
@@ -49,23 +49,23 @@ def section(name: str, value: Any, main_key: str) -> Values:
 
 
 def merged(*parts: Values) -> Values:
-    found: Values = {}
+    merged_values: Values = {}
     for part in parts:
-        if twice := sorted(found.keys() & part.keys()):
+        if twice := sorted(merged_values.keys() & part.keys()):
             raise ConfigError(f"{'.'.join(twice[0])} is given twice: as an argument and as a setting; keep one of them")
-        found |= part
-    return found
+        merged_values |= part
+    return merged_values
 
 
 def nested(values: Values) -> dict[str, Any]:
     """Return the values as sections, as the Runs API takes them."""
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for path, value in values.items():
-        place = found
+        place = sections
         for part in path[:-1]:
             place = place.setdefault(part, {})
         place[path[-1]] = value
-    return found
+    return sections
 
 
 def overrides(values: Values) -> list[str]:
@@ -94,9 +94,9 @@ def _plain(path: tuple[str, ...], value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, list | tuple):
-        return [_plain(path, one) for one in value]
+        return [_plain(path, element) for element in value]
     if isinstance(value, Mapping):
-        return {str(name): _plain(path, one) for name, one in value.items()}
+        return {str(name): _plain(path, element) for name, element in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0:  # a number of numpy or torch

@@ -1,6 +1,6 @@
-"""The addresses of a run's NATS and S3: from arguments, the environment, or the run's own local store.
+"""The addresses of a run's NATS and S3: from arguments, the environment, or the run's local store.
 
-A run that this machine started with its own NATS and S3 stores their addresses in
+A run that this machine started together with its NATS and S3 stores their addresses in
 ``<run folder>/store/environment``, as the PENSTOCK_ variables that every service reads.
 """
 
@@ -67,12 +67,12 @@ class NamedRun:
 
     @property
     def given(self) -> Loaded[ConsoleSettings]:
-        """The settings as they were given, without those of the run's own local store."""
+        """The configured settings, without those of the run's local store."""
         return find(self.arguments, self.environ)
 
     @property
     def settings(self) -> ConsoleSettings:
-        """The settings that reach its servers: as given, else of its own local store. Raises ConfigError."""
+        """The settings that reach its servers: as configured, else of its local store. Raises ConfigError."""
         return find(self.arguments, self.environ, run_id=check_run_id(self.id)).settings
 
     @property
@@ -80,18 +80,18 @@ class NamedRun:
         return self.given.settings.run.dir / check_run_id(self.id)
 
 
-def trusted_keys(given: Path | None, environ: Mapping[str, str], store: Path) -> TrustedKeys | None:
-    """Return the keys that must have signed a run's weights: ``given``, of the environment, or of its local store.
+def trusted_keys(keys_file: Path | None, environ: Mapping[str, str], store: Path) -> TrustedKeys | None:
+    """Return the keys that must have signed a run's weights: those of ``keys_file``, of the environment, or of its local store.
 
     None when no file is named. Raises ConfigError for a file without keys.
     """
     named = environ.get(_TRUSTED_KEYS) or store_environment(store).get(_TRUSTED_KEYS)
-    file = given or (Path(named) if named else None)
+    file = keys_file or (Path(named) if named else None)
     if file is None:
         return None
     from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
 
-    return TrustedKeys.from_file(file, "--trusted-keys" if given else _TRUSTED_KEYS)
+    return TrustedKeys.from_file(file, "--trusted-keys" if keys_file else _TRUSTED_KEYS)
 
 
 def is_configured(loaded: Loaded[ConsoleSettings]) -> bool:
@@ -126,7 +126,7 @@ def answers(address: str) -> bool:
 
 def may_answer(addresses: str) -> bool:
     """Return False if nothing listens at any of the comma-separated addresses; one without a port is not tried."""
-    return any(urlsplit(one).port is None or answers(one) for one in addresses.split(","))
+    return any(urlsplit(address).port is None or answers(address) for address in addresses.split(","))
 
 
 def store_environment(store: Path) -> dict[str, str]:
@@ -143,11 +143,11 @@ def store_environment(store: Path) -> dict[str, str]:
             f"{store / 'environment'} cannot be read: start the servers again (penstock up --data {store}), which writes it"
         ) from None
     assignments = [word for word in words if word.startswith(_CONNECTION_PREFIXES)]
-    found = dict(word.split("=", 1) for word in assignments if "=" in word)
-    for name, value in found.items():
+    variables = dict(word.split("=", 1) for word in assignments if "=" in word)
+    for name, value in variables.items():
         if name.endswith("_FILE") and not Path(value).resolve().is_relative_to(store.resolve()):
             raise ConfigError(
                 f"{store / 'environment'}: {name} names {value}, a file outside of {store}, whose content would be sent to a "
                 f"server; start the servers again (penstock up --data {store}), which writes it"
             )
-    return found
+    return variables

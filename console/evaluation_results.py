@@ -217,10 +217,12 @@ def summarise(
         answers: How answers are found.
     """
     by_source = {source: [outcome for outcome in outcomes if outcome.source == source] for source in prompts}
-    found = [_one(name, prompts[name], own, k, correct, answers) for name, own in by_source.items()]
-    if len(found) > 1:
-        found.append(_one(ALL, sum(prompts.values()), list(outcomes), k, correct, answers))
-    return tuple(found)
+    results = [
+        _one(name, prompts[name], source_outcomes, k, correct, answers) for name, source_outcomes in by_source.items()
+    ]
+    if len(results) > 1:
+        results.append(_one(ALL, sum(prompts.values()), list(outcomes), k, correct, answers))
+    return tuple(results)
 
 
 def _one(
@@ -233,23 +235,25 @@ def _one(
         prompts=num_prompts,
         complete=len(complete),
         failed=len(failed),
-        reasons=dict(Counter(one.failed or "" for one in failed)),
+        reasons=dict(Counter(group.failed or "" for group in failed)),
         missing=num_prompts - len(outcomes),
     )
     if not complete:
         return result
-    tokens = [count for one in complete for count in one.completion_tokens]
-    finishes = [reason for one in complete for reason in one.finish_reasons]
+    tokens = [count for group in complete for count in group.completion_tokens]
+    finishes = [reason for group in complete for reason in group.finish_reasons]
     updates: dict[str, object] = {
-        "reward": estimate([math.fsum(one.rewards) / len(one.rewards) for one in complete], bounded=False),
+        "reward": estimate([math.fsum(group.rewards) / len(group.rewards) for group in complete], bounded=False),
         "completion_tokens_mean": sum(tokens) / len(tokens) if tokens else None,
         "truncated_share": finishes.count("length") / len(finishes) if finishes else None,
     }
     if correct.of is not None:
-        samples = [(one, correct.of[one.prompt]) for one in complete]
-        updates["accuracy"] = estimate([sum(own) / len(own) for _, own in samples], bounded=True)
+        samples = [(group, correct.of[group.prompt]) for group in complete]
+        updates["accuracy"] = estimate(
+            [sum(correctness) / len(correctness) for _, correctness in samples], bounded=True
+        )
         updates["pass_at"] = {
-            n: estimate([pass_at_k(len(own), sum(own), n) for _, own in samples], bounded=True)
+            n: estimate([pass_at_k(len(correctness), sum(correctness), n) for _, correctness in samples], bounded=True)
             for n in powers_of_two(k)
         }
         updates["maj"] = _majority(samples, answers)
@@ -260,28 +264,28 @@ def _majority(samples: Sequence[tuple[Outcome, tuple[bool, ...]]], answers: Answ
     if answers.extract is None:
         return None
     values = []
-    for outcome, own in samples:
+    for outcome, correctness in samples:
         extract = answers.extract(outcome)
         if extract is None:
             return None
-        values.append(majority([extract(text) for text in outcome.completions], own))
+        values.append(majority([extract(text) for text in outcome.completions], correctness))
     return estimate(values, bounded=True)
 
 
 def read_outcomes(folder: Path) -> dict[int, Outcome]:
     """Return the outcomes of an evaluation by prompt, the last one of each; a line that was cut off is left out."""
-    found: dict[int, Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     try:
         lines = read_regular(folder / GROUPS).splitlines()
     except OSError:
-        return found
+        return outcomes
     for line in lines:
         try:
             outcome = Outcome.model_validate_json(line)
         except ValidationError:
             continue
-        found[outcome.prompt] = outcome
-    return found
+        outcomes[outcome.prompt] = outcome
+    return outcomes
 
 
 def append_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
@@ -311,8 +315,8 @@ def read_result(folder: Path) -> EvaluationResult | None:
 def results_of(run_folder: Path) -> Iterator[EvaluationResult]:
     """Yield the results stored with a run, oldest first; a file that cannot be read is left out."""
     read = [read_result(path.parent) for path in (run_folder / FOLDER).glob(f"*/{RESULT}")]
-    found = [one for one in read if one is not None]
-    yield from sorted(found, key=lambda one: (one.finished_at or 0.0, one.evaluation_id))
+    results = [result for result in read if result is not None]
+    yield from sorted(results, key=lambda one: (one.finished_at or 0.0, one.evaluation_id))
 
 
 def result_table(result: EvaluationResult) -> Table:

@@ -21,13 +21,13 @@ from penstock.protocol.config.sources import Given, from_environment, from_files
 from penstock.protocol.errors import ConfigError
 
 _TORCHRUN_STOP_S = "900"  # as PyTorch's variable has it; long enough for a checkpoint of a large model
-_PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the commands that train and are not the trainer's own
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the commands that train and do not belong to the trainer
     "replay": ("penstock.forensics.replay",),
     **{name: ("penstock.fine_tuning", name) for name in ("sft", "dpo", "rm")},
 }
 REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
 REWARD_PORT_FILE = "reward.port"  # in the folder of a local run: where its reward service listens, once it does
-RENDEZVOUS_PORT = 29500  # torchrun's own default
+RENDEZVOUS_PORT = 29500  # torchrun's default
 JOIN_S = 600  # how long a node waits for the others
 _USAGE = "on every node: penstock train run.toml --nodes 2 --node-rank N --rdzv HOST_OF_NODE_0:29500"
 
@@ -48,7 +48,7 @@ def trainer_command(
 ) -> list[str]:
     """Return the command line of a command of the trainer: one process, or several ranks under torchrun, on one node or several.
 
-    The ``--`` keeps torchrun from reading the trainer's flags as its own.
+    The ``--`` keeps torchrun from parsing the trainer's flags itself.
     Raises ConfigError when the run file, num_ranks or the options of several nodes cannot be read.
     """
     return trainer(
@@ -77,13 +77,20 @@ def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def given(arguments: Sequence[str], environ: Mapping[str, str], *path: str) -> Given | None:
-    """Return what a service's setting was given last, with its origin; None where its default holds. Raises ConfigError."""
+    """Return what a service's setting was set to last, with its origin; None where its default holds. Raises ConfigError."""
     files, overrides = split_arguments(arguments)
     problems: list[str] = []
-    found = [*from_files(files, problems), *from_environment(environ), *from_overrides(overrides, problems)]
+    assignments = [*from_files(files, problems), *from_environment(environ), *from_overrides(overrides, problems)]
     if problems:
         raise ConfigError("\n".join(problems))
-    return next((one for one in reversed(found) if tuple(part.replace("-", "_") for part in one.path) == path), None)
+    return next(
+        (
+            assignment
+            for assignment in reversed(assignments)
+            if tuple(part.replace("-", "_") for part in assignment.path) == path
+        ),
+        None,
+    )
 
 
 def give_ranks_time() -> None:
@@ -187,10 +194,10 @@ def _from_leader_worker_set(environ: Mapping[str, str]) -> Nodes | None:
 
 def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list: ``gpu[03-05,9],cpu1`` starts with ``gpu03``."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    if found is None:
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    if match is None:
         raise ConfigError(f"SLURM_STEP_NODELIST = {nodes!r} has no first host; give options: {_USAGE}")
-    return found[1] + (found[2] or "")
+    return match[1] + (match[2] or "")
 
 
 def _address(text: str) -> str:

@@ -98,9 +98,9 @@ def _resample(values: Sequence[float], columns: int) -> list[float]:
         return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     if len(values) == 1:
         return [values[0]]
-    found = []
+    samples = []
     for column in range(columns):
         position = column * (len(values) - 1) / (columns - 1)
         left = min(int(position), len(values) - 2)
-        found.append(values[left] + (values[left + 1] - values[left]) * (position - left))
-    return found
+        samples.append(values[left] + (values[left + 1] - values[left]) * (position - left))
+    return samples

@@ -116,11 +116,11 @@ def create_or_delete(arguments: Sequence[str], run: str | None, *, s3_users: str
     return 0
 
 
-def _run_id(given: str | None, loaded: Loaded[ConnectionSettings]) -> str:
+def _run_id(run_id: str | None, loaded: Loaded[ConnectionSettings]) -> str:
     """Return the id of the run; raises ConfigError when none was named, since the default is hardly meant."""
-    if given is None and loaded.origins["run.id"] == "default":
+    if run_id is None and loaded.origins["run.id"] == "default":
         raise ConfigError("no run was named; give its run file, or run.id=NAME")
-    return check_run_id(given or loaded.settings.run.id)
+    return check_run_id(run_id or loaded.settings.run.id)
 
 
 if __name__ == "__main__":

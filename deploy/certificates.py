@@ -41,20 +41,20 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 def certificate(folder: Path, service: str) -> Certificate:
     """Return the paths of a service's certificate; raises DeployError when it is missing or not valid now."""
-    found = Certificate(folder / f"{service}.pem", folder / f"{service}.key", folder / f"{_CA}.pem")
-    own, authority = _read(found.file), _read(found.ca_file)
-    if own.not_valid_after_utc <= datetime.now(UTC):
+    paths = Certificate(folder / f"{service}.pem", folder / f"{service}.key", folder / f"{_CA}.pem")
+    leaf, authority = _read(paths.file), _read(paths.ca_file)
+    if leaf.not_valid_after_utc <= datetime.now(UTC):
         raise DeployError(
-            f"{found.file} expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
+            f"{paths.file} expired at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
             f"renew it with: penstock certs {folder} --renew"
         )
     try:
-        own.verify_directly_issued_by(authority)
+        leaf.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
         raise DeployError(
-            f"{found.file} is not signed by {found.ca_file}; renew it with: penstock certs {folder} --renew"
+            f"{paths.file} is not signed by {paths.ca_file}; renew it with: penstock certs {folder} --renew"
         ) from None
-    return found
+    return paths
 
 
 def kept(folder: Path, service: str) -> Certificate:
@@ -88,9 +88,9 @@ def write_certificates(
     for service in services:
         path = folder / f"{service}.pem"
         hosts = [service, *_LOOPBACK, *(hosts_of(path) if path.exists() else ()), *more[service]]
-        own = ec.generate_private_key(ec.SECP256R1())
-        issued = _issued(service, own.public_key(), list(dict.fromkeys(hosts)), days, key, authority)
-        atomic_write(path.with_suffix(".key"), _private(own), sync=True, mode=0o600)
+        service_key = ec.generate_private_key(ec.SECP256R1())
+        issued = _issued(service, service_key.public_key(), list(dict.fromkeys(hosts)), days, key, authority)
+        atomic_write(path.with_suffix(".key"), _private(service_key), sync=True, mode=0o600)
         atomic_write(path, issued.public_bytes(serialization.Encoding.PEM), sync=True, mode=0o644)
         written.append(path)
     return written
@@ -247,7 +247,7 @@ def print_certificates(folder: Path, services: Sequence[str], names: Sequence[st
         raise UsageError(f"--days: between 0 and {_CA_DAYS}")
     if wrong := [name for name in names if "=" not in name]:
         raise UsageError(f"--name {wrong[0]}: expected SERVICE=HOST")
-    pairs = [(service, host) for service, _, host in (one.partition("=") for one in names)]
+    pairs = [(service, host) for service, _, host in (pair.partition("=") for pair in names)]
     try:
         written = write_certificates(folder, services=services, names=pairs, days=days, renew=renew)
         private, public = signing_key(folder)

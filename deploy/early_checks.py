@@ -41,8 +41,8 @@ def check_inputs(trainer: TrainerSettings) -> None:
     if trainer.data.from_run is None:
         definitions.check_settings(trainer.reward)
         sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]
-        given = [("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files), *sources]
-        for key, files in given:
+        named_files = [("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files), *sources]
+        for key, files in named_files:
             if missing := [str(file) for file in files if not file.exists()]:
                 raise ConfigError(f"{key}: there is no file {', '.join(missing)}; check the path")
         folder, longest = trainer.model.path, trainer.rollout.max_new_tokens
@@ -99,10 +99,14 @@ def check_metrics_ports(rollout: RolloutSettings, num_workers: int) -> None:
 def missing_rewards(trainer: TrainerSettings, served: Sequence[Path]) -> list[str]:
     """Return a line for each reward of the run file that no service of this machine will offer: one may still register it."""
     reward = trainer.reward
-    own = {re.sub(r"[^A-Za-z0-9_.-]", "_", file.stem) for file in served}
-    known = {*REWARDS.names(), *BY_SOURCE, AUTO, *reward.define, *own}
+    served_names = {re.sub(r"[^A-Za-z0-9_.-]", "_", file.stem) for file in served}
+    known = {*REWARDS.names(), *BY_SOURCE, AUTO, *reward.define, *served_names}
     wanted = {name for name in (reward.name, *reward.by_source.values()) if name is not None and ":" not in name}
-    offered = f"--serve offers {', '.join(sorted(own))}" if own else "--serve FILE.py serves one of your own"
+    offered = (
+        f"--serve offers {', '.join(sorted(served_names))}"
+        if served_names
+        else "--serve FILE.py serves one of your own"
+    )
     return [
         f'reward {name!r} is not built in and not served here: {offered}, and reward.name = "FILE.py:FUNCTION" needs no '
         "service; the run waits a minute for its registration"

@@ -112,14 +112,14 @@ def _names_keys(trainer: TrainerSettings, rollout: RolloutSettings) -> bool:
 
 
 def _names_no_servers(origins: Mapping[str, str]) -> bool:
-    given = [key for key in ("nats.url", "s3.endpoint") if origins[key] != "default"]
-    if len(given) == 1:
-        missing = "s3.endpoint" if given == ["nats.url"] else "nats.url"
+    set_keys = [key for key in ("nats.url", "s3.endpoint") if origins[key] != "default"]
+    if len(set_keys) == 1:
+        missing = "s3.endpoint" if set_keys == ["nats.url"] else "nats.url"
         raise ConfigError(
-            f"{origins[given[0]]}: {given[0]} is given but {missing} is not: name both servers, "
+            f"{origins[set_keys[0]]}: {set_keys[0]} is given but {missing} is not: name both servers, "
             "or neither, to start both here"
         )
-    return not given
+    return not set_keys
 
 
 def copy_input(name: str, run_folder: Path) -> None:
@@ -145,14 +145,14 @@ def find_input(name: str, run_folder: Path) -> Path:
     Raises ConfigError when there is none; it names the inputs that there are.
     """
     others = sorted(run_folder.parent.iterdir()) if run_folder.parent.is_dir() else []
-    found = {run: path for folder in (*others, run_folder) for run, path in _inputs_of(folder)}
-    if name in found:
-        return found[name]
-    near = difflib.get_close_matches(name, found, n=1)
+    inputs = {run: path for folder in (*others, run_folder) for run, path in _inputs_of(folder)}
+    if name in inputs:
+        return inputs[name]
+    near = difflib.get_close_matches(name, inputs, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
         f"data.from_run = {name}: no local run in {run_folder.parent} has a rescored input of that name; found: "
-        f"{', '.join(sorted(found)) or 'none'}{hint}; make it with `penstock rescore RUN --reward NAME --into {name}`, or set "
+        f"{', '.join(sorted(inputs)) or 'none'}{hint}; make it with `penstock rescore RUN --reward NAME --into {name}`, or set "
         "nats.url and s3.endpoint to the servers that have it"
     )
 

@@ -216,11 +216,11 @@ def nats_config(
     ``passwords`` and ``routes`` (of a cluster) are the files that it includes, from the folder of the configuration; ``store`` is the
     server's folder of data; ``tls`` is a folder of `penstock certs`, from the folder of the configuration: clients then connect to tls://.
     """
-    for name, given in (("--passwords", passwords), ("--store", store), ("--tls", tls), ("--routes", routes)):
-        if not given and name == "--tls":
+    for name, path in (("--passwords", passwords), ("--store", store), ("--tls", tls), ("--routes", routes)):
+        if not path and name == "--tls":
             continue
-        if not re.fullmatch(r"[A-Za-z0-9_./-]+", given):
-            raise ConfigError(f"{name} {given!r}: expected a path of letters, digits, '.', '_', '-' and '/'")
+        if not re.fullmatch(r"[A-Za-z0-9_./-]+", path):
+            raise ConfigError(f"{name} {path!r}: expected a path of letters, digits, '.', '_', '-' and '/'")
     runs = [check_run_id(run_id) for run_id in run_ids] or [ANY_RUN]
     by_role: dict[str, list[Permissions]] = {}
     for run_id in runs:
@@ -242,16 +242,23 @@ def nats_config(
         max_file=_MAX_FILE_GB * (_SERVERS if is_cluster else 1),
     )
     cluster = _CLUSTER.format(routes=routes, tls=_ROUTE_TLS.format(folder=tls) if tls else "") if is_cluster else ""
-    return header + "".join(_account(role, found) for role, found in by_role.items()) + _FOOTER + cluster
+    return (
+        header
+        + "".join(_account(role, run_permissions) for role, run_permissions in by_role.items())
+        + _FOOTER
+        + cluster
+    )
 
 
 def _exports(by_role: dict[str, list[Permissions]]) -> Iterator[str]:
     for family in (*_ONE_ANSWER, *_MANY_ANSWERS):
         kept = _MANY_ANSWERS.get(family)
         answers = f', response_type: stream, response_threshold: "{kept}"' if kept else ""
-        accounts = ", ".join(role.upper() for role, found in by_role.items() if family in _imports(found))
+        accounts = ", ".join(
+            role.upper() for role, run_permissions in by_role.items() if family in _imports(run_permissions)
+        )
         yield f'      {{ service: "{family}"{answers}, accounts: [{accounts}] }}'
-    watching = ", ".join(role.upper() for role, found in by_role.items() if _watches(found))
+    watching = ", ".join(role.upper() for role, run_permissions in by_role.items() if _watches(run_permissions))
     yield f'      {{ stream: "{_STORED}", accounts: [{watching}] }}'
 
 
@@ -268,11 +275,11 @@ def _account(role: str, of_runs: Sequence[Permissions]) -> str:
         "    users: [",
         f"      {{ user: {role}, password: ${role.upper()}_PASSWORD, permissions: {{",
         "          publish: {",
-        *_list("allow", [subject for found in of_runs for subject in found.publish]),
-        *_list("deny", [subject for found in of_runs for subject in found.deny_publish]),
+        *_list("allow", [subject for run_permissions in of_runs for subject in run_permissions.publish]),
+        *_list("deny", [subject for run_permissions in of_runs for subject in run_permissions.deny_publish]),
         "          }",
         "          subscribe: {",
-        *_list("allow", [subject for found in of_runs for subject in found.subscribe]),
+        *_list("allow", [subject for run_permissions in of_runs for subject in run_permissions.subscribe]),
         "          }",
         "      } }",
         "    ]",
@@ -282,12 +289,12 @@ def _account(role: str, of_runs: Sequence[Permissions]) -> str:
 
 
 def _imports(of_runs: Sequence[Permissions]) -> list[str]:
-    made = {subject for found in of_runs for subject in found.publish}
+    made = {subject for run_permissions in of_runs for subject in run_permissions.publish}
     return [family for family in (*_ONE_ANSWER, *_MANY_ANSWERS) if any(_belongs(subject, family) for subject in made)]
 
 
 def _watches(of_runs: Sequence[Permissions]) -> bool:
-    return any(_belongs(subject, _STORED) for found in of_runs for subject in found.subscribe)
+    return any(_belongs(subject, _STORED) for run_permissions in of_runs for subject in run_permissions.subscribe)
 
 
 def _belongs(subject: str, family: str) -> bool:

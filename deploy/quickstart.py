@@ -111,8 +111,8 @@ class Options:
     task: QuickstartTask = SORT
 
 
-def quickstart(given: QuickstartOptions) -> int:
-    options = _derived(given)
+def quickstart(cli_options: QuickstartOptions) -> int:
+    options = _derived(cli_options)
     logs.configure("quickstart", level="warning")
     stop_requested = stop_on_signals()
     started = time.monotonic()
@@ -293,20 +293,20 @@ class _Progress:
             print(f"{time.monotonic() - self._started:5.1f} s  {text}" if text else "", flush=True)
 
 
-def _derived(given: QuickstartOptions) -> Options:
-    task = TASKS[given.task]
-    workers = given.workers or (2 if given.engine == "embedded" else 1)
-    run_id = _free_run_id(given.dir, given.run)
+def _derived(cli_options: QuickstartOptions) -> Options:
+    task = TASKS[cli_options.task]
+    workers = cli_options.workers or (2 if cli_options.engine == "embedded" else 1)
+    run_id = _free_run_id(cli_options.dir, cli_options.run)
     return Options(
-        seed=given.seed,
-        steps=task.steps if given.steps is None else given.steps,
+        seed=cli_options.seed,
+        steps=task.steps if cli_options.steps is None else cli_options.steps,
         workers=workers,
         run_id=run_id,
-        folder=(given.dir / run_id).absolute(),
-        as_json=given.json,
-        kill=not given.no_kill and workers > 1,
-        engine=given.engine,
-        page=given.page,
+        folder=(cli_options.dir / run_id).absolute(),
+        as_json=cli_options.json,
+        kill=not cli_options.no_kill and workers > 1,
+        engine=cli_options.engine,
+        page=cli_options.page,
         task=task,
     )
 

@@ -69,10 +69,10 @@ class Written:
 
 
 def parse_task(text: str) -> Task:
-    name, _, given = text.partition(":")
+    name, _, option_text = text.partition(":")
     _check_name(name)
     options: dict[str, Any] = {}
-    for option in filter(None, given.split(",")):
+    for option in filter(None, option_text.split(",")):
         key, separator, value = option.partition("=")
         if not separator or key in {"seed", "size"}:
             raise ConfigError(
@@ -132,8 +132,8 @@ def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
         raise ValueError(
             f"the ground truth is no problem of reasoning-gym with task, options and entry: {str(ground_truth)[:80]!r}"
         ) from None
-    found = _dataset(_check_name(name), json.dumps({**options, "seed": 0, "size": 1}, sort_keys=True))
-    value = float(found.score_answer(_answer(solution_str), entry))
+    dataset = _dataset(_check_name(name), json.dumps({**options, "seed": 0, "size": 1}, sort_keys=True))
+    value = float(dataset.score_answer(_answer(solution_str), entry))
     return {"score": value, "right": float(value >= 1.0)}
 
 
@@ -145,15 +145,15 @@ def _answer(completion: str) -> str:
 def _problems(task: Task, side: int, wanted: int, taken: set[str]) -> list[dict[str, Any]]:
     """Return problems of one range of seeds whose questions are not in ``taken``, and add them to it."""
     source = task.dataset(seed=side * _SEEDS, size=min(_SEEDS, _LOOKS * wanted))
-    found: list[dict[str, Any]] = []
+    problems: list[dict[str, Any]] = []
     for number in range(len(source)):
-        if len(found) == wanted:
+        if len(problems) == wanted:
             break
         entry = source[number]
         if entry["question"] not in taken:
             taken.add(entry["question"])
-            found.append(_checked(task, entry))
-    return found
+            problems.append(_checked(task, entry))
+    return problems
 
 
 def _checked(task: Task, entry: dict[str, Any]) -> dict[str, Any]:

@@ -201,10 +201,10 @@ class Problems:
     question: str
 
 
-def run_recipe(given: RecipeOptions) -> int:
-    dtype = fast_dtype(Path("/proc/cpuinfo").read_text()) if given.dtype == "auto" else given.dtype
-    gguf = given.gguf.absolute() if given.gguf else None
-    options = replace(given, dir=given.dir.absolute(), dtype=dtype, gguf=gguf)
+def run_recipe(cli_options: RecipeOptions) -> int:
+    dtype = fast_dtype(Path("/proc/cpuinfo").read_text()) if cli_options.dtype == "auto" else cli_options.dtype
+    gguf = cli_options.gguf.absolute() if cli_options.gguf else None
+    options = replace(cli_options, dir=cli_options.dir.absolute(), dtype=dtype, gguf=gguf)
     try:
         check_run_id(options.run)
         model, run_file, question = _make(options)

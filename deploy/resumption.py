@@ -53,8 +53,8 @@ def start_notes(arguments: Sequence[str], environ: Mapping[str, str]) -> list[st
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=environ)
     folder = loaded.settings.run.folder
-    found = [f"note: {note}" for note in settings_without_effect(loaded)]
+    notes = [f"note: {note}" for note in settings_without_effect(loaded)]
     if not any((folder / "checkpoints").glob("step*")):
-        return found
+        return notes
     changed = changed_settings(folder / "config.json", json.dumps(config_document(loaded)).encode())
-    return [*found, *(f"changed since the last session: {line}" for line in changed)]
+    return [*notes, *(f"changed since the last session: {line}" for line in changed)]

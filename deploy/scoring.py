@@ -39,15 +39,15 @@ _SERVE = {".py": "serve", ".json": "serve-grader", ".toml": "serve-judge"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    split = given.index("--")
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    split = argv.index("--")
 
     def run(*settings: RunArguments, serve: tuple[Path, ...] = (), recorded: Path | None = None) -> int:
         with service(serve, settings, recorded=recorded) as url:
-            return run_command([*given[split + 1 :], "--url", url], os.environ)
+            return run_command([*argv[split + 1 :], "--url", url], os.environ)
 
     logs.configure("scoring", level="error")
-    return program("penstock", run)(given[:split])
+    return program("penstock", run)(argv[:split])
 
 
 @contextlib.contextmanager

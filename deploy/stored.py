@@ -24,21 +24,21 @@ _STOP_GRACE_S = 10.0  # of the command, after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[1:2] != ["--"] or len(given) == 2:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv[1:2] != ["--"] or len(argv) == 2:
         print("usage: python -m penstock.deploy.stored DIR -- COMMAND", file=sys.stderr)
         return 2
     logs.configure("stored", level="warning")
-    if links := links_below(Path(given[0])):
+    if links := links_below(Path(argv[0])):
         print(
             f"penstock: {links[0]} is a link or no regular file: the servers would read and write what it leads to. Remove it, or, if "
-            f"the store is yours, start the servers yourself: penstock up --data {given[0]}",
+            f"the store is yours, start the servers yourself: penstock up --data {argv[0]}",
             file=sys.stderr,
         )
         return 1
     try:
-        with LocalStack(Path(given[0])) as stack:
-            return run_command(given[2:], {**os.environ, **stack.environment()})
+        with LocalStack(Path(argv[0])) as stack:
+            return run_command(argv[2:], {**os.environ, **stack.environment()})
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
         return 1

@@ -87,18 +87,18 @@ def _for_toml(schema: Any) -> Any:
     if schema == {"type": "null"}:
         return {"enum": _CLEARS}
     is_generated = isinstance(schema.get("title"), str) and schema.get("title") != "Penstock run file"
-    found = {key: _for_toml(value) for key, value in schema.items() if not (key == "title" and is_generated)}
-    if "default" in found and found["default"] is None:
-        found["default"] = _CLEARS[0]
-    return found
+    toml_schema = {key: _for_toml(value) for key, value in schema.items() if not (key == "title" and is_generated)}
+    if "default" in toml_schema and toml_schema["default"] is None:
+        toml_schema["default"] = _CLEARS[0]
+    return toml_schema
 
 
 def _section(name: str) -> type[BaseModel]:
     field = next(service.model_fields[name] for service in SERVICES if name in service.model_fields)
-    found = field.annotation
-    while not isinstance(found, type):  # the tables of a list
-        found = get_args(found)[0]
-    return found
+    annotation = field.annotation
+    while not isinstance(annotation, type):  # the tables of a list
+        annotation = get_args(annotation)[0]
+    return annotation
 
 
 def main() -> int:

@@ -186,7 +186,9 @@ RUNS: tuple[RunMetrics, ...] = (
 def diagnoses() -> str:
     """Return symptom, cause and cure of each rule, in the order in which the rules are asked."""
     return "\n".join(
-        f"`{one.key}`\n: **{one.what}** {one.cause} *Cure:* {one.cure}\n" for run in RUNS for one in shown(run)
+        f"`{diagnosis.key}`\n: **{diagnosis.what}** {diagnosis.cause} *Cure:* {diagnosis.cure}\n"
+        for run in RUNS
+        for diagnosis in shown(run)
     )
 
 

@@ -46,15 +46,15 @@ def settings() -> str:
 
 
 def sections() -> dict[str, tuple[type[BaseModel], list[str]]]:
-    found: dict[str, tuple[type[BaseModel], list[str]]] = {}
+    by_name: dict[str, tuple[type[BaseModel], list[str]]] = {}
     for service in SERVICES:
         for name, field in service.model_fields.items():
             model = field.annotation
             while get_origin(model) in (list, Annotated):  # [[tracker]]
                 model = get_args(model)[0]
             if isinstance(model, type) and issubclass(model, BaseModel):
-                found.setdefault(name, (model, []))[1].append(_READERS.get(service.__name__, service.__name__))
-    return found
+                by_name.setdefault(name, (model, []))[1].append(_READERS.get(service.__name__, service.__name__))
+    return by_name
 
 
 def all_keys() -> set[str]:
@@ -147,9 +147,9 @@ def _routes(document: dict[str, Any]) -> str:
     for path, methods in document["paths"].items():
         for method in _METHODS:
             if method in methods:
-                one = methods[method]
-                says = one.get("description", one.get("summary", "")).split("\n\n")[0]
-                rows.append((f"`{method.upper()} {path}`", says, _body(one)))
+                operation = methods[method]
+                says = operation.get("description", operation.get("summary", "")).split("\n\n")[0]
+                rows.append((f"`{method.upper()} {path}`", says, _body(operation)))
     return table("call", "does", "body", rows=rows)
 
 

@@ -25,11 +25,11 @@ def loads(text: str) -> Iterator[str]:
 def main(folder: Path) -> int:
     """Print what the site loads from elsewhere; returns 1 if there is anything, or no site."""
     files = [file for file in sorted(folder.rglob("*")) if file.suffix in _SUFFIXES]
-    found = [f"{file}: {address}" for file in files for address in loads(file.read_text(encoding="utf-8"))]
-    sys.stderr.write("".join(f"loaded from elsewhere: {one}\n" for one in found))
+    references = [f"{file}: {address}" for file in files for address in loads(file.read_text(encoding="utf-8"))]
+    sys.stderr.write("".join(f"loaded from elsewhere: {reference}\n" for reference in references))
     if not files:
         sys.stderr.write(f"no site in {folder}; build it: make docs\n")
-    return 1 if found or not files else 0
+    return 1 if references or not files else 0
 
 
 if __name__ == "__main__":

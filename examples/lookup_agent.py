@@ -24,8 +24,8 @@ def main() -> None:
         question = re.fullmatch(r"\?\s*(\w+)", answer.strip())
         if question is None:
             break
-        found = VALUES.get(question[1], "unknown")
-        messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": found}]
+        reply = VALUES.get(question[1], "unknown")
+        messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": reply}]
     reward = float(answer.strip() == task["ground_truth"])
     pathlib.Path(os.environ["PENSTOCK_RESULT"]).write_text(json.dumps({"reward": reward}))
 

@@ -13,6 +13,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     Return a number, or a dict with "score" and more numbers: they become named parts of the reward.
     Raise when an answer cannot be judged: the group is then retried. An error is never a 0.
     """
-    wanted, given = str(ground_truth).split(), solution_str.split()
-    right = sum(a == b for a, b in zip(wanted, given, strict=False))
-    return {"score": float(given == wanted), "share_right": right / len(wanted), "num_words": len(given)}
+    wanted, words = str(ground_truth).split(), solution_str.split()
+    right = sum(a == b for a, b in zip(wanted, words, strict=False))
+    return {"score": float(words == wanted), "share_right": right / len(wanted), "num_words": len(words)}

@@ -38,8 +38,8 @@ class PreferenceTask(Task[PairSet]):
 
     def precompute(self, reference: Scorer, rows: Sequence[int]) -> None:
         """Compute the reference's log-probabilities of some rows, and of all held-out rows, now; collective."""
-        found = self._planner.reference_sums([self.rows[row] for row in rows], reference)
-        self._stored = {row: found[2 * number : 2 * number + 2] for number, row in enumerate(rows)}
+        sums = self._planner.reference_sums([self.rows[row] for row in rows], reference)
+        self._stored = {row: sums[2 * number : 2 * number + 2] for number, row in enumerate(rows)}
         if self.held_out is not None:
             self._stored_held_out = self._planner.reference_sums(self._all_held_out(), reference)
 
@@ -62,8 +62,8 @@ class PreferenceTask(Task[PairSet]):
             batch = pairs[first : first + batch_size]
             part = _slice(answers, range(2 * first, 2 * (first + len(batch))))
             total += float(preference.per_pair(part, mean_chosen_tokens=mean_tokens_of(batch), kl=kl).sum())
-            found = preference.figures(part)
-            sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
+            batch_metrics = preference.figures(part)
+            sums = {name: sums.get(name, 0.0) + float(value) for name, value in batch_metrics.items()}
         means = mean_metrics(sums, len(pairs))
         shown = {name: means[name] for name in ("rewards/accuracies", "rewards/margins") if name in means}
         return {"loss": total / len(pairs), **shown}

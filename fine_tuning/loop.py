@@ -182,13 +182,13 @@ class Training:
 
     def _validate(self) -> bool:
         started = time.monotonic()
-        found = self._task.validate()
+        metrics = self._task.validate()
         self._validated_at = self._step
-        self._best = self._best.after(self._step, found["loss"])
+        self._best = self._best.after(self._step, metrics["loss"])
         is_best = self._best.step == self._step
         ends = self._best.ends(self._plan.section.early_stop)
         if self._folder is not None:
-            fields = {f"eval_{name}": value for name, value in found.items()}
+            fields = {f"eval_{name}": value for name, value in metrics.items()}
             self._folder.write(
                 "eval", {"step": self._step, **fields, "is_best": is_best, "eval_s": time.monotonic() - started}
             )
@@ -243,12 +243,12 @@ class Training:
         )
 
     def _resume(self) -> None:
-        found: list[str] | None = None
+        checkpoint: list[str] | None = None
         if self._folder is not None:
             newest = self._newest(self._folder)
             self._folder.rewind(newest[1].metrics_bytes if newest else 0)
-            found = [] if newest is None else [str(newest[0].absolute()), newest[1].model_dump_json()]
-        place = self._dims.ranks.broadcast(found)
+            checkpoint = [] if newest is None else [str(newest[0].absolute()), newest[1].model_dump_json()]
+        place = self._dims.ranks.broadcast(checkpoint)
         if not place:
             return
         state = TrainingState.model_validate_json(place[1])

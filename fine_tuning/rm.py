@@ -72,8 +72,8 @@ class RewardScorer(nn.Module):
         del targets, with_entropy, kl_to, kl_from, images  # models that read images are refused
         packed = self.padding_reason is None
         hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, self._shares)
-        own, places = self._shares.own_predictors(predictors, input_ids.shape[1])
-        rewards = self.language_model.score(hidden.index_select(0, own)).squeeze(-1).float()
+        positions, places = self._shares.own_predictors(predictors, input_ids.shape[1])
+        rewards = self.language_model.score(hidden.index_select(0, positions)).squeeze(-1).float()
         return self._shares.whole(rewards, places, len(predictors))
 
     def around(self, classifier: nn.Module) -> RewardScorer:
@@ -169,14 +169,14 @@ class RewardTask(Task[PairSet]):
         pairs = [self.held_out[row] for row in range(len(self.held_out))]
         objective = RewardObjective(len(pairs), self.settings.rm.center)
         names = ("loss", "accuracy", "margin")
-        found = dict.fromkeys(names, 0.0)
+        totals = dict.fromkeys(names, 0.0)
         with self.policy.without_dropout():
             for batch in self._micro_batches(pairs):
                 outcome = objective(self.policy.logprobs(batch).cpu(), batch)
-                found["loss"] += float(outcome.loss)
+                totals["loss"] += float(outcome.loss)
                 for name in names[1:]:
-                    found[name] += float(outcome.sums[name]) / len(pairs)
-        return dict(zip(names, self.dims.sum([found[name] for name in names]), strict=True))
+                    totals[name] += float(outcome.sums[name]) / len(pairs)
+        return dict(zip(names, self.dims.sum([totals[name] for name in names]), strict=True))
 
     def _micro_batches(self, pairs: Sequence[Pair]) -> Iterator[ScoredBatch]:
         for first in range(0, len(pairs), _SCORED_TOGETHER):

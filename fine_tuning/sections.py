@@ -62,8 +62,8 @@ class OwnSection:
 
     @property
     def read(self) -> frozenset[str]:
-        own: Any = TrainerSettings.model_fields[self.section].annotation
-        return READ | self.also_read | {f"{self.section}.{name}" for name in own.model_fields}
+        section_model: Any = TrainerSettings.model_fields[self.section].annotation
+        return READ | self.also_read | {f"{self.section}.{name}" for name in section_model.model_fields}
 
     @property
     def keys(self) -> dict[str, str]:
@@ -96,20 +96,23 @@ class OwnSection:
         return self._with_meant(loaded), unread
 
     def _of_other_services(self, overrides: Sequence[str]) -> list[str]:
-        given = from_overrides(overrides, [])
+        assignments = from_overrides(overrides, [])
         return [
-            f"{OVERRIDE}: {'.'.join(one.path)} is not read by `penstock {self.section}`, which starts no service; remove it"
-            for one in given
-            if (section := one.path[0].replace("-", "_")) in SECTIONS and section not in TrainerSettings.model_fields
+            f"{OVERRIDE}: {'.'.join(assignment.path)} is not read by `penstock {self.section}`, which starts no service; remove it"
+            for assignment in assignments
+            if (section := assignment.path[0].replace("-", "_")) in SECTIONS
+            and section not in TrainerSettings.model_fields
         ]
 
     def _given_twice(self, loaded: Loaded[TrainerSettings]) -> list[str]:
         pairs = [
-            (key, own) for key, own in self.keys.items() if all(_is_override(loaded.origins[k]) for k in (key, own))
+            (key, section_key)
+            for key, section_key in self.keys.items()
+            if all(_is_override(loaded.origins[k]) for k in (key, section_key))
         ]
         problems = [
-            f"{OVERRIDE}: {key} and {own} are both given, and mean the same for `penstock {self.section}`; leave one out"
-            for key, own in pairs
+            f"{OVERRIDE}: {key} and {section_key} are both given, and mean the same for `penstock {self.section}`; leave one out"
+            for key, section_key in pairs
         ]
         steps, epochs = self._origin_of("steps", loaded), self._origin_of("epochs", loaded)
         if "default" not in (steps, epochs) and _is_override(steps) == _is_override(epochs):
@@ -123,8 +126,8 @@ class OwnSection:
     def _with_meant(self, loaded: Loaded[TrainerSettings]) -> TrainerSettings:
         settings = loaded.settings
         values: dict[str, Any] = {
-            own.partition(".")[2]: _value(settings, key)
-            for key, own in self.keys.items()
+            section_key.partition(".")[2]: _value(settings, key)
+            for key, section_key in self.keys.items()
             if _is_override(loaded.origins[key])
         }
         if _is_override(self._origin_of("steps", loaded)):  # above epochs in a run file
@@ -137,11 +140,11 @@ class OwnSection:
         return settings.model_copy(update={self.section: chosen})
 
     def _advice(self, key: str) -> str:
-        instead = {**{key: f"use {own}" for key, own in self.keys.items()}, **_INSTEAD, **self.instead}
-        found = next((text for name, text in instead.items() if key == name or key.startswith(f"{name}.")), None)
+        instead = {**{key: f"use {section_key}" for key, section_key in self.keys.items()}, **_INSTEAD, **self.instead}
+        advice = next((text for name, text in instead.items() if key == name or key.startswith(f"{name}.")), None)
         where = f"[{self.section}] if `penstock train` shares it"
-        found = found.format(section=self.section) if found else None
-        return found or f"remove it, or give the run file a section {where}"
+        advice = advice.format(section=self.section) if advice else None
+        return advice or f"remove it, or give the run file a section {where}"
 
 
 def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> None:

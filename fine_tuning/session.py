@@ -94,8 +94,8 @@ class Plan:
         self.order = DataOrder(len(rows), settings.run.seed, settings.data.shuffle)
         self.output = self.section.output or settings.run.folder / name
         values = {".".join(path): value for path, value in values_of(settings)}
-        own = {key for key in values if key.startswith(f"{name}.") and key.split(".")[1] not in _FREE}
-        chosen = {key: value for key, value in values.items() if key in own or key.startswith(_FIXED)}
+        section_keys = {key for key in values if key.startswith(f"{name}.") and key.split(".")[1] not in _FREE}
+        chosen = {key: value for key, value in values.items() if key in section_keys or key.startswith(_FIXED)}
         self.fixed = json.loads(json.dumps(chosen, default=str))
         self.data = {f"{name}.data": rows.fingerprint}  # sha256 of the rows' files
         if held_out is not None:

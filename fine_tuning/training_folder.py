@@ -99,10 +99,10 @@ def newest(root: Path) -> tuple[Path, TrainingState] | None:
     """Return the newest checkpoint and its state; None if there is none. Raises CheckpointError for a damaged one."""
     for leftover in root.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover)
-    found = _committed(root)
-    if not found:
+    checkpoints = _committed(root)
+    if not checkpoints:
         return None
-    folder = found[-1]
+    folder = checkpoints[-1]
     try:
         state = TrainingState.model_validate_json((folder / STATE_FILE).read_bytes())
     except (OSError, ValidationError) as err:

@@ -124,22 +124,22 @@ def read_backup(folder: Path) -> SavedRun:
             "backup: penstock runs backup RUN --to FOLDER"
         ) from None
     try:
-        found = SavedRun.model_validate(json.loads(data))
+        backup = SavedRun.model_validate(json.loads(data))
     except (ValueError, ValidationError) as err:
         raise ConfigError(f"{folder / CONTENTS} is not what penstock runs backup writes: {str(err)[:500]}") from None
-    prefix = blob_keys.run_prefix(found.run_id)
-    named, expected = [stream.name for stream in found.streams], saved_streams(found.run_id)
+    prefix = blob_keys.run_prefix(backup.run_id)
+    named, expected = [stream.name for stream in backup.streams], saved_streams(backup.run_id)
     if named != [name for name in expected if name in named]:
         raise ConfigError(
-            f"{folder / CONTENTS} names the streams {sorted(set(named))}; run {found.run_id} has {', '.join(expected)}, in this order"
+            f"{folder / CONTENTS} names the streams {sorted(set(named))}; run {backup.run_id} has {', '.join(expected)}, in this order"
         )
-    for stream in found.streams:
+    for stream in backup.streams:
         if stream.config.get("name") != stream.name:
             raise ConfigError(f"{folder / CONTENTS}: stream {stream.name} has the configuration of another stream")
-    for saved in found.objects:
+    for saved in backup.objects:
         if not saved.key.startswith(prefix):
-            raise ConfigError(f"{folder / CONTENTS}: {saved.key[:200]!r} is no object of run {found.run_id}")
-    return found
+            raise ConfigError(f"{folder / CONTENTS}: {saved.key[:200]!r} is no object of run {backup.run_id}")
+    return backup
 
 
 def verified(path: Path, size_bytes: int, sha256: str) -> Path:
@@ -181,7 +181,9 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
     (folder / "streams").mkdir(parents=True, exist_ok=True)
     (folder / "objects").mkdir(exist_ok=True)
     (folder / CONTENTS).unlink(missing_ok=True)  # until it is written again, the folder is no backup
-    saved = [found for name in saved_streams(run) if (found := _save_stream(name, bus, folder)) is not None]
+    saved = [
+        saved_stream for name in saved_streams(run) if (saved_stream := _save_stream(name, bus, folder)) is not None
+    ]
     if f"{run}-events" not in [stream.name for stream in saved]:
         raise ConfigError(f"no run {run} at {bus.url}: it has no stream of events there; penstock runs lists the runs")
     report(f"{len(saved)} streams and buckets")
@@ -253,7 +255,7 @@ def _save_stream(name: str, bus: Bus, folder: Path) -> SavedStream | None:
 
 
 def _save_objects(
-    found: list[BlobStat], known: dict[str, SavedObject], blobs: Blobs, folder: Path, report: Report
+    stats: list[BlobStat], known: dict[str, SavedObject], blobs: Blobs, folder: Path, report: Report
 ) -> Iterable[SavedObject]:
     def copy(stat: BlobStat) -> SavedObject:
         if (same := known.get(stat.key)) is not None and same.size_bytes == stat.size_bytes:
@@ -265,9 +267,9 @@ def _save_objects(
 
     saved = list[SavedObject]()
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        for copied in pool.map(copy, found):
+        for copied in pool.map(copy, stats):
             saved.append(copied)
-            report(f"{len(saved)} of {len(found)} objects")
+            report(f"{len(saved)} of {len(stats)} objects")
     return saved
 
 
@@ -285,8 +287,8 @@ def restore(folder: Path, bus: Bus, blobs: Blobs, limits: StreamLimits, report: 
     _require_absent(saved, bus)
     for stream in saved.streams:
         verified(stream_file(folder, stream.name), stream.size_bytes, stream.sha256)
-    for number, one in enumerate(saved.objects, start=1):
-        verified(object_file(folder, one.sha256), one.size_bytes, one.sha256)
+    for number, saved_object in enumerate(saved.objects, start=1):
+        verified(object_file(folder, saved_object.sha256), saved_object.size_bytes, saved_object.sha256)
         report(f"{number} of {len(saved.objects)} objects verified")
     blobs.ensure_bucket()
     _restore_objects(saved, blobs, folder, report)
@@ -320,8 +322,8 @@ def _restore_objects(saved: SavedRun, blobs: Blobs, folder: Path, report: Report
                 f"another run's. Remove it first: penstock runs rm {saved.run_id}"
             )
 
-    def copy(one: SavedObject) -> None:
-        blobs.put_file(one.key, object_file(folder, one.sha256))
+    def copy(saved_object: SavedObject) -> None:
+        blobs.put_file(saved_object.key, object_file(folder, saved_object.sha256))
 
     missing = [saved_object for saved_object in saved.objects if saved_object.key not in there]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:

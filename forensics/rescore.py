@@ -115,30 +115,30 @@ def _from_service(groups: Sequence[GroupToScore], reward: str, service: RewardSe
             time.sleep(_RETRY_S * 2 ** (attempt - 1))
         answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(group) for group in waiting]})
         retried = []
-        for one, result in zip(waiting, answer["results"], strict=True):
-            outcomes[one.member.group_id] = _outcome(one, result)
+        for pending_group, result in zip(waiting, answer["results"], strict=True):
+            outcomes[pending_group.member.group_id] = _outcome(pending_group, result)
             if result["error"] is not None and not result["error"]["permanent"]:
-                retried.append(one)
+                retried.append(pending_group)
         waiting = retried
         if not waiting:
             break
     return outcomes
 
 
-def _wire(one: GroupToScore) -> dict[str, Any]:
-    text, truth = one.text, one.text.reward.ground_truth
+def _wire(group: GroupToScore) -> dict[str, Any]:
+    text, truth = group.text, group.text.reward.ground_truth
     return {
         "group_id": text.group_id,
         "prompt": text.prompt_text,
         "completions": list(text.completions),
-        "completion_tokens": list(one.member.scored.generated.completion_tokens),
+        "completion_tokens": list(group.member.scored.generated.completion_tokens),
         "data_source": text.reward.data_source,
         "ground_truth": None if truth is None else json.loads(truth),
         "extra_info": json.loads(text.reward.extra_info),
     }
 
 
-def _outcome(one: GroupToScore, result: Mapping[str, Any]) -> Outcome:
+def _outcome(group: GroupToScore, result: Mapping[str, Any]) -> Outcome:
     if result["error"] is not None:
         return f"{result['error']['reason']}: {result['error']['detail']}"
     scores = result["scores"]
@@ -146,7 +146,9 @@ def _outcome(one: GroupToScore, result: Mapping[str, Any]) -> Outcome:
     parts = {name: tuple(float(score["parts"].get(name, 0.0)) for score in scores) for name in names}
     rewards = tuple(float(score["score"]) for score in scores)
     try:
-        return ScoredGroup(generated=one.member.scored.generated, rewards=rewards, parts=parts, scorer=result["scorer"])
+        return ScoredGroup(
+            generated=group.member.scored.generated, rewards=rewards, parts=parts, scorer=result["scorer"]
+        )
     except ValidationError as err:
         return f"invalid answer: {err.errors()[0]['msg']}"
 

@@ -106,7 +106,7 @@ def checkpoint_file(run_id: str, epoch: int, sha256: str) -> str:
 
 
 def checkpoint_state(run_id: str, epoch: int, sha256: str) -> str:
-    """Return the key of a checkpoint's ``state.json``, stored last; ``epoch`` is the one in it, ``sha256`` its own."""
+    """Return the key of a checkpoint's ``state.json``, stored last; ``epoch`` is the one in it, ``sha256`` that of the file."""
     return f"runs/{run_id}/checkpoints/e{epoch:04d}/{sha256}/state.json"
 
 

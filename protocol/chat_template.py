@@ -1,4 +1,4 @@
-"""Render a model's own chat template, which is code from outside: the adapter of jinja2.
+"""Render a model's chat template, which is code from outside: the adapter of jinja2.
 
 The sandbox of Jinja keeps a template from reaching Python, but not from using all memory or never ending. So every loop,
 macro, call, filter and operator here counts: a rendering ends with `TemplateRefused` when a value, the sum of all values
@@ -87,15 +87,15 @@ class ChatTemplate:
         finally:
             parts = re.compile(f"({limits.opening}|{limits.closing})")
             opening, limits.opening, limits.closing = limits.opening, "", ""
-        found, is_inside = [], False
+        segments, is_inside = [], False
         for number, part in enumerate(parts.split(marked)):
             if number % 2:
                 is_inside = part == opening
             elif part:
-                found.append((part, is_inside))
-        if "".join(text for text, _ in found) != self.render(messages, **names):
+                segments.append((part, is_inside))
+        if "".join(text for text, _ in segments) != self.render(messages, **names):
             raise TemplateRefused("it changes the text inside its generation blocks after it marked it")
-        return found
+        return segments
 
 
 class _Limits(threading.local):
@@ -295,12 +295,12 @@ def _size(value: Any) -> int:
     """Return the size of a value, counted until it exceeds the limit; a shared item counts at each use."""
     size, remaining = 0, [value]
     while remaining and size <= MAX_VALUE:
-        one = remaining.pop()
-        if isinstance(one, str | bytes | range):
-            size += len(one)
-        elif isinstance(one, list | tuple | set | frozenset | Mapping):
-            size += _ITEM * (1 + len(one))
-            parts = itertools.chain(one.keys(), one.values()) if isinstance(one, Mapping) else one
+        element = remaining.pop()
+        if isinstance(element, str | bytes | range):
+            size += len(element)
+        elif isinstance(element, list | tuple | set | frozenset | Mapping):
+            size += _ITEM * (1 + len(element))
+            parts = itertools.chain(element.keys(), element.values()) if isinstance(element, Mapping) else element
             remaining += [part for part in parts if type(part) not in _PLAIN] if size <= MAX_VALUE else []
     return size
 

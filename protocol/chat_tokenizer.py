@@ -51,7 +51,7 @@ class ChatTokenizer:
         self._template = template
         self._special_tokens = dict(special_tokens)
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
-        """Token ids that end a completion, the tokenizer's own first."""
+        """Token ids that end a completion, the tokenizer's first."""
         ids = tokenizer.get_vocab(with_added_tokens=True).values()
         # None: no check
         self._limit = vocabulary if vocabulary is not None and max(ids, default=0) >= vocabulary else None
@@ -62,7 +62,7 @@ class ChatTokenizer:
     ) -> ChatTokenizer:
         """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid.
 
-        ``arguments`` are given to the chat template. Without a template a model is refused only if it ``needs_template``.
+        ``arguments`` are passed to the chat template. Without a template a model is refused only if it ``needs_template``.
         """
         if not folder.is_dir():
             raise UnsupportedModel(
@@ -142,7 +142,7 @@ class ChatTokenizer:
             if number != unknown
             for place in range(start, end)
         }
-        return {one for place, one in enumerate(text) if place not in kept and not one.isspace()}
+        return {character for place, character in enumerate(text) if place not in kept and not character.isspace()}
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of several texts, using all cores."""
@@ -257,10 +257,10 @@ def _template(
 
 
 def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabulary: int | None) -> list[int]:
-    found: list[int] = []
-    own = tokenizer.token_to_id(eos_token) if eos_token else None
-    if own is not None:
-        found.append(own)
+    token_ids: list[int] = []
+    eos_id = tokenizer.token_to_id(eos_token) if eos_token else None
+    if eos_id is not None:
+        token_ids.append(eos_id)
     for name in ("generation_config.json", "config.json"):
         declared = _read_json(folder / name).get("eos_token_id")
         if declared is not None:
@@ -269,19 +269,19 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabula
                 raise UnsupportedModel(
                     f"{folder / name}: eos_token_id: expected a token id or a list of them, got {str(declared)[:80]}"
                 )
-            found += listed
+            token_ids += listed
             break  # generation_config overrules config, as in transformers' generate
-    if not found:
+    if not token_ids:
         raise UnsupportedModel(
             f"{folder}: no end-of-sequence token in tokenizer_config.json, generation_config.json or config.json; "
             "a completion would never end; set eos_token_id in config.json"
         )
-    if vocabulary is not None and min(found) >= vocabulary:
+    if vocabulary is not None and min(token_ids) >= vocabulary:
         raise UnsupportedModel(
-            f"{folder}: the end-of-sequence token ids {found} are beyond the model's vocabulary of {vocabulary}: a completion "
+            f"{folder}: the end-of-sequence token ids {token_ids} are beyond the model's vocabulary of {vocabulary}: a completion "
             "would never end; use the tokenizer of this model"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(token_ids))
 
 
 def _vocabulary(folder: Path) -> int | None:
@@ -312,9 +312,9 @@ def _check_growth(part: str, component: Any, path: Path) -> None:
         return
     growth, remaining = 1, [json.loads(component.__getstate__())]
     while remaining:
-        one = remaining.pop()
-        remaining += one.get("normalizers") or one.get("decoders") or []
-        if one.get("type") == "Replace":
-            growth *= 1 + len(one.get("content", ""))
+        node = remaining.pop()
+        remaining += node.get("normalizers") or node.get("decoders") or []
+        if node.get("type") == "Replace":
+            growth *= 1 + len(node.get("content", ""))
     if growth > _MAX_GROWTH:
         raise UnsupportedModel(f"{path}: its {part} makes texts up to {growth} times as long; use another tokenizer")

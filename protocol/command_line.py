@@ -126,7 +126,11 @@ def _refuse_mistyped(app: App, tokens: Sequence[str]) -> None:
     import difflib  # noqa: PLC0415  few commands need it
 
     options = [name for argument in arguments for name in argument.names if name.startswith("--")]
-    for word in (one.partition("=")[0] for one in rest if one.startswith("--") and "." not in one.partition("=")[0]):
+    for word in (
+        raw_token.partition("=")[0]
+        for raw_token in rest
+        if raw_token.startswith("--") and "." not in raw_token.partition("=")[0]
+    ):
         if word not in options and (near := difflib.get_close_matches(word, options, 1, 0.8)):
             raise UsageError(f"there is no option {word}; did you mean {near[0]}?")
 

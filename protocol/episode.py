@@ -114,7 +114,7 @@ class Episode:
     status: EndStatus
     rows: tuple[EpisodeRow, ...]  # the first one's root is `MAIN`; empty only if it is not trainable
     attempt: int = 0  # how often the episode was begun before
-    time_spent_by: TimeSpender | None = None  # who used the time up; given if and only if the status is `timeout`
+    time_spent_by: TimeSpender | None = None  # who used the time up; set if and only if the status is `timeout`
     reward: float | None = None  # the environment's, for the whole episode; None: a reward endpoint scores it
     reward_parts: tuple[tuple[str, float], ...] = ()  # named components of ``reward``
     messages: str = "[]"  # JSON list of the conversation, for people and for rewards that read it

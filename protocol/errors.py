@@ -34,7 +34,7 @@
     └── ConfigError               the run file is wrong; lists every problem with file and line
 
 Texts say what happened, which id, expected and got, and the fix. A new error belongs where a caller
-would catch it; an error that no caller catches separately needs no class of its own.
+would catch it; an error that no caller catches separately needs no separate class.
 """
 
 from __future__ import annotations

@@ -62,17 +62,17 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def built_in(self) -> dict[str, Kind]:
-        found: dict[str, Kind] = {}
+        extensions: dict[str, Kind] = {}
         for module in (module for package in self._packages for module in _modules(package)):
             for value in vars(module).values():
                 if not isinstance(value, self._expected):
                     continue
                 name = str(getattr(value, "name"))  # noqa: B009 - `expected` promises the attribute, not its type
-                if found.setdefault(name, value) is not value:
+                if extensions.setdefault(name, value) is not value:
                     raise TypeError(
                         f"two {self.kind} extensions are named {name!r}; rename the one in {module.__name__}"
                     )
-        return dict(sorted(found.items()))
+        return dict(sorted(extensions.items()))
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted({*self.built_in, *(point.name for point in metadata.entry_points(group=self._group))}))

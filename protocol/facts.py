@@ -123,7 +123,7 @@ class WeightsPublished(Fact):
 class WeightsApplied(Fact):
     """Written by a rollout worker after its engine confirmed that it serves ``version``.
 
-    ``checksum`` is the engine's own checksum of the weights it serves; two engines are compared only
+    ``checksum`` is the engine's checksum of the weights it serves; two engines are compared only
     when ``layout`` is equal, because it depends on how an engine fuses and shards its tensors.
     """
 
@@ -155,7 +155,7 @@ class Head(Fact):
     """The newest complete version, in the KV bucket under ``head``; late joiners read it first.
 
     ``epoch`` is that of the trainer's lease: a trainer that takes the lease over writes the head again under
-    its own epoch, so that the former holder can no longer change it.
+    its epoch, so that the former holder can no longer change it.
     """
 
     schema_tag = "head.v1"
@@ -208,7 +208,7 @@ class KeptVersions(Fact):
 
 
 class Heartbeat(Fact):
-    """A service's own record in the live bucket; it expires when the service stops renewing it."""
+    """A service's record in the live bucket; it expires when the service stops renewing it."""
 
     schema_tag = "heartbeat.v1"
     role: Literal["rollout", "reward", "trainer"]

@@ -139,10 +139,10 @@ class RowImages(Wire):
 
     @model_validator(mode="after")
     def _in_order(self) -> RowImages:
-        for one, other in zip(self.refs, self.refs[1:], strict=False):
-            if one.end > other.position:
+        for previous, other in zip(self.refs, self.refs[1:], strict=False):
+            if previous.end > other.position:
                 raise ValueError(
-                    f"image {other.sha256} begins at token {other.position}, before image {one.sha256} ends at {one.end}"
+                    f"image {other.sha256} begins at token {other.position}, before image {previous.sha256} ends at {previous.end}"
                 )
         return self
 

@@ -59,7 +59,7 @@ def _concerns_us(record: logging.LogRecord) -> bool:
 
 
 def _json_format() -> logging.Formatter:
-    """Return the format that makes a library's line, its traceback included, one JSON line like our own."""
+    """Return the format that makes a library's line, its traceback included, one JSON line like ours."""
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[
             structlog.contextvars.merge_contextvars,

@@ -3,7 +3,7 @@
 Run as ``python -I -S parent_death.py PARENT_PID SIGNAL PORT_FILE PROGRAM [ARGUMENT...]``. When the parent exits for any reason,
 SIGKILL included, the kernel sends SIGNAL to the program (``PR_SET_PDEATHSIG``, which survives exec). Every ``{port}`` in the
 arguments is replaced by the number of a free loopback port, which is also written to PORT_FILE; with an empty PORT_FILE they stay.
-A program of its own, because code between fork and exec may deadlock in a process with threads. It imports no package.
+A separate program, because code between fork and exec may deadlock in a process with threads. It imports no package.
 
 The kernel sends the signal when the *thread* that started the process ends.
 """

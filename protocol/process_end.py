@@ -56,7 +56,7 @@ def _report(service: str, kind: type[BaseException], err: BaseException, trace: 
 def ends_quietly() -> Iterator[None]:
     """Write all output before the block ends; exit with EXIT_CODE if nothing reads standard output any more.
 
-    A pipe of the command's own that breaks is still an error.
+    A broken pipe of the command itself is still an error.
     """
     try:
         yield

@@ -81,12 +81,12 @@ def names_not_offered(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -
 
 def differently_defined(wanted: Mapping[str, str], offers: Iterable[RewardsOffered]) -> dict[str, list[str]]:
     """Return, by reward name, the replicas whose definition differs from ``wanted`` (digests by name)."""
-    found: dict[str, list[str]] = {}
+    replicas: dict[str, list[str]] = {}
     for offer in offers:
         for name, digest in wanted.items():
             if offer.definitions.get(name, digest) != digest:
-                found.setdefault(name, []).append(offer.replica)
-    return found
+                replicas.setdefault(name, []).append(offer.replica)
+    return replicas
 
 
 def nearest(name: str, offers: Iterable[RewardsOffered]) -> list[str]:

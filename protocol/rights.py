@@ -1,7 +1,7 @@
 """What each role may do on NATS and in the object store, as data.
 
 `deploy/nats_config.py` makes the permissions of a NATS server of it, `deploy/s3_policies.py` the policies of an object store. A
-service that begins to publish, tail, fetch, read or write something new is given the right here, and
+service that begins to publish, tail, fetch, read or write something new is granted the right here, and
 `python -P -m penstock.deploy.nats_config > deploy/nats.conf` writes it into the server's configuration. The role ``admin`` and the
 store's own user are not listed: they may do everything, because they create streams, buckets and users.
 """

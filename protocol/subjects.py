@@ -87,7 +87,7 @@ def dead(run_id: str, stage: str = "*") -> str:
 
 
 def stored(subject: str) -> str:
-    """Return the subject that announces each message of a watched stream once it is stored, by the message's own subject.
+    """Return the subject that announces each message of a watched stream once it is stored, by the message's subject.
 
     The announcement has no body: readers take it as a reason to read the stream.
     """

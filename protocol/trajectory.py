@@ -161,7 +161,7 @@ class Group:
             raise PackError(f"group {self.group_id} has no trajectory")
         if self.episodes:
             self._check_episodes()
-        if any(one.is_baseline for one in (self.episodes or self.trajectories)[:-1]):
+        if any(member.is_baseline for member in (self.episodes or self.trajectories)[:-1]):
             raise PackError(
                 f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
             )
@@ -188,7 +188,7 @@ class Group:
 
     @property
     def rows_of(self) -> list[range]:
-        """The numbers of each episode's rows among the trajectories; without episodes, each trajectory's own."""
+        """The numbers of each episode's rows among the trajectories; without episodes, the number of each trajectory."""
         ends = list(itertools.accumulate((len(e.rows) for e in self.episodes), initial=0))
         return [range(*pair) for pair in itertools.pairwise(ends)] or [
             range(n, n + 1) for n in range(len(self.trajectories))
@@ -282,7 +282,7 @@ class Group:
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        return tuple([one.finish_reason for one in (self.episodes or self.trajectories)])
+        return tuple([member.finish_reason for member in (self.episodes or self.trajectories)])
 
     def summary(self, row_group: int) -> GeneratedGroup:
         return GeneratedGroup(row_group=row_group, abandoned=self.abandoned, **self._described_fields())
@@ -326,10 +326,10 @@ def check_token_values(token_ids: Int32s, logprobs: Float32s, vocab_size: int | 
 
 def check_equal(group_id: str, *fields: tuple[str, object, object]) -> None:
     """Raise PackError naming the first field whose value in the pack differs from that in the message."""
-    for name, found, expected in fields:
-        if found != expected:
+    for name, actual, expected in fields:
+        if actual != expected:
             raise PackError(
-                f"the pack holds another group than {group_id} as the message describes it: {name} is {str(found)[:200]}, "
+                f"the pack holds another group than {group_id} as the message describes it: {name} is {str(actual)[:200]}, "
                 f"the message says {str(expected)[:200]}"
             )
 

@@ -110,8 +110,8 @@ class VersionTree:
 
     def mark_remade(self, until: PolicyVersion, first: PolicyVersion) -> None:
         """Record that the next version after ``until`` is made of the same groups as the next one after ``first``."""
-        num = sum(one.num for one in self.remade if one[:2] == (until, first))
-        self.remade = [*(one for one in self.remade if one[:2] != (until, first)), Remade(until, first, num + 1)]
+        num = sum(entry.num for entry in self.remade if entry[:2] == (until, first))
+        self.remade = [*(entry for entry in self.remade if entry[:2] != (until, first)), Remade(until, first, num + 1)]
 
     def is_abandoned(self, version: PolicyVersion) -> bool:
         return any(branch.after < version < branch.until for branch in self.branches)
@@ -136,8 +136,10 @@ class VersionTree:
 
     def ages(self, trainer_version: PolicyVersion, versions: Iterable[PolicyVersion]) -> dict[int, int]:
         """Return the ages that are not the difference of the numbers, by version."""
-        found = {version: self.age(trainer_version, version) for version in {*versions}} if self.branches else {}
-        return {version: age for version, age in sorted(found.items()) if age != trainer_version - version}
+        age_by_version = (
+            {version: self.age(trainer_version, version) for version in {*versions}} if self.branches else {}
+        )
+        return {version: age for version, age in sorted(age_by_version.items()) if age != trainer_version - version}
 
     def _age_on_branch(self, branch: Branch, version: PolicyVersion, distance: int) -> int:
         """Return the age of a version of a branch, whose end the trainer has passed by ``distance`` updates."""
@@ -183,7 +185,7 @@ def admissible_groups(*, outstanding: int, max_staleness: int, groups_per_step: 
     ``(max_staleness + 1) * groups_per_step`` of them in flight, a group that is trained in
     order can be at most ``max_staleness`` versions old.
 
-    That holds for a group sampled by the trainer's own version. Where publishing takes longer than a
+    That holds for a group sampled by the trainer's version. Where publishing takes longer than a
     step, the newest version of the workers is ``lag`` versions behind it: the group is too old that many
     steps earlier, so that many steps' groups fewer may be in flight.
     """

@@ -225,12 +225,12 @@ async def _environments(
     settings: RolloutSettings, episodes: FinishedEpisodes, images: RunImages
 ) -> dict[str, Environment]:
     environments = load_environments(settings.worker.environments, settings.environment.define)
-    own = await target_policy.find_own_servers(settings.nats, settings.s3) if settings.environment.define else ()
+    servers = await target_policy.find_own_servers(settings.nats, settings.s3) if settings.environment.define else ()
     most = settings.worker.max_episodes
     running = asyncio.Semaphore(most) if most else None
     for environment in environments.values():
         if settings.environment.define:
-            environment.never_call(own)
+            environment.never_call(servers)
         environment.use_worker(episodes, running)
         environment.use_images(images)
     return environments
@@ -241,8 +241,8 @@ async def _registry(bus: Bus, environments: Iterable[Environment]) -> ServerRegi
     if not registered:
         return None
     registry = registered[0].new_registry(await bus.key_value(streams.environments_bucket().bucket))
-    for one in registered:
-        one.use_registry(registry)
+    for registrant in registered:
+        registrant.use_registry(registry)
     return registry
 
 

@@ -15,7 +15,7 @@ from penstock.rollout_service.errors import MirrorFull
 T = TypeVar("T")
 log = structlog.get_logger("rollout.retry")
 
-DISK_FULL_PERIOD_S = 1.0  # a full disk fails at once, an unreachable server only after its own deadline
+DISK_FULL_PERIOD_S = 1.0  # a full disk fails at once, an unreachable server only after its deadline
 DEADLINE_S = 3600.0  # then the worker exits with the error, and its supervisor decides
 
 

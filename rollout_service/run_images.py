@@ -105,7 +105,9 @@ class RunImages:
             )
         self._keep(admitted.sha256, admitted.data)
         self._admitted[name] = admitted
-        self._admitted = {sent: one for sent, one in self._admitted.items() if one.sha256 in self._kept}
+        self._admitted = {
+            sent: stored_image for sent, stored_image in self._admitted.items() if stored_image.sha256 in self._kept
+        }
         return admitted
 
     def _keep(self, sha256: str, data: bytes) -> None:

@@ -251,15 +251,15 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _only_the_chosen_engine_has_options(self) -> RolloutSettings:
-        own = self.worker.kind.section
+        chosen_section = self.worker.kind.section
         for name, section in (("sglang", self.sglang), ("vllm", self.vllm)):
             changed = sorted(key for key in section.model_fields_set if getattr(section, key) != _default(section, key))
-            if changed and name != own:
+            if changed and name != chosen_section:
                 raise ValueError(
                     f"{name}.{changed[0]} does nothing with worker.engine = {self.worker.engine}; "
                     f'set worker.engine = "{name}", or remove {", ".join(f"{name}.{key}" for key in changed)}'
                 )
-        if own != "worker":
+        if chosen_section != "worker":
             self._refuse_options_of_the_embedded_engine()
         return self
 

@@ -114,13 +114,13 @@ class HttpConnections:
     ) -> Answer:
         """Return the answer; a body is JSON unless a header says another type. Raises ConnectionFailed, AnswerRefused, TargetRefused."""
         self._check(url)
-        given = CIMultiDict() if body is None else CIMultiDict({"Content-Type": "application/json"})
-        given.update(headers or {})
+        sent_headers = CIMultiDict() if body is None else CIMultiDict({"Content-Type": "application/json"})
+        sent_headers.update(headers or {})
         try:
             async with self._connections(url).request(
-                method, url, data=body, headers=given, allow_redirects=False
+                method, url, data=body, headers=sent_headers, allow_redirects=False
             ) as response:
-                cookies = {name: one.coded_value for name, one in response.cookies.items()}
+                cookies = {name: morsel.coded_value for name, morsel in response.cookies.items()}
                 return Answer(response.status, response.headers, await self._read(response, url), cookies)
         except aiohttp.ClientError as err:
             problem = handshake_problem(err, url, self._ca_key).removeprefix(f"{url}: ")

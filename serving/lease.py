@@ -31,7 +31,7 @@ def lease_key(name: str, server: str) -> str:
 
 
 class Leases:
-    """When each lease was last seen to be renewed, by its reader's own clock. Pure.
+    """When each lease was last seen to be renewed, by its reader's clock. Pure.
 
     A renewal rewrites the lease's key, which gives it a new revision. A lease is valid for so many seconds of the reader's monotonic
     clock after it saw the revision change, so that no two machines need to agree on the time. One that it sees for the first time is

@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.protocol.errors import ConfigError
 
 PREFIX = "whsec_"
-TOLERANCE_S = 300  # as the specification's own libraries have it
+TOLERANCE_S = 300  # as the specification's libraries have it
 _MIN_BYTES, _MAX_BYTES = 24, 64  # as the specification has it
 _TIMESTAMP = re.compile(r"[0-9]{1,12}")
 
@@ -76,14 +76,14 @@ def headers(secrets: Sequence[str], *, message_id: str, timestamp: int, body: by
     }
 
 
-def verify(secrets: Sequence[str], given: Mapping[str, str], body: bytes, *, now_s: float) -> str:
+def verify(secrets: Sequence[str], headers: Mapping[str, str], body: bytes, *, now_s: float) -> str:
     """Return the id of a request that was signed with one of the secrets; raises BadSignature.
 
-    ``given`` are the request's headers with names in lower case, ``body`` the bytes as received, and ``now_s``
+    ``headers`` are the request's headers with names in lower case, ``body`` the bytes as received, and ``now_s``
     seconds since the epoch. The id is the same for all tries of a call.
     """
-    message_id, timestamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
-    signatures = given.get("webhook-signature", "")
+    message_id, timestamp = headers.get("webhook-id", ""), headers.get("webhook-timestamp", "")
+    signatures = headers.get("webhook-signature", "")
     if not (message_id and timestamp and signatures):
         raise BadSignature("the request is not signed: webhook-id, webhook-timestamp and webhook-signature are needed")
     if not _TIMESTAMP.fullmatch(timestamp) or abs(now_s - int(timestamp)) > TOLERANCE_S:
@@ -93,7 +93,7 @@ def verify(secrets: Sequence[str], given: Mapping[str, str], body: bytes, *, now
     signed = f"{message_id}.{timestamp}.".encode() + body
     right = [f"v1,{_sign(key_bytes(secret), signed)}".encode() for secret in secrets]
     for signature in signatures.split(" "):
-        if any(hmac.compare_digest(signature.encode(), one) for one in right):
+        if any(hmac.compare_digest(signature.encode(), expected) for expected in right):
             return message_id
     raise BadSignature("the request was signed with another secret, or changed in transit")
 

@@ -37,14 +37,14 @@ def loads(body: bytes, max_depth: int | None = None) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise AmbiguousJson(f"an object has the key {twice[:_MAX_KEY]!a} twice; send it once")
-    if any("\ud800" <= letter <= "\udfff" for key in found if not key.isascii() for letter in key):
+    if any("\ud800" <= letter <= "\udfff" for key in members if not key.isascii() for letter in key):
         raise AmbiguousJson("a key has half of a surrogate pair, which is no text")
-    return found
+    return members
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -56,10 +56,10 @@ def is_deeper(value: Any, depth: int) -> bool:
     for _ in range(depth):
         level = [
             inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for node in level
+            if isinstance(node, (dict, list))
+            for inner in (node.values() if isinstance(node, dict) else node)
         ]
         if not level:
             return False
-    return any(isinstance(one, (dict, list)) and one for one in level)
+    return any(isinstance(node, (dict, list)) and node for node in level)

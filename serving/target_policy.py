@@ -5,7 +5,7 @@ of private addresses would ban the main use. Instead: an allow-list of networks 
 that are refused whatever the allow-list says. The HTTP clients resolve names, in a bounded time, and check every address they
 connect to.
 
-Servers of the run itself (NATS, S3 and the service's own API) are never allowed as endpoints: a caller who may register
+Servers of the run itself (NATS, S3 and the service's API) are never allowed as endpoints: a caller who may register
 endpoints could otherwise make this service send requests to them, past their firewall.
 """
 
@@ -61,7 +61,7 @@ _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _FOUR_NUMBERS = re.compile(r"([0-9]+\.){3}[0-9]+\.?")
 _MAX_HOST = 253  # RFC 1035
 _DEADLINE_S = 5.0
-# A pool of their own: a name server that hangs must not block the threads of other work.
+# A separate pool: a name server that hangs must not block the threads of other work.
 _RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
 _NATS_PORT = 4222
 _MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses
@@ -82,18 +82,22 @@ class OwnServer:
         if port != self.port:
             return False
         here = ip.is_loopback or ip.is_unspecified
-        return ip in self.addresses or (here and any(own.is_loopback or own.is_unspecified for own in self.addresses))
+        return ip in self.addresses or (
+            here and any(address.is_loopback or address.is_unspecified for address in self.addresses)
+        )
 
 
 class TargetPolicy:
     """Decides about URLs and addresses; build it from the entries of a setting ``allowed_targets``."""
 
-    def __init__(self, allowed: Sequence[str], own: Sequence[OwnServer] = (), *, key: str = "allowed_targets") -> None:
-        """Read the entries of the setting ``key``; ``own`` are never called.
+    def __init__(
+        self, allowed: Sequence[str], own_servers: Sequence[OwnServer] = (), *, key: str = "allowed_targets"
+    ) -> None:
+        """Read the entries of the setting ``key``; ``own_servers`` are never called.
 
         Raises ValueError naming what is neither a network nor a host name.
         """
-        self._own = tuple(own)
+        self._own = tuple(own_servers)
         self._key = key
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         self._hosts: set[str] = set()
@@ -155,8 +159,8 @@ def _is_host(name: str) -> bool:
     return "%" not in name  # an interface of this machine
 
 
-def _same_host(one: str, other: str) -> bool:
-    return one.rstrip(".").lower() == other.rstrip(".").lower()
+def _same_host(host: str, other: str) -> bool:
+    return host.rstrip(".").lower() == other.rstrip(".").lower()
 
 
 def _unmapped(ip: Address) -> Address:
@@ -177,10 +181,10 @@ async def resolve(host: str, port: int) -> list[str]:
     look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
         async with asyncio.timeout(_DEADLINE_S):
-            found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, look_up)
+            address_infos = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, look_up)
     except UnicodeError:  # a part of the name is empty or too long
         raise OSError(f"{host!a} is no host name") from None
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in address_infos))
 
 
 async def find_own_servers(nats: NatsSettings, s3: S3Settings) -> list[OwnServer]:
@@ -198,9 +202,9 @@ async def find_own_servers(nats: NatsSettings, s3: S3Settings) -> list[OwnServer
 async def find_own_api(bound: socket.socket) -> OwnServer:
     """Return this service's API; on all addresses, it has those of this machine's name too."""
     host, port = bound.getsockname()[:2]
-    own = ipaddress.ip_address(host.partition("%")[0])
-    addresses = {own}
-    if own.is_unspecified:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    addresses = {address}
+    if address.is_unspecified:
         with contextlib.suppress(OSError):
             addresses |= {ipaddress.ip_address(a.partition("%")[0]) for a in await resolve(socket.gethostname(), port)}
     return OwnServer("the API of this service", host, port, frozenset(addresses))

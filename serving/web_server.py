@@ -252,8 +252,12 @@ class _BoundedProtocol(H11Protocol):
 
     def _make_room(self) -> bool:
         """Close the connection that has waited longest for its client; False when all are worked on."""
-        others = [one for one in self.connections if isinstance(one, _BoundedProtocol) and one is not self]
-        waiting = [one for one in others if not one.has_request]
+        others = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, _BoundedProtocol) and connection is not self
+        ]
+        waiting = [connection for connection in others if not connection.has_request]
         if not waiting:
             return False
         oldest = min(waiting, key=lambda one: one.clock.since or 0.0)

@@ -122,11 +122,11 @@ class WeightSubmitter:
         published_as = (self.dtype, "adapter" if self._settings.publishes_adapters else "model")
         if resumed is None or (resumed.weights_dtype, resumed.weights_are) != published_as:
             return  # the digests are not comparable
-        found = self._record_writer.digest()
-        if found != resumed.weights_digest:
+        digest = self._record_writer.digest()
+        if digest != resumed.weights_digest:
             raise CheckpointError(
                 f"checkpoint of step {resumed.step}: expected weights with digest {resumed.weights_digest[:16]}…, loaded "
-                f"{found[:16]}…; remove its folder to resume from the checkpoint before it"
+                f"{digest[:16]}…; remove its folder to resume from the checkpoint before it"
             )
 
 

@@ -208,10 +208,10 @@ class EvalSettings(Section):
                 raise ValueError(
                     f"eval.source.{name}.data names no file; set it to held-out prompts, or remove the source"
                 )
-            one = self.of(name)
-            if one.samples > 1 and one.temperature == 0.0:
+            settings = self.of(name)
+            if settings.samples > 1 and settings.temperature == 0.0:
                 raise ValueError(
-                    f"eval.source.{name}: {one.samples} greedy completions would all be the same; set its temperature above 0, or its "
+                    f"eval.source.{name}: {settings.samples} greedy completions would all be the same; set its temperature above 0, or its "
                     "samples to 1"
                 )
         return self
@@ -219,12 +219,12 @@ class EvalSettings(Section):
     def of(self, name: str) -> EvalSettings:
         if name == DATA_EVAL:
             return self
-        own = {
+        overrides = {
             key: value
             for key in ("every", "num_prompts", "temperature", "samples", "max_new_tokens", "environment")
             if (value := getattr(self.source[name], key)) is not None
         }
-        return self.model_copy(update=own)
+        return self.model_copy(update=overrides)
 
     def names(self, *, has_data_eval: bool) -> list[str]:
         return [*([DATA_EVAL] if has_data_eval else []), *self.source]
@@ -239,11 +239,11 @@ class EvalSettings(Section):
             raise ValueError(
                 f"eval.best_by = {self.best_by}: there is no source {name}; there are {', '.join(names) or 'none'}"
             )
-        found = _METRIC.fullmatch(metric)
-        if dot and found is None:
+        match = _METRIC.fullmatch(metric)
+        if dot and match is None:
             raise ValueError(f"eval.best_by = {self.best_by}: expected {name}.accuracy, {name}.reward or {name}.pass@K")
-        k, samples = int(found[1]) if found and found[1] else 1, self.of(name).samples
-        if found and found[1] and (k > samples or samples == 1 or k & (k - 1)):
+        k, samples = int(match[1]) if match and match[1] else 1, self.of(name).samples
+        if match and match[1] and (k > samples or samples == 1 or k & (k - 1)):
             raise ValueError(
                 f"eval.best_by = {self.best_by}: pass@K is measured for K = 1, 2, 4, … up to the samples of the source, which has {samples}; "
                 "raise its samples, or name another K"

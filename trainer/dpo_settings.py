@@ -86,15 +86,15 @@ class DpoSettings(_AllSettings):
     def losses(self) -> tuple[WeighedLoss, ...]:
         names = _names(self.loss)
         weights = self.loss_weights or [1.0] * len(names)
-        found = [PREFERENCE_LOSSES.find(name).value for name in names]
+        chosen = [PREFERENCE_LOSSES.find(name).value for name in names]
         return tuple(
-            WeighedLoss(loss, self._options(loss), weight) for loss, weight in zip(found, weights, strict=True)
+            WeighedLoss(loss, self._options(loss), weight) for loss, weight in zip(chosen, weights, strict=True)
         )
 
     @property
     def extension_digests(self) -> dict[str, str]:
-        found = [PREFERENCE_LOSSES.find(name) for name in _names(self.loss)]
-        return {f"extension {PREFERENCE_LOSSES.kind} {one.name}": one.digest for one in found if one.digest}
+        parts = [PREFERENCE_LOSSES.find(name) for name in _names(self.loss)]
+        return {f"extension {PREFERENCE_LOSSES.kind} {part.name}": part.digest for part in parts if part.digest}
 
     @property
     def needs_reference(self) -> bool:
@@ -110,9 +110,13 @@ class DpoSettings(_AllSettings):
         return next((float(weighed.options["beta"]) for weighed in self.losses if "beta" in weighed.options), 1.0)
 
     def _options(self, loss: PreferenceLoss[Any]) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in loss.option_names if name in type(self).model_fields}
-        given = {name: value for name, value in self.options.items() if name in loss.option_names and name not in own}
-        return {**loss.options(**given).model_dump(), **own}
+        section_values = {name: getattr(self, name) for name in loss.option_names if name in type(self).model_fields}
+        user_options = {
+            name: value
+            for name, value in self.options.items()
+            if name in loss.option_names and name not in section_values
+        }
+        return {**loss.options(**user_options).model_dump(), **section_values}
 
     @field_validator("loss")
     @classmethod

@@ -91,8 +91,8 @@ class ParallelLayout:
 
 
 def _divisors(number: int) -> str:
-    found = [str(one) for one in range(2, number + 1) if number % one == 0]
-    return " or ".join(found) if found else "1"
+    divisors = [str(divisor) for divisor in range(2, number + 1) if number % divisor == 0]
+    return " or ".join(divisors) if divisors else "1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool
 
 
 def check_is_newest(
-    committed: bytes | None, folder: Path, found: CheckpointState | None, state_json: bytes, *, older_step: int | None
+    committed: bytes | None, folder: Path, newest: CheckpointState | None, state_json: bytes, *, older_step: int | None
 ) -> None:
     """Raise CheckpointError when resuming from anything but the newest checkpoint that NATS knows the run committed.
 
@@ -120,27 +120,25 @@ def check_is_newest(
         f"run state in NATS: the newest committed checkpoint is of step {known.step}, version {known.version} (chapter "
         f"{known.chapter} of the record)"
     )
-    if found is None:
+    if newest is None:
         raise CheckpointError(
             f"{expected}. {folder} has no checkpoint, and the object store no copy of it (trainer.store_checkpoints). The "
             "groups it was made of are acknowledged and would be lost: copy the run's folder to this machine (run.dir), or "
             "start over with another run.id"
         )
-    got = (
-        f"{folder / folder_name(found.step)} is of step {found.step}, version {found.version} (chapter {found.chapter})"
-    )
-    if found.chapter > known.chapter or found.step == older_step:
+    got = f"{folder / folder_name(newest.step)} is of step {newest.step}, version {newest.version} (chapter {newest.chapter})"
+    if newest.chapter > known.chapter or newest.step == older_step:
         return
-    if found.chapter < known.chapter:
+    if newest.chapter < known.chapter:
         raise CheckpointError(
             f"{expected}. The newest in {folder} is older: {got}. Restore the folder of step {known.step} (copy it to "
-            f"run.dir), or set trainer.resume_older_step = {found.step} to resume from there and make the later steps again"
+            f"run.dir), or set trainer.resume_older_step = {newest.step} to resume from there and make the later steps again"
         )
-    if (found.record, hashlib.sha256(state_json).hexdigest()) != (known.record, known.state_sha256):
+    if (newest.record, hashlib.sha256(state_json).hexdigest()) != (known.record, known.state_sha256):
         raise CheckpointError(
             f"{expected}, with sha256 {known.state_sha256} of its {STATE_FILE}. {got}, but its {STATE_FILE} has sha256 "
             f"{hashlib.sha256(state_json).hexdigest()}: it was altered, or is of another run with this run.id. Restore it "
-            f"from a copy, or set trainer.resume_older_step = {found.step} to resume from it as it is"
+            f"from a copy, or set trainer.resume_older_step = {newest.step} to resume from it as it is"
         )
 
 
@@ -190,7 +188,7 @@ def _wanted(prompt_sets: Iterable[PromptSet], define: Mapping[str, RewardDefinit
     for prompts in prompt_sets:
         asked = set(prompts.rows_by_reward)
         defined = {name: define[name] for name in asked & define.keys()}
-        auto = {name for name, one in defined.items() if any(p.reward == AUTO_REWARD for p in one.parts.values())}
+        auto = {name for name, reward in defined.items() if any(p.reward == AUTO_REWARD for p in reward.parts.values())}
         wanted.names.update(asked - {AUTO_REWARD})
         for name, definition in defined.items():  # the service itself makes a built-in reward with parameters
             wanted.parts[name] = {part.reward for part in definition.parts.values() if not part.parameters}

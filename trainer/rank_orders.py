@@ -70,8 +70,10 @@ class RankActivity:
 class RankWatch:
     """Asks the other ranks in a thread (rank 0); use as a context manager, whose exit tells them that the watch ends."""
 
-    def __init__(self, channel: RankChannel, own: RankActivity, deadline_s: float, end: Callable[[str], None]) -> None:
-        self._channel, self._own, self._deadline_s, self._end_process = channel, own, deadline_s, end
+    def __init__(
+        self, channel: RankChannel, activity: RankActivity, deadline_s: float, end: Callable[[str], None]
+    ) -> None:
+        self._channel, self._own, self._deadline_s, self._end_process = channel, activity, deadline_s, end
         self._last: list[str] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="rank-watch", daemon=True)
@@ -101,17 +103,17 @@ class RankWatch:
                 self._end_process(f"{err}. Last answers: {seen or 'none'}. Rank 0: {self._own.describe()}")
 
 
-def answer_watch(channel: RankChannel, own: RankActivity, deadline_s: float, end: Callable[[str], None]) -> None:
+def answer_watch(channel: RankChannel, activity: RankActivity, deadline_s: float, end: Callable[[str], None]) -> None:
     """Answer rank 0 in a daemon thread; call ``end`` when it has not asked for ``deadline_s`` (all other ranks)."""
 
     def work() -> None:
         asked, deadline = time.monotonic(), None  # rank 0 begins to ask when it begins to train
         try:
-            while channel.answer_one(lambda _: own.describe().encode(), deadline_s=deadline) != _END:
+            while channel.answer_one(lambda _: activity.describe().encode(), deadline_s=deadline) != _END:
                 asked, deadline = time.monotonic(), deadline_s
         except RankUnresponsive as err:
             _give_time(asked, deadline_s)
-            end(f"{err}. This rank: {own.describe()}")
+            end(f"{err}. This rank: {activity.describe()}")
 
     threading.Thread(target=work, name="rank-watch", daemon=True).start()
 
@@ -180,12 +182,12 @@ class RankProgram:
 class RankOrders(Generic[T]):
     """Orders to the objects of one type that all ranks hold, carried out in a thread of each rank while training goes on."""
 
-    def __init__(self, own: T, ranks: Ranks | None, name: str, error: type[Exception]) -> None:
+    def __init__(self, target: T, ranks: Ranks | None, name: str, error: type[Exception]) -> None:
         """Open a channel on every rank, in the same order; the ranks but 0 carry out orders in a daemon thread called ``name``.
 
         ``own`` is this rank's object. Without ``ranks`` one process is alone.
         """
-        self._own, self._error = own, error
+        self._own, self._error = target, error
         self._channel = ranks.channel() if ranks is not None and ranks.num_ranks > 1 else None
         if self._channel is not None and ranks is not None and not ranks.is_leader:
             threading.Thread(target=self._channel.listen, args=(self._answer,), name=name, daemon=True).start()
@@ -198,12 +200,12 @@ class RankOrders(Generic[T]):
         if self._channel is None:
             return [method(self._own, *args, **kwargs)]
         data = pack_order(method, *args, **kwargs)
-        own, answers = self._channel.ask(data, lambda: method(self._own, *args, **kwargs))
+        local_result, answers = self._channel.ask(data, lambda: method(self._own, *args, **kwargs))
         failed = [(rank, answer) for rank, answer in enumerate(answers, start=1) if answer.startswith(_FAILED)]
         if problems := [f"rank {rank}: {answer[1:].decode()}" for rank, answer in failed]:
             raise self._error("; ".join(problems))
         result = _result_type(method)
-        return [own, *(result.validate_json(answer[1:], strict=True) for answer in answers)]
+        return [local_result, *(result.validate_json(answer[1:], strict=True) for answer in answers)]
 
     def _answer(self, data: bytes) -> bytes:
         try:
@@ -230,8 +232,8 @@ def _result_type(method: Callable[..., Any]) -> TypeAdapter[Any]:
 
 def pack_order(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
     """Return an order as MessagePack: the method's name, and the arguments that were given and are sent, by name, as JSON."""
-    given, types = inspect.signature(method).bind(None, *args, **kwargs).arguments, _types(method)
-    absolute = {name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()}
+    arguments, types = inspect.signature(method).bind(None, *args, **kwargs).arguments, _types(method)
+    absolute = {name: value.absolute() if isinstance(value, Path) else value for name, value in arguments.items()}
     sent = {name: to_json(value, inf_nan_mode="constants") for name, value in absolute.items() if name in types}
     data = msgpack.packb([method.__name__, sent])
     assert data is not None
@@ -241,11 +243,11 @@ def pack_order(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
 def read_order(kind: type, data: bytes) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the method of an order and its arguments; raises ValueError for unmarked ones or wrong types."""
     name, sent = msgpack.unpackb(data)
-    found = getattr(kind, name, None)
-    if found is None or not getattr(found, _MARK, False):
+    attribute = getattr(kind, name, None)
+    if attribute is None or not getattr(attribute, _MARK, False):
         raise ValueError(
             f"internal error, please report: rank 0 ordered {name!r}, which is no order of {kind.__name__}"
         )
-    method = inspect.unwrap(found)
+    method = inspect.unwrap(attribute)
     types = _types(method)
     return method, {key: types[key].validate_json(value, strict=True) for key, value in sent.items()}

@@ -67,21 +67,21 @@ class Ranks:
         dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
         longest = max(int(size) for size in sizes)
         mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0") or b"\0"), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.num_ranks)] if self.is_leader else None
-        dist.gather(mine, found, dst=0)
-        return [t[: int(size)].numpy().tobytes() for t, size in zip(found or [], sizes, strict=False)]
+        gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)] if self.is_leader else None
+        dist.gather(mine, gathered, dst=0)
+        return [t[: int(size)].numpy().tobytes() for t, size in zip(gathered or [], sizes, strict=False)]
 
     def subgroup(self, size: int, stride: int = 1) -> RankSubgroup:
         """Return the group of ``size`` ranks, each ``stride`` after the one before, that this one is in; called on all ranks, in the same order."""
-        own = None
+        rank_group = None
         for block in range(0, self.num_ranks, size * stride):
             for first in range(block, block + stride):
                 members = list(range(first, first + size * stride, stride))
                 group = dist.new_group(members, timeout=_DEADLINE)
                 if self.rank in members:
-                    own = RankSubgroup(group, members.index(self.rank), size)
-        assert own is not None
-        return own
+                    rank_group = RankSubgroup(group, members.index(self.rank), size)
+        assert rank_group is not None
+        return rank_group
 
     def channel(self) -> RankChannel:
         """Open a channel of questions and answers for threads; called on all ranks, in the same order."""
@@ -128,17 +128,17 @@ class RankSubgroup:
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """Send ``parts[n]`` to rank n of the group, and return what each sent to this one, [size, …] as ``parts``."""
-        given = parts.contiguous()
+        sent = parts.contiguous()
         # `empty_like` could keep other strides.
-        found = torch.empty(given.shape, dtype=given.dtype, device=given.device)
-        dist.all_to_all_single(found, given, group=self._group)
-        return found
+        received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received
 
     def gather(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the ``values`` of all ranks, of one shape, next to each other in dimension ``dim``."""
-        given = values.contiguous()
-        parts = [torch.empty(given.shape, dtype=given.dtype, device=given.device) for _ in range(self.size)]
-        dist.all_gather(parts, given, group=self._group)
+        sent = values.contiguous()
+        parts = [torch.empty(sent.shape, dtype=sent.dtype, device=sent.device) for _ in range(self.size)]
+        dist.all_gather(parts, sent, group=self._group)
         return torch.cat(parts, dim=dim)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class RankChannel:
         self._broken: RankUnresponsive | None = None  # after it, a late answer would be read for a later question
 
     def ask(
-        self, question: bytes, own: Callable[[], T], *, deadline_s: float = _ANSWER_DEADLINE_S
+        self, question: bytes, local_call: Callable[[], T], *, deadline_s: float = _ANSWER_DEADLINE_S
     ) -> tuple[T, list[bytes]]:
         """Send a question, call ``own``, and return its result with the others' answers (rank 0).
 
@@ -175,7 +175,7 @@ class RankChannel:
                 for rank in others:
                     self._send(question, rank, timedelta(seconds=deadline_s))
                 try:
-                    mine = own()
+                    mine = local_call()
                 finally:
                     answers = [self._receive(rank, timedelta(seconds=deadline_s)) for rank in others]
             except RankUnresponsive as err:

@@ -50,8 +50,8 @@ class RowFormat:
     @cached_property
     def reads(self) -> frozenset[str]:
         """The columns that ``extra_info`` leaves out."""
-        own = (self.prompt, *self.prompt_parts, self.answer, self.ground_truth, self.data_source)
-        return _EVERYWHERE.union(name for name in own if name is not None)
+        columns = (self.prompt, *self.prompt_parts, self.answer, self.ground_truth, self.data_source)
+        return _EVERYWHERE.union(name for name in columns if name is not None)
 
     def answer_column(self, row: dict[str, Any]) -> str | None:
         """Return the column that SFT imitates in a row without messages; None if there is none."""
@@ -66,9 +66,9 @@ ROW_FORMATS: Final[Registry[RowFormat]] = Registry(
 def detect(row: dict[str, Any]) -> RowFormat:
     """Return the built-in format of a row, by its columns; raises MalformedData, whose text leaves the fix to the caller."""
     by_precedence = sorted(ROW_FORMATS.built_in.values(), key=lambda form: form.precedence)
-    if (found := next((form for form in by_precedence if form.matches(row)), None)) is None:
+    if (row_format := next((form for form in by_precedence if form.matches(row)), None)) is None:
         raise MalformedData(
             f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "
             "question and answer, or else conversations, instruction or input"
         )
-    return found
+    return row_format

@@ -61,8 +61,8 @@ def main() -> None:
     width = prompts.shape[1]
 
     def accuracy() -> float:
-        found = answers(generate(held_out, do_sample=False)[:, width:])
-        return sum(map(str.__eq__, found, held_out_truths)) / len(held_out)
+        predictions = answers(generate(held_out, do_sample=False)[:, width:])
+        return sum(map(str.__eq__, predictions, held_out_truths)) / len(held_out)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LambdaLR(
@@ -97,25 +97,25 @@ def main() -> None:
 
     def timed(what: str, work, *arguments):
         wall, cpu = time.monotonic(), time.process_time()
-        found = work(*arguments)
+        outcome = work(*arguments)
         spent[what][0] += time.monotonic() - wall
         spent[what][1] += time.process_time() - cpu
-        return found
+        return outcome
 
-    found = [timed("eval", accuracy)]
+    accuracies = [timed("eval", accuracy)]
     for number in range(options.steps):
         timed("train", step, number)
         if (number + 1) % max(1, options.steps // 6) == 0 or number + 1 == options.steps:
-            found.append(timed("eval", accuracy))
+            accuracies.append(timed("eval", accuracy))
     print(
         json.dumps(
             {
                 "steps": options.steps,
                 "threads": options.threads,
                 **{f"{what}_{kind}_s": round(s, 1) for what, both in spent.items() for kind, s in zip(("wall", "cpu"), both, strict=True)},
-                "accuracy_before": found[0],
-                "accuracy_after": found[-1],
-                "evaluations": len(found),
+                "accuracy_before": accuracies[0],
+                "accuracy_after": accuracies[-1],
+                "evaluations": len(accuracies),
                 "wall_s": round(time.monotonic() - START, 1),
                 "cpu_s": round(sum(os.times()[:4]), 1),
             }

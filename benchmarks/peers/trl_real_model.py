@@ -107,11 +107,11 @@ def _held_out_reward(model, tokenizer, rows, max_new_tokens: int, is_bfloat16: b
 
     tokenizer.padding_side = "left"
     texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
-    given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
-        out = model.generate(**given, max_new_tokens=max_new_tokens, do_sample=False)
-    answers = tokenizer.batch_decode(out[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    answers = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(a.strip() == row["ground_truth"] for a, row in zip(answers, rows, strict=True)) / len(rows)
 
 

@@ -51,8 +51,10 @@ class RemoteBackend:
         return wait_until(lambda: self.state not in GOING_ON, timeout_s, _POLL_S)
 
     def failure(self) -> RunFailed:
-        found = self._call("GET", "")
-        return RunFailed(f"run {self.run_id} failed: {found.get('detail')}; its log ends with\n{found.get('log', '')}")
+        response = self._call("GET", "")
+        return RunFailed(
+            f"run {self.run_id} failed: {response.get('detail')}; its log ends with\n{response.get('log', '')}"
+        )
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield steps and evaluations: of the folder, or those that the API has."""
@@ -68,12 +70,12 @@ class RemoteBackend:
     def _steps(self) -> Iterator[Mapping[str, Any]]:
         first = 0
         while True:
-            found = self._call("GET", "/metrics", **{"from": first, "to": first + _WINDOW - 1, "points": _WINDOW})
-            for place, step in enumerate(found["steps"]):
-                values = {name: series["mean"][place] for name, series in found["figures"].items()}
-                yield {"kind": "step", **values, "at": found["at"][place], "step": step}
+            response = self._call("GET", "/metrics", **{"from": first, "to": first + _WINDOW - 1, "points": _WINDOW})
+            for place, step in enumerate(response["steps"]):
+                values = {name: series["mean"][place] for name, series in response["figures"].items()}
+                yield {"kind": "step", **values, "at": response["at"][place], "step": step}
             first += _WINDOW
-            if not found["steps"] and not self._call("GET", "/metrics", **{"from": first, "points": 2})["steps"]:
+            if not response["steps"] and not self._call("GET", "/metrics", **{"from": first, "points": 2})["steps"]:
                 return
 
     def events(self) -> Iterator[Event | None]:
@@ -84,13 +86,15 @@ class RemoteBackend:
         over_since: float | None = None
         with RemoteEvents(self._api, self.run_id) as arriving:
             while over_since is None or time.monotonic() - over_since < _QUIET_S:
-                found = arriving.next(_POLL_S)
-                if found is not None and "kind" in found:
+                message = arriving.next(_POLL_S)
+                if message is not None and "kind" in message:
                     over_since = over_since and time.monotonic()
-                    yield Event(str(found["kind"]), str(found["source"]), float(found["at"]), dict(found["data"]))
+                    yield Event(
+                        str(message["kind"]), str(message["source"]), float(message["at"]), dict(message["data"])
+                    )
                     continue
-                if found is not None and "state" in found:
-                    is_over = found["state"] not in GOING_ON and self.state not in GOING_ON
+                if message is not None and "state" in message:
+                    is_over = message["state"] not in GOING_ON and self.state not in GOING_ON
                     over_since = (over_since or time.monotonic()) if is_over else None
                 yield None
 
@@ -168,9 +172,9 @@ class RemoteTraining(RemoteBackend):
             return
         for row in super().rows():
             yield row
-            found = {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
-            if found:
-                yield {"kind": "eval", "step": row.get("step"), **found}
+            eval_values = {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
+            if eval_values:
+                yield {"kind": "eval", "step": row.get("step"), **eval_values}
 
 
 _CONFLICT = 409
@@ -179,14 +183,14 @@ _FILES = ".client"  # rows of calls, in the folder of runs: the folder of a run 
 
 def train(api: RunsApi, values: Values, runs: Path, *, workers: int) -> RemoteBackend:
     """Create a run and start it; raises ApiRefused or another PenstockError, and starts nothing then."""
-    given = values.get(REWARD)
+    reward_value = values.get(REWARD)
     if not api.is_here:
         _refuse_what_is_here(api, values)
     reward: ServedFunction | RegisteredReward | None = None
-    name = given
-    if callable(given):
-        name = reward_name(given)
-        reward = ServedFunction(reward_of(given), name)
+    name = reward_value
+    if callable(reward_value):
+        name = reward_name(reward_value)
+        reward = ServedFunction(reward_of(reward_value), name)
     try:
         run_id = _create(api, {**_with_files(values, runs), REWARD: name}, "run", workers=workers)
         return RemoteBackend(api, run_id, reward=reward)
@@ -231,10 +235,10 @@ def _refuse_what_is_here(api: RunsApi, values: Values) -> None:
 
 
 def _with_files(values: Values, runs: Path) -> dict[tuple[str, ...], Any]:
-    found: dict[tuple[str, ...], Any] = dict(values)
+    file_values: dict[tuple[str, ...], Any] = dict(values)
     for key in DATA & values.keys():
-        found[key] = data_files.stored(values[key], runs / _FILES, key[1])
+        file_values[key] = data_files.stored(values[key], runs / _FILES, key[1])
     model = values.get(MODEL)
     if isinstance(model, str) and Path(model).exists():
-        found[MODEL] = str(Path(model).absolute())
-    return found
+        file_values[MODEL] = str(Path(model).absolute())
+    return file_values

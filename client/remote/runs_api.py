@@ -130,9 +130,9 @@ class RemoteEvents:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._response is not None:  # wakes the thread, which waits for the next line
-            found = self._response.extensions["network_stream"].get_extra_info("socket")
+            sock = self._response.extensions["network_stream"].get_extra_info("socket")
             with contextlib.suppress(OSError, AttributeError):
-                found.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(_STOP_S)
 
     def next(self, timeout_s: float) -> dict[str, Any] | None:
@@ -141,12 +141,12 @@ class RemoteEvents:
         Raises ApiRefused when the API refuses, or no console has answered for five minutes.
         """
         try:
-            found = self._arrived.get(timeout=timeout_s)
+            message = self._arrived.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if isinstance(found, PenstockError):
-            raise found
-        return found
+        if isinstance(message, PenstockError):
+            raise message
+        return message
 
     def _read(self) -> None:
         broken_at = 0.0
@@ -173,14 +173,14 @@ class RemoteEvents:
                 name, _, value = line.partition(":")
                 if name != "data":
                     continue
-                found = json.loads(value)
-                self._last = int(found.get("sequence", self._last))
-                self._put(found)
+                message = json.loads(value)
+                self._last = int(message.get("sequence", self._last))
+                self._put(message)
         finally:
             self._response = None
 
-    def _put(self, found: dict[str, Any] | PenstockError) -> None:
+    def _put(self, message: dict[str, Any] | PenstockError) -> None:
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
-                self._arrived.put(found, timeout=_RETRY_S)
+                self._arrived.put(message, timeout=_RETRY_S)
                 return

@@ -122,7 +122,7 @@ def track(
 ) -> int:
     """Write a run's metrics to experiment trackers, from where they stopped until the run ends.
 
-    `penstock train` does it too when its run file sets trackers. Each tracker is written by a process of its own, which
+    `penstock train` does it too when its run file sets trackers. Each tracker is written by a separate process, which
     affects neither the run nor the other trackers. Without tracker=, those that the run was started with.
 
     Example:  penstock track quickstart tracker=tensorboard
@@ -138,7 +138,7 @@ def track(
 
 @app.command(group=INSPECT)
 def log(run: RunName, *arguments: RunArguments, step: Annotated[int, Help("Optimizer step of the figures.")]) -> int:
-    """Add figures of another trainer to a run's metrics: they go where the run's own go, to its trackers.
+    """Add figures of another trainer to a run's metrics: they go where those of the run go, to its trackers.
 
     The run needs its streams: penstock bootstrap run.id=RUN. From Python: penstock.MetricsLog.
 

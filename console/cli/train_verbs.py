@@ -176,7 +176,7 @@ def evaluate(
 ) -> int:
     """Evaluate a model or a version of a run: avg@k, pass@k and maj@k with confidence intervals, for each source.
 
-    Samples with the workers and reward services of training, on servers of its own on this machine; the run is not
+    Samples with the workers and reward services of training, on separate servers on this machine; the run is not
     touched. A version of a run is evaluated with the run's settings of data, sampling and rewards. The result is stored
     in the run's folder, under evaluations. A prompt that failed is counted as failed, never as 0: the exit code is
     then 3. Given again after a stop, the same command samples only what is missing.

@@ -65,14 +65,14 @@ SETTINGS = {verb: tuple(keys.split()) for verb, keys in (_SETTINGS | dict.fromke
 
 def attach(app: App, tokens: Sequence[str] | None = None) -> None:
     """Add settings to the help of every verb, or of the one that ``tokens`` name, and let texts fill the terminal's width."""
-    for verb, one in verbs_of(app):
-        if one.default_command is not None:
-            one.help = flowing(inspect.getdoc(one.default_command) or "")
+    for verb, command in verbs_of(app):
+        if command.default_command is not None:
+            command.help = flowing(inspect.getdoc(command.default_command) or "")
         is_asked = tokens is None or verb.split() == list(tokens[: verb.count(" ") + 1])
         if is_asked and verb in SETTINGS:
             known = explain_settings.load_reference().settings
             table = explain_settings.table([known[key] for key in SETTINGS[verb]], indent="  ", short=True)
-            one.help_epilogue = "\n".join([_SETTINGS_TITLE, *table])
+            command.help_epilogue = "\n".join([_SETTINGS_TITLE, *table])
 
 
 def verbs_of(app: App, verb: str = "") -> Iterator[tuple[str, App]]:
@@ -122,15 +122,15 @@ def words_of(app: App) -> Words:
     verbs: dict[str, list[str]] = {}
     flags: dict[str, list[str]] = {}
     take_a_run: list[str] = []
-    for verb, one in verbs_of(app):
-        verbs[verb] = sorted(name for name in one if not name.startswith("-"))
-        arguments = arguments_of(one)
+    for verb, entry in verbs_of(app):
+        verbs[verb] = sorted(name for name in entry if not name.startswith("-"))
+        arguments = arguments_of(entry)
         names = {name for argument in arguments if argument.show for name in argument.names if name.startswith("--")}
         flags[verb] = sorted({"--help", *names})
         if arguments and arguments[0].field_info.name == "run" and arguments[0].index == 0:
             take_a_run.append(verb)
     keys = [key for key in known.settings if f".{ANY_NAME}." not in key]
-    values = {key: one.values for key, one in known.settings.items() if one.values}
+    values = {key: entry.values for key, entry in known.settings.items() if entry.values}
     return Words(verbs, flags, keys, values, list(known.sections), take_a_run)
 
 

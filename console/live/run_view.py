@@ -179,7 +179,7 @@ class RunView(RunFold):
         if len(gaps) < _STEPS_BEFORE_STALLS:
             return []
         limit = max(_STALL_S, 10 * statistics.median(gap for gap, _ in gaps))
-        longest = sorted((one for one in gaps if one[0] > limit), key=lambda one: one[0])[-_NUM_STALLS:]
+        longest = sorted((stall for stall in gaps if stall[0] > limit), key=lambda one: one[0])[-_NUM_STALLS:]
         return [
             Incident(point.at, f"no step for {clock(gap)} after step {point.step}", "note") for gap, point in longest
         ]
@@ -206,16 +206,16 @@ class RunView(RunFold):
         return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
-        found = {}
+        by_worker = {}
         for worker, facts in sorted(self._applied.items()):
-            found[worker] = WorkerWeights(
+            by_worker[worker] = WorkerWeights(
                 versions_applied=len(facts),
                 newest_version=max(f.version for f in facts),
                 mean_pause_s=_mean([f.pause_s for f in facts]) or 0.0,
                 mean_fetch_s=_mean([f.fetch_s for f in facts]) or 0.0,
                 num_lives=self._fleet.num_starts("rollout", worker),
             )
-        return found
+        return by_worker
 
     def _weights_summary(self) -> WeightsSummary:
         patches = [p for p in self.publications.values() if p.kind == "patch"]

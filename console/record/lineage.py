@@ -104,7 +104,7 @@ def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
     chain, steps = _chain(record, version)
     maker = record.maker_of(version)
     session = maker if isinstance(maker, RecordedSession) else record.session_of(maker)
-    own = maker if isinstance(maker, RecordedStep) else None
+    maker_step = maker if isinstance(maker, RecordedStep) else None
     groups = [group for step in steps for group in step.groups]
     return VersionLineage(
         run_id=record.run_id,
@@ -112,12 +112,12 @@ def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
         epoch=session.epoch,
         holder=session.holder,
         environment=session.environment,
-        skipped=dict(own.skipped) if own else {},
-        groups=[_member(record, own, group) for group in own.groups] if own else [],
+        skipped=dict(maker_step.skipped) if maker_step else {},
+        groups=[_member(record, maker_step, group) for group in maker_step.groups] if maker_step else [],
         chain=chain,
         scorers=dict(Counter(group.scored.scorer for group in groups)),
         num_prompts=len({group.prompt for group in groups}),
-        updates=[list(places) for places in own.updates] if own else [],
+        updates=[list(places) for places in maker_step.updates] if maker_step else [],
     )
 
 
@@ -212,18 +212,18 @@ def print_lineage(
     logs.configure("lineage", level="error")
     record, blobs = open_record(run)
     if group is not None:
-        found = group_history(record, group)
-        members = [found.trained] if found.trained else []
+        lineage = group_history(record, group)
+        members = [lineage.trained] if lineage.trained else []
     else:
-        found = version_lineage(record, record.last_version if version is None else version)
-        members = found.groups
+        lineage = version_lineage(record, record.last_version if version is None else version)
+        members = lineage.groups
     read_texts(members, packs_of(record), blobs)
     if as_json:
-        print(json.dumps(asdict(found)))
-    elif isinstance(found, VersionLineage):
-        _show_version(found, console(), full=full)
+        print(json.dumps(asdict(lineage)))
+    elif isinstance(lineage, VersionLineage):
+        _show_version(lineage, console(), full=full)
     else:
-        _show_group(found, console(), full=full)
+        _show_group(lineage, console(), full=full)
     return 0
 
 
@@ -251,35 +251,48 @@ def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: B
             member.prompt_text, member.completions = text.prompt_text, text.completions
 
 
-def _show_version(found: VersionLineage, console: Console, *, full: bool) -> None:
-    link = found.link
+def _show_version(lineage: VersionLineage, console: Console, *, full: bool) -> None:
+    link = lineage.link
     made = f"step {link.step} on version {link.parent}" if link.step is not None else _origin(link.parent)
-    console.print(f"run {found.run_id}, version {found.version}: {made}, by {found.holder} (epoch {found.epoch})")
+    console.print(
+        f"run {lineage.run_id}, version {lineage.version}: {made}, by {lineage.holder} (epoch {lineage.epoch})"
+    )
     console.print(f"weights {link.weights_digest}", highlight=False)
-    if found.environment:
-        made_with = ", ".join(f"{k} {v}" for k, v in found.environment.items())
+    if lineage.environment:
+        made_with = ", ".join(f"{k} {v}" for k, v in lineage.environment.items())
         console.print(Text(printable(f"made with {made_with}")), highlight=False)
-    if found.skipped:
-        console.print("filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in found.skipped.items()))
-    if found.updates:
-        sizes = ", ".join(str(len(places)) for places in found.updates)
-        console.print(f"{len(found.updates)} optimizer steps, on {sizes} groups")
-    if found.groups:
+    if lineage.skipped:
+        console.print(
+            "filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in lineage.skipped.items())
+        )
+    if lineage.updates:
+        sizes = ", ".join(str(len(places)) for places in lineage.updates)
+        console.print(f"{len(lineage.updates)} optimizer steps, on {sizes} groups")
+    if lineage.groups:
         console.print()
-        console.print(_groups_table(found.groups))
-    for member in found.groups if full else ():
+        console.print(_groups_table(lineage.groups))
+    for member in lineage.groups if full else ():
         _show_texts(member, console)
     console.print("\nearlier versions:")
-    shown = found.chain if full or len(found.chain) <= _LINKS + 1 else [*found.chain[:_LINKS], found.chain[-1]]
-    for one in shown:
-        if one is shown[-1] and len(shown) < len(found.chain):
-            console.print(f"  … {len(found.chain) - len(shown)} more, --full shows them")
-        what = _origin(one.parent) if one.step is None else f"step {one.step}, {one.num_groups} groups"
-        reward = "" if one.reward is None else f", reward {one.reward:.3f}"
-        console.print(f"  version {one.version}: {what}{reward}, {one.weights_digest[:12]}…", highlight=False)
-    groups, tokens = sum(one.num_groups for one in found.chain), sum(one.num_tokens for one in found.chain)
-    by = ", ".join(f"{n} by {name}" for name, n in found.scorers.items()) or "none"
-    total = f"in total {groups} groups of {found.num_prompts} prompts, {tokens} tokens; scored: {by}"
+    shown = lineage.chain if full or len(lineage.chain) <= _LINKS + 1 else [*lineage.chain[:_LINKS], lineage.chain[-1]]
+    for chain_link in shown:
+        if chain_link is shown[-1] and len(shown) < len(lineage.chain):
+            console.print(f"  … {len(lineage.chain) - len(shown)} more, --full shows them")
+        what = (
+            _origin(chain_link.parent)
+            if chain_link.step is None
+            else f"step {chain_link.step}, {chain_link.num_groups} groups"
+        )
+        reward = "" if chain_link.reward is None else f", reward {chain_link.reward:.3f}"
+        console.print(
+            f"  version {chain_link.version}: {what}{reward}, {chain_link.weights_digest[:12]}…", highlight=False
+        )
+    groups, tokens = (
+        sum(chain_link.num_groups for chain_link in lineage.chain),
+        sum(chain_link.num_tokens for chain_link in lineage.chain),
+    )
+    by = ", ".join(f"{n} by {name}" for name, n in lineage.scorers.items()) or "none"
+    total = f"in total {groups} groups of {lineage.num_prompts} prompts, {tokens} tokens; scored: {by}"
     console.print(Text(printable(total)), highlight=False)
 
 
@@ -287,23 +300,23 @@ def _origin(parent: int | None) -> str:
     return "the initial model" if parent is None else f"the weights of version {parent} again"
 
 
-def _show_group(found: GroupHistory, console: Console, *, full: bool) -> None:
-    console.print(f"run {found.run_id}, group {found.group_id}: issued in chapter {found.issued_in}")
-    for use in found.uses:
+def _show_group(history: GroupHistory, console: Console, *, full: bool) -> None:
+    console.print(f"run {history.run_id}, group {history.group_id}: issued in chapter {history.issued_in}")
+    for use in history.uses:
         console.print(
             f"trained in step {use['step']}, on version {use['trained_version']}: version {use['made_version']}"
         )
-    if found.dropped:
-        console.print(f"dropped: {found.dropped}")
-    elif found.evaluated:
+    if history.dropped:
+        console.print(f"dropped: {history.dropped}")
+    elif history.evaluated:
         console.print("evaluated")
-    elif not found.uses:
+    elif not history.uses:
         console.print("in flight at the last checkpoint")
-    if found.trained is not None:
+    if history.trained is not None:
         console.print()
-        console.print(_groups_table([found.trained]))
+        console.print(_groups_table([history.trained]))
         if full:
-            _show_texts(found.trained, console)
+            _show_texts(history.trained, console)
 
 
 def _groups_table(members: Sequence[Member]) -> Table:

@@ -36,14 +36,14 @@ class StoppedGroup:
 
 def print_stopped(run: NamedRun, *, step: int | None, as_json: bool) -> int:
     folder = existing_folder(run)
-    found = {int(path.name.removeprefix("step")): path for path in stopped_batches(folder)}
-    if not found:
+    batch_folders = {int(path.name.removeprefix("step")): path for path in stopped_batches(folder)}
+    if not batch_folders:
         raise ConfigError(f"{folder / FOLDER}: no saved batch; the run has not stopped by itself")
-    if step is not None and step not in found:
+    if step is not None and step not in batch_folders:
         raise ConfigError(
-            f"{folder / FOLDER}: no batch of step {step}; saved are those of {', '.join(map(str, found))}"
+            f"{folder / FOLDER}: no batch of step {step}; saved are those of {', '.join(map(str, batch_folders))}"
         )
-    chosen = found[max(found) if step is None else step]
+    chosen = batch_folders[max(batch_folders) if step is None else step]
     try:
         batch, groups = read_batch(chosen)
     except (MalformedFact, PackError, OSError) as err:
@@ -53,7 +53,7 @@ def print_stopped(run: NamedRun, *, step: int | None, as_json: bool) -> int:
         document = {
             **batch.model_dump(exclude={"groups"}),
             "folder": str(chosen),
-            "groups": [asdict(one) for one in shown],
+            "groups": [asdict(row) for row in shown],
         }
         print(json.dumps(document))
         return 0

@@ -1,6 +1,6 @@
 """Reach the servers of a run, and start those of a finished local run again for one command.
 
-A run that this machine started with its own NATS and S3 keeps their data in its folder. While it runs, they answer;
+A run that this machine started together with its NATS and S3 keeps their data in its folder. While it runs, they answer;
 afterwards ``penstock.deploy.stored`` starts them, runs the command, and stops them when it ends.
 """
 

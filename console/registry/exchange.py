@@ -155,7 +155,11 @@ def model_card(run_folder: Path, version: int | None, state_root: str, scores: S
     """Return the card of a version, None for the final model. Raises ConfigError when the run has no settings."""
     document = _run_config(run_folder)
     settings, origins = document["settings"], document.get("origins") or {}
-    stored = [one for one in evaluation_results.results_of(run_folder) if version is None or one.version == version]
+    stored = [
+        evaluation
+        for evaluation in evaluation_results.results_of(run_folder)
+        if version is None or evaluation.version == version
+    ]
     sections = [
         _front_matter(settings),
         _title(run_folder.name, version, state_root, settings),
@@ -206,14 +210,14 @@ def _title(run: str, version: int | None, state_root: str, settings: Mapping[str
 def _evaluation(version: int | None, scores: Scores, results: Sequence[EvaluationResult]) -> Iterator[str]:
     chosen = max(scores, default=None) if version is None else version
     during = (
-        {name: one for name, one in scores.get(chosen, {}).items() if not name.startswith(OFFLINE)}
+        {name: score for name, score in scores.get(chosen, {}).items() if not name.startswith(OFFLINE)}
         if chosen is not None
         else {}
     )
     if during:
         yield f"During the run, of version {chosen}:\n\n| metric | value | measured on |\n|---|---|---|"
-        for name, one in sorted(during.items()):
-            yield f"| {_cell(name)} | {one.value:.4g} | {_cell(one.conditions)} |"
+        for name, score in sorted(during.items()):
+            yield f"| {_cell(name)} | {score.value:.4g} | {_cell(score.conditions)} |"
         yield ""
     for result in results:
         yield from _offline(result)
@@ -230,10 +234,10 @@ def _offline(result: EvaluationResult) -> Iterator[str]:
 
 
 def _training(run_folder: Path) -> Iterator[str]:
-    found = curves.read(run_folder)
-    held_out = found.held_out
-    yield f"{found.last_step or 0} steps.\n"
-    for name, points in (("training reward", found.rewards), (held_out.name, held_out.points)):
+    run_curves = curves.read(run_folder)
+    held_out = run_curves.held_out
+    yield f"{run_curves.last_step or 0} steps.\n"
+    for name, points in (("training reward", run_curves.rewards), (held_out.name, held_out.points)):
         if points:
             thinned = _thinned(points)
             yield f"| step | {' | '.join(str(step) for step, _ in thinned)} |"
@@ -259,7 +263,7 @@ def _given(settings: Mapping[str, Any], origins: Mapping[str, Any], prefix: str 
 
 def _public(value: Any) -> Any:
     if isinstance(value, list):
-        return [_public(one) for one in value]
+        return [_public(element) for element in value]
     return " ".join(Path(value).name.split()) if isinstance(value, str) and Path(value).is_absolute() else value
 
 
@@ -269,7 +273,9 @@ def _data_files(settings: Mapping[str, Any], results: Sequence[EvaluationResult]
     for use, value in (("training", section.get("train")), ("held out", section.get("eval"))):
         for file in value if isinstance(value, list) else [value] if value else []:
             yield f"| {use} | {_cell(Path(str(file)).name)} | {_digest(Path(str(file)))} |"
-    for name in sorted({(Path(one.path).name, one.sha256) for result in results for one in result.data}):
+    for name in sorted(
+        {(Path(data_file.path).name, data_file.sha256) for result in results for data_file in result.data}
+    ):
         yield f"| evaluation | {_cell(name[0])} | `{name[1]}` |"
 
 

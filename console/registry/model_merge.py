@@ -133,12 +133,12 @@ def parse_weights(text: str | None, count: int) -> tuple[float, ...]:
     if text is None:
         return (1.0,) * count
     try:
-        found = tuple(float(one) for one in text.split(","))
+        weights = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--weights {text!r}: expected numbers, comma-separated") from None
-    if len(found) != count or not np.isfinite(found).all():
+    if len(weights) != count or not np.isfinite(weights).all():
         raise ConfigError(f"--weights {text!r}: expected {count} numbers, one for each model")
-    return found
+    return weights
 
 
 def merge_folders(models: Sequence[Path], base: Path | None, to: Path, recipe: Recipe) -> int:
@@ -152,8 +152,8 @@ def merge_folders(models: Sequence[Path], base: Path | None, to: Path, recipe: R
         raise ConfigError(f"{to} exists; name another folder, or remove it")
     opened = [open_model(folder) for folder in models]
     opened_base = None if base is None else open_model(base)
-    for folder, one in zip(models[1:], opened[1:], strict=True):
-        _check_same(models[0], opened[0], folder, one)
+    for folder, model in zip(models[1:], opened[1:], strict=True):
+        _check_same(models[0], opened[0], folder, model)
     if base is not None and opened_base is not None:
         _check_same(models[0], opened[0], base, opened_base)
     with new_folder(to) as partial:
@@ -302,10 +302,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"a header of {length} bytes")
             document = json.loads(opened.read(length))
-        found = dict(_tensors(file, document, 8 + length, size))
+        tensors = dict(_tensors(file, document, 8 + length, size))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(f"{file} is no whole safetensors file ({err}); restore it") from None
-    return dict(sorted(found.items(), key=lambda item: item[1].start))
+    return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
 def _tensors(file: Path, document: Mapping[str, Any], begin: int, size: int) -> Iterator[tuple[str, StoredTensor]]:
@@ -334,5 +334,5 @@ def write_file(path: Path, like: Mapping[str, StoredTensor], data: Iterator[byte
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for one in data:
-            file.write(one)
+        for chunk in data:
+            file.write(chunk)

@@ -59,15 +59,15 @@ Scores = dict[int, dict[str, Score]]  # by version and name
 
 def scores_of_run(rows: Iterable[Mapping[str, Any]], results: Iterable[EvaluationResult]) -> Scores:
     """Return the scores of all versions, from the rows of ``metrics.jsonl`` and the results of `penstock eval`, oldest first."""
-    found: Scores = {}
+    scores: Scores = {}
     for row in rows:
         version = row.get("version")
         if row.get("kind") == "eval" and isinstance(version, int):
-            found.setdefault(version, {}).update(_during(row))
+            scores.setdefault(version, {}).update(_during(row))
     for result in results:
         if result.version is not None:
-            found.setdefault(result.version, {}).update(_offline_scores(result))
-    return found
+            scores.setdefault(result.version, {}).update(_offline_scores(result))
+    return scores
 
 
 def _during(row: Mapping[str, Any]) -> Iterator[tuple[str, Score]]:
@@ -82,17 +82,20 @@ def _during(row: Mapping[str, Any]) -> Iterator[tuple[str, Score]]:
 
 
 def _offline_scores(result: EvaluationResult) -> Iterator[tuple[str, Score]]:
-    data = " ".join(sorted(one.sha256[:12] for one in result.data))
+    data = " ".join(sorted(entry.sha256[:12] for entry in result.data))
     sampling = " ".join(f"{key}={value}" for key, value in sorted(result.sampling.items()))
     for source in result.sources:
         conditions = f"data {data}, {source.prompts} prompts, {result.k} samples, {sampling}, {result.success}"
         estimates: dict[str, Estimate | None] = {"accuracy": source.accuracy, "reward": source.reward}
-        estimates |= {f"pass@{k}": one for k, one in source.pass_at.items()}
+        estimates |= {f"pass@{k}": entry for k, entry in source.pass_at.items()}
         estimates[f"maj@{result.k}"] = source.maj
         incomplete = "" if source.complete == source.prompts else f", {source.complete} complete"
-        for name, one in estimates.items():
-            if one is not None:
-                yield f"{OFFLINE}{source.source}.{name}", Score(one.value, conditions + incomplete, one.low, one.high)
+        for name, entry in estimates.items():
+            if entry is not None:
+                yield (
+                    f"{OFFLINE}{source.source}.{name}",
+                    Score(entry.value, conditions + incomplete, entry.low, entry.high),
+                )
 
 
 def stored_scores(run_folder: Path) -> Scores:
@@ -231,16 +234,16 @@ class Registry:
 
     def _listed(self, version: int) -> Row:
         row = self.row(version) or {}
-        own = [name for name, tag in sorted(self.tags.items()) if tag.version == version]
-        given = [name for name, is_so in (("best", row and _is_best(row)), ("head", row.get("head"))) if is_so]
+        user_tags = [name for name, tag in sorted(self.tags.items()) if tag.version == version]
+        automatic_tags = [name for name, is_so in (("best", row and _is_best(row)), ("head", row.get("head"))) if is_so]
         return {
             "version": version,
             "step": row.get("step"),
             "parent": row.get("parent"),
             "stored": bool(row),
-            "models": [str(path) for name in own if (path := self.folder / MODELS / name).is_dir()],
+            "models": [str(path) for name in user_tags if (path := self.folder / MODELS / name).is_dir()],
             "state_root": row.get("state_root", ""),
-            "tags": [*given, *own],
+            "tags": [*automatic_tags, *user_tags],
             "kept": row.get("kept", weights.NOT_KEPT),
             "scores": {name: asdict(score) for name, score in sorted(self.scores.get(version, {}).items())},
         }

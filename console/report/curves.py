@@ -145,8 +145,8 @@ def command_of(folder: Path) -> str | None:
     """Return the command that trained last in a run's folder; None for a run, and where none has trained."""
     if any((folder / name).exists() for name in _OF_A_RUN):
         return None
-    found = [(when, command) for command in COMMANDS if (when := _changed(training_folder(folder, command)))]
-    return max(found)[1] if found else None
+    trainings = [(when, command) for command in COMMANDS if (when := _changed(training_folder(folder, command)))]
+    return max(trainings)[1] if trainings else None
 
 
 def is_training_finished(folder: Path, command: str) -> bool:

@@ -59,7 +59,7 @@ def diagnose(run: RunMetrics) -> tuple[Diagnosis, ...]:
     """Return what is wrong with a run's learning, the gravest first; empty for a run that looks sound."""
     if len(run.steps) < _LEAST:
         return ()
-    return tuple(found for rule in _RULES for found in rule(run))
+    return tuple(diagnosis for rule in _RULES for diagnosis in rule(run))
 
 
 def _not_finite(run: RunMetrics) -> Iterator[Diagnosis]:

@@ -134,7 +134,7 @@ def read(data: Mapping[str, Any]) -> dict[str, float]:
         values |= {f"{_ENVIRONMENT}{word}: {environment}": figures.get(key) for key, word in _OF_ENVIRONMENTS.items()}
     for section, label in _BY_LAYERS.items():
         values |= {f"{label}{layers}": value for layers, value in _section(data, section).items()}
-    return {name: found for name, value in values.items() if (found := number(value)) is not None}
+    return {name: metric for name, value in values.items() if (metric := number(value)) is not None}
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -144,11 +144,11 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """Return mean, smallest and largest of every metric over the steps that have it."""
-    found: dict[str, list[float]] = {}
+    series: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
-            found.setdefault(name, []).append(value)
-    return {name: _spread(values) for name, values in found.items()}
+            series.setdefault(name, []).append(value)
+    return {name: _spread(values) for name, values in series.items()}
 
 
 def _spread(values: Sequence[float]) -> Spread:
@@ -165,11 +165,11 @@ def _spread(values: Sequence[float]) -> Spread:
 def rows(metrics: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
     for name in (*LABELS, *sorted(set(metrics) - set(LABELS))):
         if name in metrics:
-            one = metrics[name]
+            spread = metrics[name]
             yield (
                 LABELS.get(name, name if name.startswith(_OWN_LABELS) else f"tokens {name}"),
-                *(f"{v:.4g}" for v in (one.mean, one.smallest, one.largest)),
-                *("–" if v is None else f"{v:.4g}" for v in (one.first, one.last)),
+                *(f"{v:.4g}" for v in (spread.mean, spread.smallest, spread.largest)),
+                *("–" if v is None else f"{v:.4g}" for v in (spread.first, spread.last)),
             )
 
 

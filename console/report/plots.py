@@ -118,10 +118,16 @@ def _pass_curves(axes: Axes, result: EvaluationResult) -> None:
         ks = sorted(source.pass_at)
         if not ks:
             continue
-        found = [source.pass_at[k] for k in ks]
+        estimates = [source.pass_at[k] for k in ks]
         label = f"{source.source} ({source.complete} of {source.prompts} prompts)"
-        axes.plot(ks, [one.value for one in found], color=colour, marker="o", linewidth=2, label=label)
-        axes.fill_between(ks, [_low(one) for one in found], [_high(one) for one in found], color=colour, alpha=0.15)
+        axes.plot(ks, [estimate.value for estimate in estimates], color=colour, marker="o", linewidth=2, label=label)
+        axes.fill_between(
+            ks,
+            [_low(estimate) for estimate in estimates],
+            [_high(estimate) for estimate in estimates],
+            color=colour,
+            alpha=0.15,
+        )
         if source.maj is not None:
             axes.axhline(source.maj.value, color=colour, linestyle="dashed", linewidth=1)
     axes.set_xscale("log", base=2)
@@ -133,17 +139,21 @@ def _pass_curves(axes: Axes, result: EvaluationResult) -> None:
 
 def _means(axes: Axes, result: EvaluationResult) -> None:
     shown = [(source.source, source.reward) for source in result.sources if source.reward is not None]
-    for place, (_, one) in enumerate(shown):
+    for place, (_, estimate) in enumerate(shown):
         axes.errorbar(
-            [place], [one.value], yerr=[[one.value - _low(one)], [_high(one) - one.value]], fmt="o", capsize=4
+            [place],
+            [estimate.value],
+            yerr=[[estimate.value - _low(estimate)], [_high(estimate) - estimate.value]],
+            fmt="o",
+            capsize=4,
         )
     axes.set_xticks(range(len(shown)), [name for name, _ in shown])
     axes.set_ylabel("mean reward")
 
 
-def _low(one: Estimate) -> float:
-    return one.value if one.low is None else one.low
+def _low(estimate: Estimate) -> float:
+    return estimate.value if estimate.low is None else estimate.low
 
 
-def _high(one: Estimate) -> float:
-    return one.value if one.high is None else one.high
+def _high(estimate: Estimate) -> float:
+    return estimate.value if estimate.high is None else estimate.high

@@ -42,7 +42,7 @@ _EXTRAS = {  # extra of the distribution -> packages that its part of the projec
     "report": ("matplotlib",),
 }
 _PROGRAMS = {"nats-server": "nats-server", "rclone": "the local S3 server"}
-_ENGINES = {"vllm": "docs/vllm.md", "sglang": "docs/sglang.md"}  # those that a worker starts in a Python of their own
+_ENGINES = {"vllm": "docs/vllm.md", "sglang": "docs/sglang.md"}  # those that a worker starts in a separate Python
 _PORTS = {4222: "nats.url", 9000: "s3.endpoint", 8700: "reward_service.port"}
 _PROBE_S = 10.0  # a program that takes longer to print its version is a problem itself
 _SANDBOX_S = 60.0  # it starts up to two interpreters
@@ -68,9 +68,9 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     for program, purpose in _PROGRAMS.items():
         yield runnable(program, purpose)
     yield sandbox()
-    found = gpu()
-    yield found
-    yield attention(has_gpu=shutil.which("nvidia-smi") is not None and found.level == "ok")
+    gpu_finding = gpu()
+    yield gpu_finding
+    yield attention(has_gpu=shutil.which("nvidia-smi") is not None and gpu_finding.level == "ok")
     yield from memory()
     yield disk(folder)
     yield loopback()
@@ -84,8 +84,8 @@ def engine(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Fin
     name = str(chosen.value) if chosen is not None else "embedded"
     if name not in _ENGINES or launch.given(arguments, environ, name, "command") is not None:
         return
-    own = launch.given(arguments, environ, name, "python")
-    python = str(own.value) if own is not None else sys.executable
+    python_setting = launch.given(arguments, environ, name, "python")
+    python = str(python_setting.value) if python_setting is not None else sys.executable
     fix = (
         f"install {name} into an environment of its own and set {name}.python to its Python ({_ENGINES[name]}), or choose "
         f'worker.engine = "embedded" and take the section [{name}] out'
@@ -121,11 +121,11 @@ def python() -> Finding:
 
 
 def installed(extra: str, packages: tuple[str, ...]) -> Finding:
-    found = {name: package_version(name) for name in packages}
-    missing = [name for name, version in found.items() if version is None]
+    versions = {name: package_version(name) for name in packages}
+    missing = [name for name, version in versions.items() if version is None]
     if missing:
         return Finding(extra, "warn", f"missing: {', '.join(missing)}", f"pip install 'penstock[{extra}]'")
-    return Finding(extra, "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+    return Finding(extra, "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def runnable(program: str, purpose: str) -> Finding:
@@ -170,7 +170,7 @@ def gpu() -> Finding:
 
 
 def attention(has_gpu: bool) -> Finding:
-    """Check which kernels compute the trainer's attention here, in a process of its own: it loads torch."""
+    """Check which kernels compute the trainer's attention here, in a separate process: it loads torch."""
     if package_version("torch") is None:
         return Finding("attention", "ok", "no torch here, so nothing trains on this machine")
     if not has_gpu:

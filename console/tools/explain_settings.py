@@ -38,7 +38,7 @@ def load_reference() -> Reference:
     document = json.loads(REFERENCE_FILE.read_text(encoding="utf-8"))
     return Reference(
         sections=document["sections"],
-        settings={one["key"]: SettingDescription.from_document(one) for one in document["settings"]},
+        settings={setting["key"]: SettingDescription.from_document(setting) for setting in document["settings"]},
     )
 
 
@@ -54,15 +54,15 @@ def print_settings(topic: str | None, *, as_json: bool) -> int:
     if topic is None and not as_json:
         print("\n".join(_sections(known)))
         return 0
-    found = list(known.settings.values()) if topic is None else find(topic)
+    settings = list(known.settings.values()) if topic is None else find(topic)
     if as_json:
-        print(json.dumps([one.to_document() for one in found], ensure_ascii=False))
-    elif len(found) == 1:
-        print("\n".join(explain(found[0])))
+        print(json.dumps([setting.to_document() for setting in settings], ensure_ascii=False))
+    elif len(settings) == 1:
+        print("\n".join(explain(settings[0])))
     else:
         if topic is not None and topic in known.sections:
             print(f"[{topic}]  {known.sections[topic]}\n")
-        print("\n".join(table(found)))
+        print("\n".join(table(settings)))
         print("\nnext: penstock settings KEY shows one in full")
     return 0
 
@@ -81,7 +81,7 @@ def find(topic: str) -> list[SettingDescription]:
     word = topic.removeprefix("--").strip("[]").replace("-", "_")
     if word in settings:
         return [settings[word]]
-    below = [one for key, one in settings.items() if key.startswith(f"{word}.")]
+    below = [setting for key, setting in settings.items() if key.startswith(f"{word}.")]
     if below:
         return below
     meant = set(ALIASES[word].keys if word in ALIASES else ())
@@ -89,7 +89,7 @@ def find(topic: str) -> list[SettingDescription]:
         key.rpartition(".")[2] == word for key in settings
     ):  # and another project's word for a setting of another name
         meant.update(RENAMED.get(word, "").replace(",", " ").split())
-    named = [one for key, one in settings.items() if key in meant or key.rpartition(".")[2] == word]
+    named = [setting for key, setting in settings.items() if key in meant or key.rpartition(".")[2] == word]
     return named or _mentioning(word)
 
 
@@ -97,31 +97,34 @@ def _mentioning(word: str) -> list[SettingDescription]:
     if instead := advice(word):
         raise ConfigError(f"{word} is a key of another project: {instead}")
     settings = load_reference().settings.values()
-    if found := [setting for setting in settings if word in re.split(r"[._]", setting.key)]:
-        return found
+    if matching := [setting for setting in settings if word in re.split(r"[._]", setting.key)]:
+        return matching
     whole = re.compile(rf"\b{re.escape(word.replace('_', ' '))}\b", re.IGNORECASE)
-    if found := [setting for setting in settings if whole.search(setting.description)]:
-        return found
+    if matching := [setting for setting in settings if whole.search(setting.description)]:
+        return matching
     near = nearest_keys(word)
     hint = f"did you mean {', '.join(near)}?" if near else "`penstock settings` lists the sections"
     raise ConfigError(f"no setting or section is named {word}; {hint}")
 
 
-def explain(one: SettingDescription) -> Iterator[str]:
-    yield one.key
-    yield from wrapped(one.description, "  ")
+def explain(setting: SettingDescription) -> Iterator[str]:
+    yield setting.key
+    yield from wrapped(setting.description, "  ")
     yield ""
     for title, text in (
-        ("type", f"{one.type}, in {one.unit}" if one.unit else one.type),
-        ("default", one.default),
-        ("presets", _presets(one.presets)),
-        ("allowed", one.allowed),
-        ("read by", ", ".join(one.services)),
-        ("other names", ", ".join(sorted(name for name, alias in ALIASES.items() if one.key in alias.keys))),
-        ("similar", ", ".join(_similar(one.key, RENAMED))),
-        ("run file", _in_a_file(one)),
-        ("command", "refused: every user of the machine can read it there" if one.secret else f"{one.key}=VALUE"),
-        ("environment", f"PENSTOCK_{one.key.upper().replace('.', '__')}=VALUE"),
+        ("type", f"{setting.type}, in {setting.unit}" if setting.unit else setting.type),
+        ("default", setting.default),
+        ("presets", _presets(setting.presets)),
+        ("allowed", setting.allowed),
+        ("read by", ", ".join(setting.services)),
+        ("other names", ", ".join(sorted(name for name, alias in ALIASES.items() if setting.key in alias.keys))),
+        ("similar", ", ".join(_similar(setting.key, RENAMED))),
+        ("run file", _in_a_file(setting)),
+        (
+            "command",
+            "refused: every user of the machine can read it there" if setting.secret else f"{setting.key}=VALUE",
+        ),
+        ("environment", f"PENSTOCK_{setting.key.upper().replace('.', '__')}=VALUE"),
     ):
         if text:
             yield from wrapped(text, f"  {title:<12} ")
@@ -135,15 +138,15 @@ def table(settings: Sequence[SettingDescription], *, indent: str = "", short: bo
         yield from wrapped(f"{summary(setting)}  {about}", f"{indent}{setting.key:<{keys}}  ")
 
 
-def first_part(one: SettingDescription) -> str:
+def first_part(setting: SettingDescription) -> str:
     """Return the description up to its first full stop or semicolon."""
-    return _FIRST_PART.split(one.description, maxsplit=1)[0].rstrip(".")
+    return _FIRST_PART.split(setting.description, maxsplit=1)[0].rstrip(".")
 
 
-def summary(one: SettingDescription) -> str:
-    unit = f" of {one.unit}" if one.unit and "number" in one.type else ""
-    default = one.default if one.default.startswith("made") else f"default {one.default}"
-    return f"({one.type}{unit}; {'required' if one.default == 'required' else default})"
+def summary(setting: SettingDescription) -> str:
+    unit = f" of {setting.unit}" if setting.unit and "number" in setting.type else ""
+    default = setting.default if setting.default.startswith("made") else f"default {setting.default}"
+    return f"({setting.type}{unit}; {'required' if setting.default == 'required' else default})"
 
 
 def with_aliases(schema: dict[str, Any], aliases: Mapping[str, Alias]) -> dict[str, Any]:
@@ -181,9 +184,9 @@ def _similar(key: str, renamed: Mapping[str, str]) -> list[str]:
     return sorted(name for name, target in renamed.items() if key in target.replace(",", " ").split())
 
 
-def _in_a_file(one: SettingDescription) -> str:
-    section, _, key = one.key.rpartition(".")
-    example = one.default if one.default[:1] in '"[{-0123456789tf' else "VALUE"
+def _in_a_file(setting: SettingDescription) -> str:
+    section, _, key = setting.key.rpartition(".")
+    example = setting.default if setting.default[:1] in '"[{-0123456789tf' else "VALUE"
     return f"[{section}] {key} = {example}"
 
 

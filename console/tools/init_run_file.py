@@ -70,17 +70,22 @@ def _checked_rows(options: Sequence[str], mapping: Mapping[str, str]) -> DataSam
         return DataSample(problem=done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
     sources = [source for report in reports for source in report["data_sources"].values()]
     lengths = [
-        one["prompt_length"]["max"] for one in reports if one["prompt_length"] and one["length_unit"] == "tokens"
+        file_report["prompt_length"]["max"]
+        for file_report in reports
+        if file_report["prompt_length"] and file_report["length_unit"] == "tokens"
     ]
     return DataSample(
-        num_rows=sum(one["rows"] for one in reports),
-        formats=tuple(dict.fromkeys(name for one in reports for name in one["formats"])),
-        mapping=mapping or next((one["suggested_map"] for one in reports if one["suggested_map"]), {}),
-        num_prompts=sum(one["can_train"]["grpo"] for one in reports),
+        num_rows=sum(file_report["rows"] for file_report in reports),
+        formats=tuple(dict.fromkeys(name for file_report in reports for name in file_report["formats"])),
+        mapping=mapping
+        or next((file_report["suggested_map"] for file_report in reports if file_report["suggested_map"]), {}),
+        num_prompts=sum(file_report["can_train"]["grpo"] for file_report in reports),
         num_truths=sum(source["with_ground_truth"] for source in sources),
         longest_prompt=max(lengths, default=None),
-        context_tokens=next((one["context_tokens"] for one in reports if one["context_tokens"]), None),
-        problem=next((line for one in reports for line in one["first_bad_rows"]), ""),
+        context_tokens=next(
+            (file_report["context_tokens"] for file_report in reports if file_report["context_tokens"]), None
+        ),
+        problem=next((line for file_report in reports for line in file_report["first_bad_rows"]), ""),
     )
 
 
@@ -99,7 +104,7 @@ class Answers:
 
     @property
     def served_file(self) -> str:
-        """The reward file that a process of its own serves; empty for none."""
+        """The reward file that a separate process serves; empty for none."""
         return self.reward if self.reward is not None and self.reward.endswith(".py") else ""
 
     @property
@@ -256,11 +261,11 @@ def _values(answers: Answers, sample: DataSample) -> Iterator[tuple[str, object]
 
 
 def _entry(key: str, value: object) -> Iterator[str]:
-    one = explain_settings.load_reference().settings[key]
-    yield from explain_settings.wrapped(explain_settings.first_part(one), "# ", width=100)
+    setting = explain_settings.load_reference().settings[key]
+    yield from explain_settings.wrapped(explain_settings.first_part(setting), "# ", width=100)
     name = key.rpartition(".")[2]
     if value is None:
-        example = one.default if one.default not in (REQUIRED, MADE_AT_START, '"none"', "[]") else '"..."'
+        example = setting.default if setting.default not in (REQUIRED, MADE_AT_START, '"none"', "[]") else '"..."'
         yield f"# {name} = {example}"
     elif isinstance(value, dict):
         yield f"{name} = {{ {', '.join(f'{key} = {json.dumps(text)}' for key, text in value.items())} }}"

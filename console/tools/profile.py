@@ -61,7 +61,7 @@ class ServiceProfile:
     name: str
     role: str
     num_starts: int
-    working_s: float  # with work of its own in progress
+    working_s: float  # with its work in progress
     waiting_s: float  # for another service
     cpu_s: float
     cpu_parts: Mapping[str, float]  # of the newest process: threads by name, "engine"; the largest first
@@ -111,17 +111,17 @@ def profile(rows: Iterable[Mapping[str, Any]], watched: WatchedTotals | None) ->
     )
 
 
-def limits(found: RunProfile) -> list[str]:
+def limits(run_profile: RunProfile) -> list[str]:
     """Return sentences about what the run waits for, and about its largest costs."""
     lines = []
-    shares = {phase.name: phase.share for phase in found.phases}
+    shares = {phase.name: phase.share for phase in run_profile.phases}
     waits = shares.get("wait for groups", 0.0)
-    if found.steps and waits > _SMALL:
+    if run_profile.steps and waits > _SMALL:
         lines.append(
-            f"the trainer waits for groups {waits:.0%} of the time: {_slower_role(found.services)}; "
+            f"the trainer waits for groups {waits:.0%} of the time: {_slower_role(run_profile.services)}; "
             "`penstock plan` says which bound on staleness or how many workers would keep it busy"
         )
-    elif found.steps:
+    elif run_profile.steps:
         lines.append(
             f"the trainer never waits for long ({waits:.0%} of the time): its steps decide how fast the run is"
         )
@@ -130,13 +130,13 @@ def limits(found: RunProfile) -> list[str]:
         for name, cure in _CURES.items()
         if shares.get(name, 0.0) > _SMALL
     ]
-    if found.cpu_s > 0.0:
-        largest = max(found.services, key=lambda service: service.cpu_s)
+    if run_profile.cpu_s > 0.0:
+        largest = max(run_profile.services, key=lambda service: service.cpu_s)
         part = next(iter(largest.cpu_parts.items()), None)
         named = f", {part[1]:.1f} s of it in {part[0]}" if part is not None else ""
         lines.append(
-            f"{largest.name} uses the most CPU: {largest.cpu_s:.1f} of {found.cpu_s:.1f} s, "
-            f"{largest.cpu_s / found.cpu_s:.0%}{named}"
+            f"{largest.name} uses the most CPU: {largest.cpu_s:.1f} of {run_profile.cpu_s:.1f} s, "
+            f"{largest.cpu_s / run_profile.cpu_s:.0%}{named}"
         )
     return lines
 
@@ -212,65 +212,74 @@ def _order(service: ServiceProfile) -> tuple[int, str]:
 
 def print_profile(run: NamedRun, *, as_json: bool) -> int:
     folder = existing_folder(run)
-    found = profile(curves.rows(folder), run_snapshot.load_totals(folder))
-    if not found.steps and not found.services:
+    run_profile = profile(curves.rows(folder), run_snapshot.load_totals(folder))
+    if not run_profile.steps and not run_profile.services:
         raise ConfigError(
             f"run {run} has no steps in {folder / 'metrics.jsonl'} yet; wait for the first one: penstock watch {run}"
         )
     if as_json:
-        print(json.dumps(document(run.id, found)))
+        print(json.dumps(document(run.id, run_profile)))
     else:
-        _print(run.id, found)
+        _print(run.id, run_profile)
     return 0
 
 
-def document(run: str, found: RunProfile) -> dict[str, Any]:
-    services = [{**asdict(service), "waiting_share": service.waiting_share} for service in found.services]
-    return {"run_id": run, **asdict(found), "services": services, "cpu_s": found.cpu_s, "says": limits(found)}
+def document(run: str, run_profile: RunProfile) -> dict[str, Any]:
+    services = [{**asdict(service), "waiting_share": service.waiting_share} for service in run_profile.services]
+    return {
+        "run_id": run,
+        **asdict(run_profile),
+        "services": services,
+        "cpu_s": run_profile.cpu_s,
+        "says": limits(run_profile),
+    }
 
 
-def _print(run: str, found: RunProfile) -> None:
+def _print(run: str, run_profile: RunProfile) -> None:
     out = console()
-    out.print(f"run {run}: {found.steps} steps in {found.step_wall_s:.1f} s{_around(found)}", highlight=False)
-    if found.steps:
+    out.print(
+        f"run {run}: {run_profile.steps} steps in {run_profile.step_wall_s:.1f} s{_around(run_profile)}",
+        highlight=False,
+    )
+    if run_profile.steps:
         out.print()
         rows = table("trainer", "ms a step", "s", "share", right=("ms a step", "s", "share"))
-        for phase in found.phases:
-            each = f"{phase.seconds / found.steps * 1000:.1f}"
+        for phase in run_profile.phases:
+            each = f"{phase.seconds / run_profile.steps * 1000:.1f}"
             rows.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
         out.print(rows)
-    if found.publish_s is not None:
-        out.print(f"\nbeside the steps: {found.publish_s * 1000:.0f} ms to publish a version", highlight=False)
-    if found.services:
+    if run_profile.publish_s is not None:
+        out.print(f"\nbeside the steps: {run_profile.publish_s * 1000:.0f} ms to publish a version", highlight=False)
+    if run_profile.services:
         out.print()
-        out.print(_services(found))
+        out.print(_services(run_profile))
     else:
         out.print(
             "\nno heartbeats in its folder: `penstock train` and the quickstart keep them",
             highlight=False,
             markup=False,
         )
-    for line in ("", *(f"- {text}" for text in limits(found))):
+    for line in ("", *(f"- {text}" for text in limits(run_profile))):
         out.print(line, markup=False, highlight=False)
 
 
-def _around(found: RunProfile) -> str:
+def _around(run_profile: RunProfile) -> str:
     parts = [
         f"{seconds:.1f} s {when}"
-        for seconds, when in ((found.before_s, "before the first"), (found.after_s, "after the last"))
+        for seconds, when in ((run_profile.before_s, "before the first"), (run_profile.after_s, "after the last"))
         if seconds is not None
     ]
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _services(found: RunProfile) -> Table:
+def _services(run_profile: RunProfile) -> Table:
     numbers, parts = ("works s", "waits s", "waits", "CPU s", "CPU share"), "of its newest process"
     rows = table("service", *numbers, parts, right=numbers, wide=(parts,))
-    for service in found.services:
+    for service in run_profile.services:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(service.cpu_parts.items())[:_NUM_PARTS])
         starts = f" ({service.num_starts} starts)" if service.num_starts > 1 else ""
         waits = "–" if service.waiting_share is None else f"{service.waiting_share:.1%}"
-        share = f"{service.cpu_s / found.cpu_s:.1%}" if found.cpu_s > 0.0 else "–"
+        share = f"{service.cpu_s / run_profile.cpu_s:.1%}" if run_profile.cpu_s > 0.0 else "–"
         numbers = (f"{service.working_s:.1f}", f"{service.waiting_s:.1f}", waits, f"{service.cpu_s:.1f}", share)
         rows.add_row(printable(service.name) + starts, *numbers, printable(parts))
     return rows

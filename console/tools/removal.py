@@ -93,15 +93,15 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
 
 
 def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
-    found = {}
+    streams = {}
     for name in _names(run):
         try:
             state = bus.stream_state(name).wait()
         except MissingStream:
             continue
-        found[name] = (state.num_messages, state.num_bytes)
+        streams[name] = (state.num_messages, state.num_bytes)
     objects = list(blobs.list(blob_keys.run_prefix(run)))
-    return Holdings(found, tuple(stat.key for stat in objects), sum(stat.size_bytes for stat in objects))
+    return Holdings(streams, tuple(stat.key for stat in objects), sum(stat.size_bytes for stat in objects))
 
 
 def running_services(run: str, bus: Bus) -> list[str]:
@@ -171,8 +171,8 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
 
 def _others_in(store: Path, run: str) -> list[str]:
     copies = {path.name for path in store.glob(f"{connections.COPIED_INPUTS}/*")}
-    found = {path.name for path in store.glob("objects/*/runs/*") if path.is_dir()}
-    return sorted(found - copies - {run})
+    run_ids = {path.name for path in store.glob("objects/*/runs/*") if path.is_dir()}
+    return sorted(run_ids - copies - {run})
 
 
 def _agreed(question: str, *, yes: bool) -> bool:

@@ -45,11 +45,11 @@ class ErrorCount:
 
     def waited(self, event: RunEvent) -> None:
         try:
-            found = event_fields.read(RewardErrorFields, event.data)
+            fields = event_fields.read(RewardErrorFields, event.data)
         except UnreadableEvent as err:
             self.unreadable(err)
             return
-        self._add(found.reason or "unknown", found.detail, waited=max(len(found.group_ids), 1))
+        self._add(fields.reason or "unknown", fields.detail, waited=max(len(fields.group_ids), 1))
 
     def dead_lettered(self, letter: DeadLetter) -> None:
         self._add(letter.reason, letter.detail, dead=max(len(letter.group_ids), 1))

@@ -2,8 +2,8 @@
 
 A data file has no completions. `penstock reward test NAME --data FILE` scores each row with answers of known quality: its right
 answer in the usual formats, its recorded completion if it has one, another row's answer, and an empty one; a row of tests with
-its own solution, if it has one, and an empty program. A reward that gives all of them the same score gives no learning signal.
-Rows whose tests accept an empty program, or refuse their own solution, are named.
+its solution, if it has one, and an empty program. A reward that gives all of them the same score gives no learning signal.
+Rows whose tests accept an empty program, or refuse the row's solution, are named.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class RewardService:
 
 
 def service_url(url: str | None, serve: Sequence[Path], more: Sequence[str], typed: Sequence[str]) -> str:
-    """Return the URL of the reward service: the given one, else the one of this machine.
+    """Return the URL of the reward service: ``url`` if set, else the one of this machine.
 
-    If none answers there, or files are to be served, the ``typed`` command is started again with a service of its own,
+    If none answers there, or files are to be served, the ``typed`` command is started again with a separate service,
     which gets ``more`` arguments (`deploy/scoring.py`); then this does not return. Raises ConfigError.
     """
     if url is not None:
@@ -246,7 +246,7 @@ def try_data(name: str, source: RowSource, number: int, url: str, token_file: Pa
         for (kind, _), score in zip(answers, result["scores"], strict=False):
             by_kind.setdefault(kind, []).append(score["score"])
     spread = answer["spread"]
-    bad_tests = {place: found["problem"] for place, found in checked.items() if found["problem"]}
+    bad_tests = {place: check["problem"] for place, check in checked.items() if check["problem"]}
     if as_json:
         print(json.dumps({"reward": name, "spread": spread, "by_answer": by_kind, "bad_tests": bad_tests}))
     else:
@@ -278,7 +278,7 @@ def _check_tests(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     done = subprocess.run(command, input=texts, capture_output=True, text=True, timeout=deadline_s, check=False)
     if done.returncode:
         print(f"penstock: the rows' tests were not run: {done.stderr.strip()[-300:]}", file=sys.stderr)
-    return {found["place"]: found for found in map(json.loads, done.stdout.splitlines())}
+    return {check["place"]: check for check in map(json.loads, done.stdout.splitlines())}
 
 
 def _programs(solution: str | None) -> list[tuple[str, str]]:

@@ -115,11 +115,11 @@ def existing_folder(run: NamedRun) -> Path:
 
 
 def unknown_run(run: str, folder: Path, *, more: str = "") -> ConfigError:
-    found = [line.run for line in list_folder(folder)]
-    near = get_close_matches(run, found, n=1)
+    run_ids = [line.run for line in list_folder(folder)]
+    near = get_close_matches(run, run_ids, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     return ConfigError(
-        f"no run {run} in {folder}/; found: {', '.join(found[:5]) or 'none'}; {meant}check the name{more}"
+        f"no run {run} in {folder}/; found: {', '.join(run_ids[:5]) or 'none'}; {meant}check the name{more}"
     )
 
 
@@ -130,10 +130,10 @@ def list_folder(folder: Path) -> list[RunLine]:
 
 def run_folders(folder: Path) -> list[Path]:
     try:
-        found = [path for path in folder.iterdir() if RUN_ID.fullmatch(path.name)]
+        folders = [path for path in folder.iterdir() if RUN_ID.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [path for path in found if any((path / mark).exists() for mark in _MARKS)]
+    return [path for path in folders if any((path / mark).exists() for mark in _MARKS)]
 
 
 def list_broker(bus: Bus) -> list[RunLine]:
@@ -169,18 +169,18 @@ def describe(folder: Path) -> RunLine:
         when = datetime.fromtimestamp(curves.metrics_file(folder).stat().st_mtime, UTC).isoformat(timespec="seconds")
         losses = {"loss": trained.loss, "eval_loss": trained.eval_loss}
         return RunLine(folder.name, state_of(folder), trained.step, when=when, folder=str(folder), **losses)
-    found = curves.read(folder)
-    held_out = found.held_out
+    run_curves = curves.read(folder)
+    held_out = run_curves.held_out
     accuracy = held_out.now if held_out.measure == "accuracy" else None
-    eval_reward = found.eval_rewards[-1][1] if found.eval_rewards else None
+    eval_reward = run_curves.eval_rewards[-1][1] if run_curves.eval_rewards else None
     times = [p.stat().st_mtime for p in (folder / mark for mark in _MARKS[:4]) if p.exists()]
     when = datetime.fromtimestamp(max(times, default=folder.stat().st_mtime), UTC)
     return RunLine(
         run=folder.name,
         state=state_of(folder),
-        step=found.last_step,
+        step=run_curves.last_step,
         accuracy=accuracy,
-        reward=found.recent_reward,
+        reward=run_curves.recent_reward,
         when=when.isoformat(timespec="seconds"),
         folder=str(folder),
         eval_reward=eval_reward,

@@ -37,23 +37,23 @@ NOTHING_KEPT = KeptVersions()
 
 def reasons(manifests: Mapping[str, VersionManifest], kept: KeptVersions) -> dict[int, Row]:
     """Return why versions are kept, by version: as one of the best, as a milestone, for versions assembled from them."""
-    found: dict[int, Row] = {}
+    by_version: dict[int, Row] = {}
 
     def of(version: int) -> Row:
-        return found.setdefault(version, {**NOT_KEPT, "for": []})
+        return by_version.setdefault(version, {**NOT_KEPT, "for": []})
 
-    for rank, one in enumerate(kept.best, start=1):
-        of(one.version)["best"] = {"rank": rank, "score": one.score, "measure": one.measure}
-    for one in kept.milestones:
-        of(one.version)["milestone"] = True
-    for one in sorted((*kept.best, *kept.milestones), key=lambda one: one.version):
-        for manifest in stored_chain(one.manifest, manifests):
+    for rank, kept_version in enumerate(kept.best, start=1):
+        of(kept_version.version)["best"] = {"rank": rank, "score": kept_version.score, "measure": kept_version.measure}
+    for kept_version in kept.milestones:
+        of(kept_version.version)["milestone"] = True
+    for kept_version in sorted((*kept.best, *kept.milestones), key=lambda one: one.version):
+        for manifest in stored_chain(kept_version.manifest, manifests):
             needed = manifest.base.version if manifest.base else manifest.version
-            if needed != one.version and one.version not in of(needed)["for"]:
-                of(needed)["for"].append(one.version)
+            if needed != kept_version.version and kept_version.version not in of(needed)["for"]:
+                of(needed)["for"].append(kept_version.version)
             if manifest.kind != "patch":
                 break
-    return found
+    return by_version
 
 
 def why(kept: Row) -> str:
@@ -73,10 +73,10 @@ def stored_text(manifests: Iterable[VersionManifest], kept: KeptVersions) -> str
             ranges[-1][1:] = [version]
         else:
             ranges.append([version])
-    more = [f"best {one.version}" for one in kept.best] + [
+    more = [f"best {entry.version}" for entry in kept.best] + [
         f"milestone {milestone.version}" for milestone in kept.milestones
     ]
-    text = ", ".join("-".join(map(str, one)) for one in ranges) or "none"
+    text = ", ".join("-".join(map(str, entry)) for entry in ranges) or "none"
     return f"stored: {text}" + (f" ({', '.join(more)})" if more else "")
 
 
@@ -124,15 +124,17 @@ def export(
     manifests = reachable(_manifests(blobs, run.id, trusted_keys), head, kept)
     if version is None:
         version = _best(run.id, kept)
-    found = [(m, key) for key, m in manifests.items() if m.version == version]
-    if not found:
+    candidates = [(m, key) for key, m in manifests.items() if m.version == version]
+    if not candidates:
         raise ConfigError(
             f"run {run} has no version {version} in the object store; {stored_text(manifests.values(), kept)}; "
             f"see: penstock weights {run}"
         )
     write = export_adapter if adapter else export_version
     problems = []
-    for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # full snapshots ("anchor") before chains of patches
+    for manifest, _ in sorted(
+        candidates, key=lambda one: one[0].kind
+    ):  # full snapshots ("anchor") before chains of patches
         reader = WeightReader(blobs, run.id, trusted_keys=trusted_keys)
         try:
             num_bytes = write(manifest, folder, reader=reader, blobs=blobs)
@@ -155,11 +157,14 @@ def reachable(
     that another trainer then used; that manifest is not part of the run.
     """
     known: set[tuple[int, str]] = set()
-    for start in (head and head.manifest, *(one.manifest for one in (*kept.best, *kept.milestones))):
+    for start in (
+        head and head.manifest,
+        *(stored_version.manifest for stored_version in (*kept.best, *kept.milestones)),
+    ):
         for manifest in stored_chain(start, manifests):
-            for one in (manifest, manifest.anchor, manifest.base):
-                if one is not None:
-                    known.add((one.version, one.state_root))
+            for stored_version in (manifest, manifest.anchor, manifest.base):
+                if stored_version is not None:
+                    known.add((stored_version.version, stored_version.state_root))
     return {key: m for key, m in manifests.items() if (m.version, m.state_root) in known}
 
 
@@ -221,7 +226,7 @@ def _best(run: str, kept: KeptVersions) -> int:
 
 def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) -> dict[str, VersionManifest]:
     """Return the stored manifests by key; what cannot be read, is of another run, or no trusted key has signed, is left out and named."""
-    found, unreadable = {}, list[str]()
+    manifests, unreadable = {}, list[str]()
     for stat in blobs.list(blob_keys.all_weights_prefix(run)):
         if stat.key.endswith("/manifest.json"):
             try:
@@ -230,7 +235,7 @@ def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) 
                     trusted_keys.verify(data, stat.key)
                 manifest = VersionManifest.from_json(data)
                 if manifest.run_id == run:
-                    found[stat.key] = manifest
+                    manifests[stat.key] = manifest
                 else:
                     unreadable.append(f"{stat.key}: it is of run {manifest.run_id}")
             except BlobMissing:
@@ -240,7 +245,7 @@ def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) 
     if unreadable:
         text = f"{len(unreadable)} manifests are left out, because they cannot be read or trusted; the first: {unreadable[0]}"
         print(f"penstock: {printable(text)}", file=sys.stderr)
-    return found
+    return manifests
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -67,7 +67,7 @@ def _stop_with_parent(parent: int, stop: threading.Event) -> None:
 
 
 def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once: bool, awaits_report: bool) -> Job:
-    tracker = next((one for one in settings.tracker if one.label == label), None)
+    tracker = next((candidate for candidate in settings.tracker if candidate.label == label), None)
     if tracker is None:
         raise ConfigError(f'no tracker {label} is set; set tracker = ["{label}"], or a table [[tracker]] with its type')
     kind = TRACKERS.find(tracker.type).value

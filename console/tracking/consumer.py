@@ -92,17 +92,17 @@ class RowFold:
 
 def figures(data: Any) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of nested tables as ``outer/inner``, at most a thousand; other values are left out."""
-    found = _figures(data, "") if isinstance(data, Mapping) else iter(())
-    for _, one in zip(range(_MOST_VALUES), found, strict=False):
-        yield one
+    pairs = _figures(data, "") if isinstance(data, Mapping) else iter(())
+    for _, pair in zip(range(_MOST_VALUES), pairs, strict=False):
+        yield pair
 
 
 def _figures(data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:
     for key, value in data.items():
         if isinstance(value, Mapping):
             yield from _figures(value, f"{prefix}{key}/")
-        elif (found := number(value)) is not None:
-            yield f"{prefix}{key}", found
+        elif (figure := number(value)) is not None:
+            yield f"{prefix}{key}", figure
 
 
 def _is_step(value: Any) -> bool:

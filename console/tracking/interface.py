@@ -33,15 +33,15 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Destination:
     run_id: str
-    key: str  # 16 hex digits, made when the run was first tracked: names the tracker's own run, also after a restart
+    key: str  # 16 hex digits, made when the run was first tracked: names the run in the tracker, also after a restart
     project: str
     name: str
     folder: Path  # for the files of a tracker that writes files
-    is_folder_chosen: bool = False  # by the user; a library with a place of its own keeps to it otherwise
+    is_folder_chosen: bool = False  # by the user; a library with a default place keeps to it otherwise
     group: str = ""
     entity: str = ""  # team, workspace
     tags: Sequence[str] = ()
-    options: Mapping[str, Any] | None = None  # further arguments of the library's own function that begins a run
+    options: Mapping[str, Any] | None = None  # further arguments of the library's function that begins a run
     config: Mapping[str, Any] | None = None  # the run's settings, dotted key to value
 
 

@@ -107,7 +107,7 @@ class TrackSettings(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> TrackSettings:
-        labels = [one.label for one in self.tracker]
+        labels = [tracker.label for tracker in self.tracker]
         if len(labels) != len(set(labels)):
             raise ValueError(f"tracker: {', '.join(labels)}: each may be given once")
         return self
@@ -119,8 +119,10 @@ def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[st
         return load(TrackSettings, files=files, overrides=overrides, environ=environ).settings
     store = connections.find(arguments, environ, run_id=run).settings.run.folder / connections.STORE
     is_elsewhere = connections.is_configured(connections.find(arguments, environ))
-    own = {} if is_elsewhere else connections.store_environment(store)
-    loaded = load(TrackSettings, files=files, overrides=[*overrides, f"run.id={run}"], environ={**own, **environ})
+    store_environ = {} if is_elsewhere else connections.store_environment(store)
+    loaded = load(
+        TrackSettings, files=files, overrides=[*overrides, f"run.id={run}"], environ={**store_environ, **environ}
+    )
     if loaded.origins["tracker"] != "default":
         return loaded.settings
     stored = _stored_trackers(loaded.settings)
@@ -132,8 +134,8 @@ def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[st
 
 
 def check(settings: TrackSettings) -> None:
-    for one in settings.tracker:
-        TRACKERS.find(one.type).value.require_installed()
+    for tracker in settings.tracker:
+        TRACKERS.find(tracker.type).value.require_installed()
 
 
 def _stored_trackers(settings: TrackSettings) -> TrackSettings | None:
@@ -158,7 +160,7 @@ def command(run: str, label: str, arguments: Sequence[str], *flags: str) -> list
 
 
 def track(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, once: bool) -> int:
-    """Write a run to all its trackers, each in a process of its own, until it ends; returns the highest exit code."""
+    """Write a run to all its trackers, each in a separate process, until it ends; returns the highest exit code."""
     settings = load_settings(run, arguments, environ)
     check(settings)
     if not settings.tracker:
@@ -166,7 +168,7 @@ def track(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, onc
             'no tracker is set: penstock track RUN tracker=tensorboard, or tracker = ["wandb"] in the run file'
         )
     flags = ["--parent", str(os.getpid()), *(["--once"] if once else [])]
-    children = [subprocess.Popen(command(run, one.label, arguments, *flags)) for one in settings.tracker]
+    children = [subprocess.Popen(command(run, tracker.label, arguments, *flags)) for tracker in settings.tracker]
 
     def stop(*_: object) -> None:
         for child in children:
@@ -175,7 +177,7 @@ def track(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, onc
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
-    names = ", ".join(one.label for one in settings.tracker)
+    names = ", ".join(tracker.label for tracker in settings.tracker)
     print(f"run {run}: writing to {names}; Ctrl-C stops it, and the same command goes on", file=sys.stderr)
     codes = [child.wait() for child in children]
     return max((code if code >= 0 else 128 - code for code in codes), default=os.EX_OK)

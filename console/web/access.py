@@ -49,7 +49,7 @@ MAX_TOKENS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LINE = re.compile(r"(\S+) (read|run|admin) sha256:([0-9a-f]{64})(?: (\d{1,12}))?")
 CALLER = "penstock.caller"  # key of the scope
-TOKEN = "penstock.token"  # noqa: S105 - key of the scope: the token that was given
+TOKEN = "penstock.token"  # noqa: S105 - key of the scope: the token that was sent
 PUBLIC = frozenset({"/", "/healthz", "/login", "/favicon.ico"})
 STATIC = "/static/"
 MAX_HEAD_BYTES = 16 * 1024
@@ -119,13 +119,13 @@ class Access:
 
     def caller(self, token: str | None) -> Caller | None:
         """Return the caller with a token, compared in constant time; None for an unknown or expired one."""
-        given, found = _digest(token or ""), None
+        digest, known_caller = _digest(token or ""), None
         now = time.time()
         for known in self._current():
-            is_equal = hmac.compare_digest(known.digest, given)
+            is_equal = hmac.compare_digest(known.digest, digest)
             if is_equal and (not known.expires or known.expires > now):
-                found = Caller(known.name, known.role)
-        return found
+                known_caller = Caller(known.name, known.role)
+        return known_caller
 
     def add(self, name: str, role: Role, *, lasts_s: float = 0.0) -> str:
         """Create a token and return it; only its SHA-256 is stored. Raises ConfigError for a name that is taken or invalid."""
@@ -136,7 +136,7 @@ class Access:
         token = secrets.token_urlsafe(32)
         expires = int(time.time() + lasts_s) if lasts_s else 0
         with self._changing() as tokens:
-            if any(one.name == name for one in tokens):
+            if any(entry.name == name for entry in tokens):
                 raise ConfigError(
                     f"token {name!r} exists in {self.file}; revoke it first: penstock console revoke {name}"
                 )
@@ -157,7 +157,7 @@ class Access:
         """Remove the token itself, as when a browser logs out."""
         digest = _digest(token)
         with self._changing() as tokens:
-            tokens[:] = [one for one in tokens if not hmac.compare_digest(one.digest, digest)]
+            tokens[:] = [entry for entry in tokens if not hmac.compare_digest(entry.digest, digest)]
 
     def one_time_link(self, role: Role = Role.ADMIN) -> str:
         """Return a code that one browser may exchange for a token, once."""
@@ -193,13 +193,13 @@ class Access:
         with self.file.with_name(self.file.name + ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             now = time.time()
-            tokens = [one for one in _read(self.file) if not one.expires or one.expires > now]
+            tokens = [entry for entry in _read(self.file) if not entry.expires or entry.expires > now]
             yield tokens
             atomic_write(self.file, "".join(token.line() for token in tokens), sync=True, mode=0o600)
 
 
-def tokens_file(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:
-    return (given or connections.find(arguments, environ).settings.run.dir / TOKENS).absolute()
+def tokens_file(arguments: Sequence[str], environ: Mapping[str, str], file: Path | None) -> Path:
+    return (file or connections.find(arguments, environ).settings.run.dir / TOKENS).absolute()
 
 
 def _read(file: Path) -> list[_Token]:
@@ -210,13 +210,13 @@ def _read(file: Path) -> list[_Token]:
     for number, line in enumerate(file.read_text("utf-8", "replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        found = _LINE.fullmatch(line.strip())
-        if found is None or not _NAME.fullmatch(found[1]):
+        match = _LINE.fullmatch(line.strip())
+        if match is None or not _NAME.fullmatch(match[1]):
             raise ConfigError(
                 f"{file}:{number}: expected NAME ROLE sha256:HEX [EXPIRES] with a role of read, run or admin; remove the line, "
                 "and create tokens with: penstock console token NAME"
             )
-        tokens.append(_Token(found[1], Role[found[2].upper()], bytes.fromhex(found[3]), int(found[4] or 0)))
+        tokens.append(_Token(match[1], Role[match[2].upper()], bytes.fromhex(match[3]), int(match[4] or 0)))
     return tokens
 
 
@@ -246,11 +246,11 @@ class Gate:
 
         async def secured(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name.lower() for name, _ in message["headers"]}
+                header_names = {name.lower() for name, _ in message["headers"]}
                 more = dict(HEADERS)
                 if not scope["path"].startswith(STATIC):
                     more["cache-control"] = "no-store"
-                extra = [(n.encode(), v.encode()) for n, v in more.items() if n.encode() not in given]
+                extra = [(n.encode(), v.encode()) for n, v in more.items() if n.encode() not in header_names]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
@@ -345,12 +345,12 @@ def _token(request: HTTPConnection) -> tuple[str, bool]:
         cookies.load(request.headers.get("cookie", ""))
     except CookieError:
         return "", False
-    found = cookies.get(cookie_name(request.headers.get("host", "")))
-    return (found.value if found else ""), False
+    cookie = cookies.get(cookie_name(request.headers.get("host", "")))
+    return (cookie.value if cookie else ""), False
 
 
 def _is_same_origin(request: HTTPConnection) -> bool:
-    """Return True for a request of this server's own page; a browser's page cannot set either header."""
+    """Return True for a request of this server's page; a browser's page cannot set either header."""
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         return site == "same-origin"

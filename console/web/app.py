@@ -44,12 +44,12 @@ async def page(request: Request, web: Context, token: Annotated[str, Query(max_l
     """Return the page; with a one-time link's token set the browser's cookie first."""
     if token:
         known = CALLER in request.scope
-        own = None if known else web.access.redeem(token)
-        if own is None and not known:
+        session_token = None if known else web.access.redeem(token)
+        if session_token is None and not known:
             return RedirectResponse("/?expired", 303)
         answer = RedirectResponse("/", 303)
-        if own is not None:
-            _set_cookie(request, answer, own)
+        if session_token is not None:
+            _set_cookie(request, answer, session_token)
         return answer
     return FileResponse(PAGES / "index.html", media_type="text/html; charset=utf-8")
 

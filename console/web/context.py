@@ -38,8 +38,8 @@ class WebContext:
 
     def settings_of(self, run: str) -> Loaded[connections.ConsoleSettings]:
         run_file = self.runs_dir / run / RUN_FILE
-        own = [str(run_file)] if run_file.is_file() and not run_file.is_symlink() else []
-        arguments = [*self.arguments, *own, f"run.dir={self.runs_dir}"]
+        run_files = [str(run_file)] if run_file.is_file() and not run_file.is_symlink() else []
+        arguments = [*self.arguments, *run_files, f"run.dir={self.runs_dir}"]
         return connections.find(arguments, self.environ, run_id=run)
 
     def bus(self, run: str, *, name: str = "console") -> Bus:

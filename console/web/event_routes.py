@@ -78,10 +78,10 @@ async def read_events(
     stream = _Stream(web, folder, position)
     try:
         while not stream.is_over:
-            found = await asyncio.to_thread(stream.poll)
-            for event in found:
+            events = await asyncio.to_thread(stream.poll)
+            for event in events:
                 yield event
-            if found:
+            if events:
                 continue
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(web.closing.wait(), _POLL_S)
@@ -129,10 +129,10 @@ class _Reading:
 
     def take(self) -> list[tuple[int, RunEvent]]:
         with self._changed:
-            found = list(self._waiting)
+            events = list(self._waiting)
             self._waiting.clear()
             self._changed.notify_all()
-        return found
+        return events
 
     @property
     def is_down(self) -> bool:
@@ -196,14 +196,16 @@ class _Stream:
     def _new_events(self) -> list[ServerSentEvent]:
         if self._reading is None:
             return []
-        found = self._reading.take()
-        self._position = found[-1][0] if found else self._position
+        events = self._reading.take()
+        self._position = events[-1][0] if events else self._position
         if self._reading.is_behind:
             self._is_over = True
         elif self._reading.is_down:
             self._position = self._reading.position if self._position is None else self._position
             self.close()
-        return [ServerSentEvent(id=str(one), event="run", data=_document(one, fact)) for one, fact in found]
+        return [
+            ServerSentEvent(id=str(event_id), event="run", data=_document(event_id, fact)) for event_id, fact in events
+        ]
 
 
 def _state(folder: Path) -> dict[str, Any]:

@@ -120,10 +120,10 @@ class TestedCompletions(BaseModel):
 def _state(folder: Path, otherwise: str) -> str:
     """Return the state of a run's job; a run that was stopped here may be running elsewhere."""
     try:
-        found = job_file.run_state(folder, job_file.read(folder), ask=False).state
+        state = job_file.run_state(folder, job_file.read(folder), ask=False).state
     except PenstockError:
         return otherwise
-    return otherwise if found == "stopped" else found
+    return otherwise if state == "stopped" else state
 
 
 @router.get("/runs")
@@ -140,14 +140,14 @@ def settings_differences(
     run: Annotated[list[Annotated[str, Field(pattern=f"^{RUN_ID.pattern}$")]], Query(min_length=2, max_length=4)],
 ) -> dict[str, Any]:
     """Return the settings in which two to four runs differ."""
-    return documents.differences({one: open_run(runs, one).config() for one in run})
+    return documents.differences({run_id: open_run(runs, run_id).config() for run_id in run})
 
 
 @router.get("/runs/{run}/summary")
 def summary(reading: Reading) -> dict[str, Any]:
     """Return the overview: state, reward, held-out accuracy, staleness, who waits, healthy bands, diagnoses."""
-    found = reading.summary()
-    return found | {"state": _state(reading.folder, found["state"])}
+    document = reading.summary()
+    return document | {"state": _state(reading.folder, document["state"])}
 
 
 @router.get("/runs/{run}/metrics")
@@ -240,17 +240,17 @@ Wanted = Annotated[_Filter, Depends()]
 @router.get("/runs/{run}/groups")
 def groups(reading: Reading, query: Wanted) -> dict[str, Any]:
     """Return the groups of the run's record, the newest first; ``next`` is the cursor of the rest."""
-    with _scanning(), reading.groups() as found:
+    with _scanning(), reading.groups() as stored_groups:
         wanted = query.wanted(each_trajectory=False)
-        return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+        return stored_groups.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
 
 
 @router.get("/runs/{run}/trajectories")
 def trajectories(reading: Reading, query: Wanted) -> dict[str, Any]:
     """Return trajectories one by one, the newest first; a group's are never divided between two pages."""
-    with _scanning(), reading.groups() as found:
+    with _scanning(), reading.groups() as stored_groups:
         wanted = query.wanted(each_trajectory=True)
-        return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+        return stored_groups.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
 
 
 @router.get("/runs/{run}/group")
@@ -260,10 +260,10 @@ def group(
     """Return one group with its trajectories: texts, rewards and parts, ratios, turns of an episode."""
     with _scanning():
         storing = reading.storing()
-        with reading.groups() as found:
-            entry = found.find(group_id, chapter=chapter)
-            stored, problem = found.group(entry)
-            current = None if stored is None else found.logprobs.of_group(entry, stored, storing)
+        with reading.groups() as stored_groups:
+            entry = stored_groups.find(group_id, chapter=chapter)
+            stored, problem = stored_groups.group(entry)
+            current = None if stored is None else stored_groups.logprobs.of_group(entry, stored, storing)
         return group_document(entry, stored, current, problem)
 
 
@@ -284,12 +284,12 @@ def tokens(
     """
     with _scanning():
         storing = reading.storing()
-        with reading.groups() as found:
-            entry = found.find(group_id, chapter=chapter)
-            stored, problem = found.group(entry)
+        with reading.groups() as stored_groups:
+            entry = stored_groups.find(group_id, chapter=chapter)
+            stored, problem = stored_groups.group(entry)
             if stored is None:
                 raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
-            current = found.logprobs.of_group(entry, stored, storing)
+            current = stored_groups.logprobs.of_group(entry, stored, storing)
         texts = recorded_groups.token_reader(reading.folder, reading.known_config())
         return token_document(stored, current, trajectory, row, first, count, texts)
 
@@ -297,8 +297,8 @@ def tokens(
 @router.get("/runs/{run}/lineage")
 def lineage(reading: Reading, version: Step = None) -> dict[str, Any]:
     """Return the groups, rewards and parents of a version; without one, of the last."""
-    with _scanning(), reading.groups() as found:
-        return found.lineage(version)
+    with _scanning(), reading.groups() as stored_groups:
+        return stored_groups.lineage(version)
 
 
 @contextlib.contextmanager

@@ -112,13 +112,13 @@ def read_yaml(name: str, text: str) -> Found:
 def _flat(name: str, content: Any) -> Found:
     if not isinstance(content, dict):
         raise ConfigError(f"{name}: expected keys with values, got {type(content).__name__}")
-    found = Found()
+    foreign_config = Found()
     for path, value in leaves(content):
-        found.add(".".join(map(str, path)), value)
-    raw = dict(found.values)
+        foreign_config.add(".".join(map(str, path)), value)
+    raw = dict(foreign_config.values)
     for key, value in raw.items():
-        found.values[key] = _resolved(value, key, raw)
-    return found
+        foreign_config.values[key] = _resolved(value, key, raw)
+    return foreign_config
 
 
 def _resolved(value: Any, key: str, values: dict[str, Any]) -> Any:
@@ -141,24 +141,24 @@ def _looked_up(name: str, key: str, values: dict[str, Any]) -> Any:
         default = text.strip().strip("\"'") if has_default else None
     if name.startswith("."):
         name = f"{key.rpartition('.')[0]}{name}".lstrip(".")
-    found = values.get(name.replace("-", "_"), default)
-    return marked(name) if found is None else found
+    resolved = values.get(name.replace("-", "_"), default)
+    return marked(name) if resolved is None else resolved
 
 
 def read_shell(name: str, text: str) -> Found:
     """Read the options of every command that starts a training; raises ConfigError for quotes that never end."""
-    found = Found()
+    foreign_config = Found()
     variables: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
     for number, statement in _statements(text):
         try:
-            _read(statement, found, variables, arrays)
+            _read(statement, foreign_config, variables, arrays)
         except ValueError as err:  # shlex: no closing quotation
             raise ConfigError(f"{name}:{number}: not a readable shell command: {err}") from None
-    if not found.commands:  # a file of variables, as wrappers source it
+    if not foreign_config.commands:  # a file of variables, as wrappers source it
         for key, value in variables.items():
-            found.add(key, scalar(value))
-    return found
+            foreign_config.add(key, scalar(value))
+    return foreign_config
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
@@ -182,7 +182,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
             yield first, statement.strip()
 
 
-def _read(statement: str, found: Found, variables: dict[str, str], arrays: dict[str, list[str]]) -> None:
+def _read(statement: str, foreign_config: Found, variables: dict[str, str], arrays: dict[str, list[str]]) -> None:
     assignment = _ASSIGNMENT.match(statement)
     if assignment and statement[assignment.end() :].startswith("("):
         inner = statement[assignment.end() + 1 :].rstrip().removesuffix(")")
@@ -190,16 +190,16 @@ def _read(statement: str, found: Found, variables: dict[str, str], arrays: dict[
         arrays[assignment[1]] = (arrays.get(assignment[1], []) if assignment[2] else []) + words
         return
     words = _words(statement.split(" << ", maxsplit=1)[0].split(" <<'", maxsplit=1)[0], variables, arrays)
-    while words and (one := _ASSIGNMENT.fullmatch(words[0].partition("=")[0] + "=")) and "=" in words[0]:
-        variables[one[1]] = words.pop(0).partition("=")[2]
+    while words and (match := _ASSIGNMENT.fullmatch(words[0].partition("=")[0] + "=")) and "=" in words[0]:
+        variables[match[1]] = words.pop(0).partition("=")[2]
     if words and words[0] in ("export", "declare", "readonly", "local"):
         for word in words[1:]:
             if "=" in word:
                 variables[word.partition("=")[0]] = word.partition("=")[2]
         return
     if _starts_training(words):
-        found.commands.append(" ".join(words))
-        _options(words, found)
+        foreign_config.commands.append(" ".join(words))
+        _options(words, foreign_config)
 
 
 def _starts_training(words: list[str]) -> bool:
@@ -211,7 +211,7 @@ def _starts_training(words: list[str]) -> bool:
     return program.startswith(_LAUNCHERS) or (program.endswith((".sh", ".py")) and len(words) > 1)
 
 
-def _options(words: list[str], found: Found) -> None:
+def _options(words: list[str], foreign_config: Found) -> None:
     """Add ``a.b=c``, ``--flag value``, ``--flag=value`` and ``--flag``, as a switch, of one command."""
     if words[0] == "ray" and "--" in words:
         words = words[words.index("--") + 1 :]
@@ -227,13 +227,13 @@ def _options(words: list[str], found: Found) -> None:
             while position < len(words) and _is_value(words[position]):
                 values.append(words[position])
                 position += 1
-            found.add(
+            foreign_config.add(
                 name, True if not values else _parsed(values[0]) if len(values) == 1 else list(map(_parsed, values))
             )
         elif separator and re.fullmatch(r"[+~]*[A-Za-z_][\w.@-]*", name):
-            found.add(name, _parsed(value))
+            foreign_config.add(name, _parsed(value))
         elif re.fullmatch(r"~[A-Za-z_][\w.]*", word):
-            found.add(word, None)
+            foreign_config.add(word, None)
 
 
 def _is_value(word: str) -> bool:
@@ -273,11 +273,11 @@ def _with_literals(text: str) -> str:
 
 
 def _substituted(word: str, variables: dict[str, str]) -> str:
-    def value(one: re.Match[str]) -> str:
-        name = one[1] or one[4] or one[5]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[4] or match[5]
         if name in variables:
             return variables[name]
-        return marked(name) if one[3] is None else one[3]
+        return marked(name) if match[3] is None else match[3]
 
     for _ in range(8):  # a default may name another variable
         if not _VARIABLE.search(word):
@@ -306,8 +306,10 @@ def _computed(text: str, variables: dict[str, str]) -> str:
 def at_default(system: str, values: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys at their defaults, or without a value, in a file with all of them; none for a file of chosen keys."""
     known = _defaults(system)
-    found = frozenset(k for k, value in values.items() if value is None or (k in known and _same(value, known[k])))
-    return found if len(found) >= _WHOLE else frozenset()
+    default_keys = frozenset(
+        k for k, value in values.items() if value is None or (k in known and _same(value, known[k]))
+    )
+    return default_keys if len(default_keys) >= _WHOLE else frozenset()
 
 
 @cache
@@ -333,8 +335,8 @@ class SilentDefault:
 
 @cache
 def silent_defaults() -> Mapping[str, Sequence[SilentDefault]]:
-    found = json.loads((_FOLDER / "silent_defaults.json").read_text(encoding="utf-8"))
-    return {system: [SilentDefault(**default) for default in defaults] for system, defaults in found.items()}
+    by_system = json.loads((_FOLDER / "silent_defaults.json").read_text(encoding="utf-8"))
+    return {system: [SilentDefault(**default) for default in defaults] for system, defaults in by_system.items()}
 
 
 def differing(
@@ -344,7 +346,7 @@ def differing(
 
     ``named`` are the keys of the file, ``effective`` all settings of the run file by dotted key.
     """
-    found, has_critic = [], effective.get("algorithm.advantage") == "gae"
+    differences, has_critic = [], effective.get("algorithm.advantage") == "gae"
     for default in silent_defaults().get(system, ()):
         if any(key in named for key in (default.key, *default.also)):
             continue
@@ -354,5 +356,5 @@ def differing(
             if effective.get(ours) != value and (has_critic or not ours.startswith("critic."))
         }
         if others:
-            found.append((default, others))
-    return found
+            differences.append((default, others))
+    return differences

@@ -63,13 +63,13 @@ def decisions(done: Translation) -> str:
 def offer_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
     """Report what the system does for keys that its file does not name, where the run file does something else."""
     effective = _effective(done.settings)
-    for one, others in differing(done.system, named, effective):
+    for default, others in differing(done.system, named, effective):
         texts = []
         for ours, value in others.items():
             here = toml_text(effective.get(ours))
             done.offered[ours] = (value, f"{done.system}'s default; here {here}")
             texts.append(f"{ours} = {toml_text(value)} does the same; here {here}")
-        done.lines.append(Line("silent", one.key, toml_text(one.value).strip('"'), "; ".join(texts)))
+        done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
 
 
 def _of(section: str, settings: Mapping[str, Any]) -> list[str]:
@@ -142,16 +142,16 @@ def read_foreign_file(file: Path) -> Found:
 def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) -> int:
     """Write the run file and print the report; returns 1 when a key needs a decision, 2 when nothing was written."""
     try:
-        found = read_foreign_file(file)
-        system = system or detect(found)
+        foreign_config = read_foreign_file(file)
+        system = system or detect(foreign_config)
         if not system:
             raise ConfigError(
-                f"{file}: no key of {', '.join(_NAMES)} found in {len(found.values)} keys; name the system with --from"
+                f"{file}: no key of {', '.join(_NAMES)} found in {len(foreign_config.values)} keys; name the system with --from"
             )
-        done = translate(found, system, known_keys())
+        done = translate(foreign_config, system, known_keys())
         leave_out_refused(done)
-        if own_section(found) is None:
-            offer_silent_defaults(done, found.values)
+        if own_section(foreign_config) is None:
+            offer_silent_defaults(done, foreign_config.values)
         if to.exists():
             raise ConfigError(f"{to} exists; name another file with --to")
         header = f"# Imported from {file.name} ({system}) by `penstock config import`.\n\n"
@@ -162,7 +162,7 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
     if as_json:
         sys.stdout.write(json.dumps(report_document(done)) + "\n")
     else:
-        command = own_section(found)
+        command = own_section(foreign_config)
         verb = command.section if command is not None else "train"
         sys.stdout.write(f"{file}: a configuration of {system}\n\n{report_text(done)}\n")
         sys.stdout.write(f"wrote {to}; see it: penstock config show {to}; then: penstock {verb} {to}\n")

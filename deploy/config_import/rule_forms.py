@@ -116,11 +116,11 @@ def engine(theirs: str) -> str:
 
 
 def engine_option(sglang: str, vllm: str) -> Rule:
-    def rule(given: Any, values: Values) -> Outcome:
+    def rule(value: Any, values: Values) -> Outcome:
         chosen = engine(first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name") or "vllm")
         if chosen == "embedded":
             return ignored("an option of another engine than worker.engine")
-        return Outcome("translated", {"worker.engine": chosen, sglang if chosen == "sglang" else vllm: given})
+        return Outcome("translated", {"worker.engine": chosen, sglang if chosen == "sglang" else vllm: value})
 
     return rule
 
@@ -142,13 +142,13 @@ def positive(setting: str, off: str = OFF) -> Rule:
 
 
 def share_of_steps(setting: str) -> Rule:
-    def rule(given: Any, values: Values) -> Outcome:
+    def rule(value: Any, values: Values) -> Outcome:
         steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
-        if not given:
+        if not value:
             return ignored(OFF)
         if not isinstance(steps, int) or steps <= 0:
-            return decide(f"{setting} is in steps: {given} x trainer.steps")
-        return Outcome("translated", {setting: math.ceil(given * steps)}, f"{given} of {steps} steps")
+            return decide(f"{setting} is in steps: {value} x trainer.steps")
+        return Outcome("translated", {setting: math.ceil(value * steps)}, f"{value} of {steps} steps")
 
     return rule
 
@@ -156,17 +156,17 @@ def share_of_steps(setting: str) -> Rule:
 def batch_rule(prompts: str, rows: str) -> Rule:
     """Return a rule for prompts that are generated together, and trained on in smaller optimizer steps of ``rows``."""
 
-    def rule(given: Any, values: Values) -> Outcome:
+    def rule(value: Any, values: Values) -> Outcome:
         size, per_prompt = values.get(rows), 1
         if rows in ("train_batch_size", "global_batch_size"):  # counts completions
             per_prompt = first(values, "n_samples_per_prompt", default=1)
         groups = size // per_prompt if isinstance(size, int) and isinstance(per_prompt, int) and per_prompt else None
-        if not isinstance(given, int) or not groups or groups >= given:
-            return Outcome("translated", {"rollout.groups_per_step": given})
+        if not isinstance(value, int) or not groups or groups >= value:
+            return Outcome("translated", {"rollout.groups_per_step": value})
         return set_to(
-            f"{given} prompts in optimizer steps of {groups}",
-            rollout__groups_per_step=given,
-            algorithm__minibatches=math.ceil(given / groups),
+            f"{value} prompts in optimizer steps of {groups}",
+            rollout__groups_per_step=value,
+            algorithm__minibatches=math.ceil(value / groups),
         )
 
     return rule

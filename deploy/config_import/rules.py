@@ -32,106 +32,106 @@ _TURN_NORMS = {
 }
 
 
-def kl_ctrl_coefficient(given: Any, values: Values) -> Outcome:
+def kl_ctrl_coefficient(value: Any, values: Values) -> Outcome:
     return (
-        reward_kl(given, values) if is_on(values.get("algorithm.use_kl_in_reward")) else ignored("no KL in the reward")
+        reward_kl(value, values) if is_on(values.get("algorithm.use_kl_in_reward")) else ignored("no KL in the reward")
     )
 
 
-def kl_ctrl_target(given: Any, values: Values) -> Outcome:
+def kl_ctrl_target(value: Any, values: Values) -> Outcome:
     adapts = values.get("algorithm.kl_ctrl.type") == "adaptive"
-    return set_to(algorithm__kl_target=given) if adapts else ignored("the coefficient is fixed")
+    return set_to(algorithm__kl_target=value) if adapts else ignored("the coefficient is fixed")
 
 
-def kl_estimator(given: Any, values: Values) -> Outcome:
+def kl_estimator(value: Any, values: Values) -> Outcome:
     in_loss = is_on(values.get("use_kl_loss"))
-    return set_to(algorithm__kl_form=given) if in_loss else set_to(algorithm__reward_kl_form=given)
+    return set_to(algorithm__kl_form=value) if in_loss else set_to(algorithm__reward_kl_form=value)
 
 
-def use_tis(given: Any, values: Values) -> Outcome:
+def use_tis(value: Any, values: Values) -> Outcome:
     return ignored(f"{READ} tis_clip") if "tis_clip" in values else set_to(algorithm__token_tis_cap=2.0)
 
 
-def use_lora(given: Any, values: Values) -> Outcome:
-    return ignored(OFF) if not is_on(given) or "lora_r" in values else set_to(model__lora__rank=16)
+def use_lora(value: Any, values: Values) -> Outcome:
+    return ignored(OFF) if not is_on(value) or "lora_r" in values else set_to(model__lora__rank=16)
 
 
-def param_dtype(given: Any, values: Values) -> Outcome:
-    return set_to(model__dtype={"bf16": "bfloat16", "fp32": "float32"}.get(given, given))
+def param_dtype(value: Any, values: Values) -> Outcome:
+    return set_to(model__dtype={"bf16": "bfloat16", "fp32": "float32"}.get(value, value))
 
 
-def optimizer(given: Any, values: Values) -> Outcome:
-    return ignored(OFF) if "adam" in str(given).lower() else decide("the optimizer is AdamW")
+def optimizer(value: Any, values: Values) -> Outcome:
+    return ignored(OFF) if "adam" in str(value).lower() else decide("the optimizer is AdamW")
 
 
-def engine_name(given: Any, values: Values) -> Outcome:
-    return set_to(worker__engine=engine(given))
+def engine_name(value: Any, values: Values) -> Outcome:
+    return set_to(worker__engine=engine(value))
 
 
-def use_vllm(given: Any, values: Values) -> Outcome:
-    starts = is_on(given) and values.get("vllm_mode") != "server"
+def use_vllm(value: Any, values: Values) -> Outcome:
+    starts = is_on(value) and values.get("vllm_mode") != "server"
     return set_to(worker__engine="vllm") if starts else ignored(OFF)
 
 
-def vllm_mode(given: Any, values: Values) -> Outcome:
-    if given != "server":
+def vllm_mode(value: Any, values: Values) -> Outcome:
+    if value != "server":
         return ignored("workers start servers of their own, on GPUs that the trainer does not use")
     url = first(values, "vllm_server_base_url", default="http://127.0.0.1:8000")
     return set_to(worker__engine="vllm-url", worker__engine_url=url)
 
 
-def gpus_per_node(given: Any, values: Values) -> Outcome:
-    return set_to(trainer__num_ranks=1) if given == 1 else gpus(given, values)
+def gpus_per_node(value: Any, values: Values) -> Outcome:
+    return set_to(trainer__num_ranks=1) if value == 1 else gpus(value, values)
 
 
-def nodes(given: Any, values: Values) -> Outcome:
-    return ignored("one machine") if given == 1 else gpus(given, values)
+def nodes(value: Any, values: Values) -> Outcome:
+    return ignored("one machine") if value == 1 else gpus(value, values)
 
 
-def processes(given: Any, values: Values) -> Outcome:
+def processes(value: Any, values: Values) -> Outcome:
     if "num_generations" in values:
         return ignored(f"{READ} per_device_train_batch_size")
-    return gpus(given, values)
+    return gpus(value, values)
 
 
-def project_name(given: Any, values: Values) -> Outcome:
+def project_name(value: Any, values: Values) -> Outcome:
     if values.get("trainer.experiment_name"):
         return ignored("the run is named by trainer.experiment_name")
-    return run_name(given, values)
+    return run_name(value, values)
 
 
-def resume_mode(given: Any, values: Values) -> Outcome:
-    return set_to(trainer__resume=str(given) != "disable")
+def resume_mode(value: Any, values: Values) -> Outcome:
+    return set_to(trainer__resume=str(value) != "disable")
 
 
-def resume_from(given: Any, values: Values) -> Outcome:
-    return set_to(trainer__resume=bool(given))
+def resume_from(value: Any, values: Values) -> Outcome:
+    return set_to(trainer__resume=bool(value))
 
 
-def generation_batch(given: Any, values: Values) -> Outcome:
+def generation_batch(value: Any, values: Values) -> Outcome:
     if "per_device_train_batch_size" in values:
         return ignored(f"{READ} per_device_train_batch_size")
-    return set_to(rollout__groups_per_step=max(1, given // first(values, "num_generations", default=8)))
+    return set_to(rollout__groups_per_step=max(1, value // first(values, "num_generations", default=8)))
 
 
-def batch_size(given: Any, values: Values) -> Outcome:
+def batch_size(value: Any, values: Values) -> Outcome:
     if values.get("algorithm") == "sft":
-        return set_to(sft__batch_size=given)
-    return set_to(rollout__groups_per_step=given)
+        return set_to(sft__batch_size=value)
+    return set_to(rollout__groups_per_step=value)
 
 
-def context_length(given: Any, values: Values) -> Outcome:
+def context_length(value: Any, values: Values) -> Outcome:
     if first(values, "max_prompt_length", "max_response_length", "max_new_tokens"):
         return ignored("prompts and completions have limits of their own")
-    return decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together")
+    return decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {value} together")
 
 
-def eval_prompt_data(given: Any, values: Values) -> Outcome:
-    return set_to(data__eval=given[1::2] if isinstance(given, list) and len(given) > 1 else given)
+def eval_prompt_data(value: Any, values: Values) -> Outcome:
+    return set_to(data__eval=value[1::2] if isinstance(value, list) and len(value) > 1 else value)
 
 
-def chat_template(given: Any, values: Values) -> Outcome:
-    return set_to(data__text_prompts="chat" if is_on(given) else "plain")
+def chat_template(value: Any, values: Values) -> Outcome:
+    return set_to(data__text_prompts="chat" if is_on(value) else "plain")
 
 
 def run_name(value: Any, values: Values) -> Outcome:
@@ -140,8 +140,8 @@ def run_name(value: Any, values: Values) -> Outcome:
     return set_to("names of runs are a-z, 0-9 and '-'", run__id=name) if name else decide("set run.id")
 
 
-def estimator(given: Any, values: Values) -> Outcome:
-    theirs = str(given).lower()
+def estimator(value: Any, values: Values) -> Outcome:
+    theirs = str(value).lower()
     name = ESTIMATOR.value(theirs)
     mode = str(first(values, f"{ACTOR}.policy_loss.loss_mode", "importance_sampling_level", default=""))
     if name == "grpo" and mode in ("gspo", "sequence"):
@@ -149,71 +149,71 @@ def estimator(given: Any, values: Values) -> Outcome:
     return set_to(algorithm__name=name)
 
 
-def loss_mode(given: Any, values: Values) -> Outcome:
+def loss_mode(value: Any, values: Values) -> Outcome:
     names = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
-    loss = names.get(str(given), str(given))
+    loss = names.get(str(value), str(value))
     return ignored("in algorithm.name") if loss == "gspo" else set_to(algorithm__loss=loss)
 
 
-def kl_loss(given: Any, values: Values) -> Outcome:
+def kl_loss(value: Any, values: Values) -> Outcome:
     switch = first(values, f"{ACTOR}.use_kl_loss", "use_kl_loss", default=True)
-    if not is_on(switch) or not given:
+    if not is_on(switch) or not value:
         return ignored("no KL in the loss: use_kl_loss is off, or the coefficient 0")
-    return set_to(algorithm__kl_coefficient=given)
+    return set_to(algorithm__kl_coefficient=value)
 
 
-def use_kl_loss(given: Any, values: Values) -> Outcome:
+def use_kl_loss(value: Any, values: Values) -> Outcome:
     coefficient = first(values, f"{ACTOR}.kl_loss_coef", "kl_loss_coef", "init_kl_coef", "kl_coef")
-    if is_on(given) and coefficient is None:
+    if is_on(value) and coefficient is None:
         return decide("set algorithm.kl_coefficient to that system's default for the KL in the loss")
     return ignored(f"{READ} its coefficient")
 
 
-def reward_kl(given: Any, values: Values) -> Outcome:
+def reward_kl(value: Any, values: Values) -> Outcome:
     """Set the KL in the reward, or in the loss where one coefficient serves both."""
     switch = first(values, "algorithm.use_kl_in_reward", "add_token_level_kl")
     in_loss = is_on(first(values, "use_kl_loss", default=False))
     if "init_kl_coef" in values and in_loss and "kl_loss_coef" not in values:
-        return set_to(algorithm__kl_coefficient=given) if given else ignored(OFF)
-    if not given or (switch is not None and not is_on(switch)) or (in_loss and switch is None):
+        return set_to(algorithm__kl_coefficient=value) if value else ignored(OFF)
+    if not value or (switch is not None and not is_on(switch)) or (in_loss and switch is None):
         return ignored("no KL in the reward")
-    return set_to(algorithm__reward_kl_coefficient=given)
+    return set_to(algorithm__reward_kl_coefficient=value)
 
 
-def epochs(given: Any, values: Values) -> Outcome:
+def epochs(value: Any, values: Values) -> Outcome:
     steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
     if isinstance(steps, int) and steps > 0:
         return ignored(f"the file sets {steps} steps")
-    return set_to(trainer__epochs=given) if given > 0 else ignored(OFF)
+    return set_to(trainer__epochs=value) if value > 0 else ignored(OFF)
 
 
-def passes(given: Any, values: Values) -> Outcome:
-    return ignored("one pass over each batch, as here") if given in (1, 0) else set_to(algorithm__epochs=given)
+def passes(value: Any, values: Values) -> Outcome:
+    return ignored("one pass over each batch, as here") if value in (1, 0) else set_to(algorithm__epochs=value)
 
 
-def completions_per_step(given: Any, values: Values) -> Outcome:
+def completions_per_step(value: Any, values: Values) -> Outcome:
     per_prompt = first(values, "n_samples_per_prompt", default=1)
     prompts = values.get("rollout_batch_size")
     if prompts is not None:
         return ignored(f"{READ} rollout_batch_size")
     return set_to(
-        f"{given} completions, {per_prompt} of each prompt", rollout__groups_per_step=max(1, given // per_prompt)
+        f"{value} completions, {per_prompt} of each prompt", rollout__groups_per_step=max(1, value // per_prompt)
     )
 
 
-def trl_batch(given: Any, values: Values) -> Outcome:
+def trl_batch(value: Any, values: Values) -> Outcome:
     accumulated = first(values, "gradient_accumulation_steps", default=1)
     processes = first(values, "num_processes", "nproc_per_node", default=1)
     n = first(values, "num_generations", default=8)
-    if not all(isinstance(number, int) and number > 0 for number in (given, accumulated, processes, n)):
+    if not all(isinstance(number, int) and number > 0 for number in (value, accumulated, processes, n)):
         return decide("set rollout.groups_per_step: prompts of one optimizer step")
     generated = values.get("generation_batch_size")
     together = (
-        generated // (given * processes) if generated else first(values, "steps_per_generation", default=accumulated)
+        generated // (value * processes) if generated else first(values, "steps_per_generation", default=accumulated)
     )
     updates = max(1, together // accumulated)  # optimizer steps on what was generated together
-    groups = max(1, given * accumulated * processes * updates // n)
-    text = f"{given} completions x {accumulated} accumulated x {processes} processes / {n} of each prompt"
+    groups = max(1, value * accumulated * processes * updates // n)
+    text = f"{value} completions x {accumulated} accumulated x {processes} processes / {n} of each prompt"
     if updates == 1:
         return set_to(text, rollout__groups_per_step=groups)
     return set_to(
@@ -223,39 +223,39 @@ def trl_batch(given: Any, values: Values) -> Outcome:
     )
 
 
-def betas(given: Any, values: Values) -> Outcome:
+def betas(value: Any, values: Values) -> Outcome:
     return set_to(trainer__betas=[first(values, "adam_beta1", default=0.9), first(values, "adam_beta2", default=0.999)])
 
 
-def clip_low(given: Any, values: Values) -> Outcome:
+def clip_low(value: Any, values: Values) -> Outcome:
     if (more := values.get("epsilon_higher")) is not None:
         return set_to(
             "epsilon_higher is added to epsilon",
-            algorithm__clip_low=given,
-            algorithm__clip_high=round(given + more, 12),
+            algorithm__clip_low=value,
+            algorithm__clip_high=round(value + more, 12),
         )
     high = values.get("epsilon_high")
-    return set_to(algorithm__clip_low=given, algorithm__clip_high=given if high is None else high)
+    return set_to(algorithm__clip_low=value, algorithm__clip_high=value if high is None else high)
 
 
-def reward_file(given: Any, values: Values) -> Outcome:
-    if not given:
+def reward_file(value: Any, values: Values) -> Outcome:
+    if not value:
         return ignored(OFF)
-    file = str(given).rpartition("/")[2]
+    file = str(value).rpartition("/")[2]
     return decide(
-        f'set reward.name = "{given}:FUNCTION"; or start `penstock reward serve {given}`, whose reward is called like the file: '
+        f'set reward.name = "{value}:FUNCTION"; or start `penstock reward serve {value}`, whose reward is called like the file: '
         f"{file.removesuffix('.py')}"
     )
 
 
-def reward_code(given: Any, values: Values) -> Outcome:
-    if not given:
+def reward_code(path: Any, values: Values) -> Outcome:
+    if not path:
         return ignored(OFF)
     function = str(values.get("custom_reward_function.name") or "compute_score")
-    code, name = f"{given}:{function}", re.sub(r"[^A-Za-z0-9]+", "_", Path(str(given)).stem).strip("_")
+    code, name = f"{path}:{function}", re.sub(r"[^A-Za-z0-9]+", "_", Path(str(path)).stem).strip("_")
     if not re.fullmatch(_REWARD_CODE, code) or not name:
         return decide(
-            f"copy {given} to a path of letters, digits, '.', '-' and '_', and set reward.name = \"PATH.py:{function}\""
+            f"copy {path} to a path of letters, digits, '.', '-' and '_', and set reward.name = \"PATH.py:{function}\""
         )
     where = "the path is relative to the folder where the reward service is started"
     arguments = {
@@ -270,82 +270,82 @@ def reward_code(given: Any, values: Values) -> Outcome:
     return Outcome("translated", {"reward.name": f"my_{name}", f"{part}.reward": code, **named}, where)
 
 
-def gpus(given: Any, values: Values) -> Outcome:
+def gpus(value: Any, values: Values) -> Outcome:
     if "model.partial_pretrain" in values:  # supervised: no GPU generates
-        return set_to(trainer__num_ranks=given)
+        return set_to(trainer__num_ranks=value)
     return decide(
-        f"{given}: workers and trainer have GPUs of their own here; set trainer.num_ranks to the trainer's, and start workers "
+        f"{value}: workers and trainer have GPUs of their own here; set trainer.num_ranks to the trainer's, and start workers "
         "on the others (CUDA_VISIBLE_DEVICES)"
     )
 
 
-def overlong(given: Any, values: Values) -> Outcome:
+def overlong(value: Any, values: Values) -> Outcome:
     longest = first(values, "data.max_response_length", "rollout.response_length", "generate_max_len", default=0)
     if not isinstance(longest, (int, float)) or longest <= 0:
         return decide("set algorithm.overlong_buffer: this length as a fraction of rollout.max_new_tokens")
-    return set_to(f"{given} of {longest} tokens", algorithm__overlong_buffer=round(given / longest, 6))
+    return set_to(f"{value} of {longest} tokens", algorithm__overlong_buffer=round(value / longest, 6))
 
 
-def truncation(given: Any, values: Values) -> Outcome:
+def truncation(value: Any, values: Values) -> Outcome:
     if is_on(values.get("data.filter_overlong_prompts")):
         return ignored(f"{READ} data.filter_overlong_prompts")
-    if given == "error":
+    if value == "error":
         return set_to(data__overlong="error")
     return set_to("long prompts are never cut here: they are dropped and counted", data__overlong="drop")
 
 
-def dual_clip_rule(given: Any, values: Values) -> Outcome:
+def dual_clip_rule(value: Any, values: Values) -> Outcome:
     clip = first(values, "pg_clip", default=0.2)
-    return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(given) else ignored(OFF)
+    return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(value) else ignored(OFF)
 
 
-def scaling_rule(given: Any, values: Values) -> Outcome:
-    if not is_on(given):
+def scaling_rule(value: Any, values: Values) -> Outcome:
+    if not is_on(value):
         return ignored(OFF)
     return set_to(algorithm__reward_scaling="mean_std" if is_on(values.get("use_reward_norm")) else "std")
 
 
-def method_rule(given: Any, values: Values) -> Outcome:
+def method_rule(value: Any, values: Values) -> Outcome:
     grouping = first(values, "reward_normalization.grouping", "grouping", default="state")
     norm = _GROUPINGS.get(str(grouping))
     estimator = str(first(values, "adv_estimator", default=""))
-    if estimator in _TURN_NORMS and norm is not None and given in ("mean_std", "mean"):
+    if estimator in _TURN_NORMS and norm is not None and value in ("mean_std", "mean"):
         baseline, scale = _TURN_NORMS[estimator]
-        return Outcome("translated", {baseline: norm, scale: given == "mean_std"})
+        return Outcome("translated", {baseline: norm, scale: value == "mean_std"})
     if estimator in _TURN_NORMS:
         return decide(f"set {' and '.join(_TURN_NORMS[estimator])}")
-    if given == "identity":
+    if value == "identity":
         return set_to(algorithm__reward_norm="none")
-    if norm is None or given not in ("mean_std", "asym_clip", "mean"):
+    if norm is None or value not in ("mean_std", "asym_clip", "mean"):
         return decide("set algorithm.reward_norm, algorithm.reward_scale and algorithm.asym_clip")
     settings: dict[str, Any] = {"algorithm.reward_norm": norm}
-    if given == "asym_clip":
+    if value == "asym_clip":
         settings["algorithm.asym_clip"] = True
-    if given == "mean":
+    if value == "mean":
         settings["algorithm.reward_scale"] = False
     return Outcome("translated", settings)
 
 
-def min_lr(given: Any, values: Values) -> Outcome:
+def min_lr(value: Any, values: Values) -> Outcome:
     peak = first(values, "lr")
-    if not isinstance(peak, (int, float)) or not peak or not isinstance(given, (int, float)):
+    if not isinstance(peak, (int, float)) or not peak or not isinstance(value, (int, float)):
         return decide("set trainer.min_lr_ratio: this rate as a share of trainer.lr")
-    return set_to(trainer__min_lr_ratio=min(1.0, given / peak))
+    return set_to(trainer__min_lr_ratio=min(1.0, value / peak))
 
 
-def low_high(given: Any, values: Values) -> Outcome:
-    if isinstance(given, list) and len(given) == 2:
-        return set_to(algorithm__clip_low=given[0], algorithm__clip_high=given[1])
+def low_high(value: Any, values: Values) -> Outcome:
+    if isinstance(value, list) and len(value) == 2:
+        return set_to(algorithm__clip_low=value[0], algorithm__clip_high=value[1])
     return decide("set algorithm.clip_low and algorithm.clip_high")
 
 
-def fixed_gpus(given: Any, values: Values) -> Outcome:
+def fixed_gpus(value: Any, values: Values) -> Outcome:
     nodes = first(values, "actor_num_nodes", default=1)
     if is_on(values.get("colocate_all_models")) or is_on(values.get("colocate")):
-        return gpus(given, values)
-    return set_to(f"{given} on each of {nodes} nodes", trainer__num_ranks=given * nodes)
+        return gpus(value, values)
+    return set_to(f"{value} on each of {nodes} nodes", trainer__num_ranks=value * nodes)
 
 
-def engines(given: Any, values: Values) -> Outcome:
+def engines(value: Any, values: Values) -> Outcome:
     per = first(values, "rollout_num_gpus_per_engine", default=1)
-    return set_to(f"{given} GPUs, {per} for each server", worker__engine="sglang", sglang__engines=max(1, given // per))
+    return set_to(f"{value} GPUs, {per} for each server", worker__engine="sglang", sglang__engines=max(1, value // per))

@@ -40,50 +40,50 @@ _OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dp
 }  # fmt: skip
 
 
-def detect(found: Found) -> str:
-    text = " ".join(found.commands)
+def detect(foreign_config: Found) -> str:
+    text = " ".join(foreign_config.commands)
     for system, words in _WORDS.items():
         if any(word in text for word in words):
             return system
-    scores = {name: _score(name, found.values) for name in SYSTEMS if name != "shared"}
+    scores = {name: _score(name, foreign_config.values) for name in SYSTEMS if name != "shared"}
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] else ""
 
 
 def _score(name: str, keys: Collection[str]) -> int:
-    tables = {other: {*one.taken, *one.renamed, *one.absent} for other, one in SYSTEMS.items()}
+    tables = {other: {*system.taken, *system.renamed, *system.absent} for other, system in SYSTEMS.items()}
     others: set[str] = set().union(*(table for other, table in tables.items() if other != name))
-    own = SYSTEMS[name]
-    return sum(key in tables[name] - others or prefix_advice(key, own.prefixes) is not None for key in keys)
+    foreign_system = SYSTEMS[name]
+    return sum(key in tables[name] - others or prefix_advice(key, foreign_system.prefixes) is not None for key in keys)
 
 
-def own_section(found: Found) -> OwnSection | None:
+def own_section(foreign_config: Found) -> OwnSection | None:
     """Return the command whose settings are in a section of its own: supervised fine-tuning or preferences; None for others."""
-    text = " ".join(found.commands)
+    text = " ".join(foreign_config.commands)
     for command, words in _COMMANDS:
-        if any(word in text for word in words) or found.values.get("algorithm") == command.section:
+        if any(word in text for word in words) or foreign_config.values.get("algorithm") == command.section:
             return command
     return None
 
 
-def translate(found: Found, system: str, known: Collection[str]) -> Translation:
+def translate(foreign_config: Found, system: str, known: Collection[str]) -> Translation:
     done = Translation(system)
-    command = own_section(found)
-    untouched = at_default(system, found.values)
+    command = own_section(foreign_config)
+    untouched = at_default(system, foreign_config.values)
     general: set[str] = set()  # set by a key of several settings, which one of a single setting overrules
-    for key, value in found.values.items():
-        outcome = _read(key, value, found, system, known, command)
+    for key, value in foreign_config.values.items():
+        outcome = _read(key, value, foreign_config, system, known, command)
         if key in untouched and not outcome.settings:
             continue
         settings = dict(outcome.settings)
         if names := unassigned(value):
-            settings = {ours: readable(one) for ours, one in settings.items() if ours in _PATHS}
+            settings = {ours: readable(setting_value) for ours, setting_value in settings.items() if ours in _PATHS}
             outcome = Outcome("decide", settings, f"{', '.join(names)}: not assigned in the file")
         is_general = len(settings) > 1 and outcome.kind == "taken"
-        for ours, one in settings.items():
+        for ours, setting_value in settings.items():
             if is_general and ours in done.settings and ours not in general:
                 continue
-            done.settings[ours] = one
+            done.settings[ours] = setting_value
             (general.add if is_general else general.discard)(ours)
         done.lines.append(Line(outcome.kind, key, _masked(key, readable(value)), _said(settings, outcome.text)))
     if left_out := len(untouched) - sum(line.key in untouched for line in done.lines):
@@ -105,14 +105,14 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
 
 
 def _read(
-    key: str, value: Any, found: Found, system: str, known: Collection[str], command: OwnSection | None
+    key: str, value: Any, foreign_config: Found, system: str, known: Collection[str], command: OwnSection | None
 ) -> Outcome:
     if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
         return Outcome("ignored", {}, "not set")
     return (
-        _of_epochs(key, value, found.values, command)
+        _of_epochs(key, value, foreign_config.values, command)
         or _of_pairs(key, value, command)
-        or _outcome(key, value, found.values, system, known)
+        or _outcome(key, value, foreign_config.values, system, known)
     )
 
 
@@ -122,9 +122,15 @@ def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known
             return rule(value, values)
         except (TypeError, ValueError, ZeroDivisionError):
             return Outcome("decide", {}, "a value of another type than that system documents")
-    own = SYSTEMS[system]
+    foreign_system = SYSTEMS[system]
     return (
-        _answered(key, value, own.taken, own.renamed, own.absent.get(key) or prefix_advice(key, own.prefixes))
+        _answered(
+            key,
+            value,
+            foreign_system.taken,
+            foreign_system.renamed,
+            foreign_system.absent.get(key) or prefix_advice(key, foreign_system.prefixes),
+        )
         or _answered(key, value, ALIASES, {}, None)
         or (Outcome("taken", {key: value}) if key in known else None)
         or _answered(key, value, {}, RENAMED, advice(key))
@@ -162,8 +168,8 @@ def _said(settings: Mapping[str, Any], text: str) -> str:
 def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSection | None) -> Outcome | None:
     if command is None or key.rpartition(".")[2] not in _EPOCHS:
         return None
-    given = rules.epochs(value, values)
-    return Outcome("taken", {f"{command.section}.epochs": value}) if given.settings else given
+    outcome = rules.epochs(value, values)
+    return Outcome("taken", {f"{command.section}.epochs": value}) if outcome.settings else outcome
 
 
 def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | None:

@@ -117,10 +117,10 @@ def _sample(
             root = publish_folder(
                 connections, evaluation.settings.model.path, evaluation.settings.trainer.signing_key()
             )
-            given = evaluation.settings.reward.success
+            success = evaluation.settings.reward.success
             define = evaluation.settings.reward.define
-            offers = check_rewards(connections, evaluation.sets, define=define, success=given, clock=time.time)
-            rules = SuccessRules.make(given, offers)
+            offers = check_rewards(connections, evaluation.sets, define=define, success=success, clock=time.time)
+            rules = SuccessRules.make(success, offers)
             _write_rules(folder, rules)
             how = HowToSample(
                 evaluation.num_samples,
@@ -197,14 +197,14 @@ def correctness(complete: Sequence[Outcome], rules: SuccessRules) -> Correctness
     return Correctness(", ".join(texts), of)
 
 
-def _lacking(rule: SuccessRule, one: Outcome) -> str:
+def _lacking(rule: SuccessRule, outcome: Outcome) -> str:
     parts = rule.threshold if isinstance(rule.threshold, dict) else {}
-    return next((part for part in parts if part not in one.parts), "")
+    return next((part for part in parts if part not in outcome.parts), "")
 
 
-def _rewarded_by(one: Outcome, rules: SuccessRules) -> str:
-    rule = rules.rule(RewardRequest(name=one.reward, data_source=one.data_source))
-    return rule.reward if rule is not None else one.reward
+def _rewarded_by(outcome: Outcome, rules: SuccessRules) -> str:
+    rule = rules.rule(RewardRequest(name=outcome.reward, data_source=outcome.data_source))
+    return rule.reward if rule is not None else outcome.reward
 
 
 def _write_rules(folder: Path, rules: SuccessRules) -> None:

@@ -157,7 +157,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     recorded.write_text(
         target.recorded_settings(evaluated, with_reward=reward is None, with_format=not names_format), encoding="utf-8"
     )
-    given = without_servers(rest)
+    run_arguments = without_servers(rest)
     ours = [
         f"model.path={model.absolute()}",
         f"run.id={WORK}",
@@ -168,7 +168,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
         *([f"reward.name={reward}"] if reward else []),
         *([f"eval.max_new_tokens={options.max_tokens}"] if options.max_tokens is not None else []),
     ]
-    arguments = [str(recorded), *given, *ours]
+    arguments = [str(recorded), *run_arguments, *ours]
     settings = load(
         TrainerSettings,
         files=split_arguments(arguments)[0],
@@ -195,7 +195,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
         ours[0] = f"model.path={folder / 'model'}"
         model = folder / "model"
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})})
-    arguments = [str(kept), *given, *ours, f"run.dir={folder}"]
+    arguments = [str(kept), *run_arguments, *ours, f"run.dir={folder}"]
     return Evaluation(
         evaluated, folder, settings, tuple(arguments), planned, sets, data, tokenizer, options.samples, sampling
     )

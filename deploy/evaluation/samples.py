@@ -155,10 +155,10 @@ class Sampler:
 
     def _check_versions(self, groups: Sequence[ScoredGroup]) -> None:
         for group in groups:
-            one = group.generated
-            if not one.oldest_version == one.newest_version == VERSION:
+            generated = group.generated
+            if not generated.oldest_version == generated.newest_version == VERSION:
                 raise PackError(
-                    f"group {one.group_id} was sampled by versions {one.oldest_version} to {one.newest_version}; the "
+                    f"group {generated.group_id} was sampled by versions {generated.oldest_version} to {generated.newest_version}; the "
                     f"worker ignored the pin to version {VERSION}"
                 )
 

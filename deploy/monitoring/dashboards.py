@@ -122,7 +122,7 @@ class Dashboard:
 
 
 def read_boards() -> tuple[Dashboard, ...]:
-    found = tomllib.loads(Path(__file__).with_name("boards.toml").read_text(encoding="utf-8"))["dashboard"]
+    boards = tomllib.loads(Path(__file__).with_name("boards.toml").read_text(encoding="utf-8"))["dashboard"]
     return tuple(
         Dashboard(
             board["uid"],
@@ -130,7 +130,7 @@ def read_boards() -> tuple[Dashboard, ...]:
             board["description"],
             tuple((row["title"], tuple(panel_of(**panel) for panel in row["panels"])) for row in board["row"]),
         )
-        for board in found
+        for board in boards
     )
 
 

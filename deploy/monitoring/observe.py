@@ -90,10 +90,10 @@ def observe(
     workers: Annotated[int, Help("Number of rollout workers.")] = 2,
     serve: Annotated[tuple[str, ...], Help("FILE.py, as of `penstock train --local`.")] = (),
 ) -> int:
-    given = [f"--workers={workers}", *(f"--serve={file}" for file in serve)]
+    flags = [f"--workers={workers}", *(f"--serve={file}" for file in serve)]
     files, overrides = split_arguments(arguments)
     run = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings.run
-    return _run([*given, *arguments], run.folder.absolute(), run.id, port)
+    return _run([*flags, *arguments], run.folder.absolute(), run.id, port)
 
 
 main = program("observe", observe)

@@ -32,15 +32,15 @@ _ADDRESS = re.compile(
 
 
 def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
-    found = []
+    target_groups = []
     for beat in sorted(beats, key=lambda one: (one.role, one.service_id)):
         match = _ADDRESS.fullmatch(beat.metrics_url or "")
         if match is not None and beat.state != heartbeats.EXITED:
             labels = {"job": f"penstock-{beat.role}", "run": run_id}
             if match[1] == "https":
                 labels["__scheme__"] = "https"  # Prometheus' own label: how it scrapes this target
-            found.append({"targets": [match[2]], "labels": labels})
-    return found
+            target_groups.append({"targets": [match[2]], "labels": labels})
+    return target_groups
 
 
 def write_targets(
@@ -73,8 +73,8 @@ def write_targets(
 main = program("targets", write_targets)
 
 
-def _put(found: list[dict[str, Any]], file: Path | None) -> None:
-    text = json.dumps(found, indent=1) + "\n"
+def _put(target_groups: list[dict[str, Any]], file: Path | None) -> None:
+    text = json.dumps(target_groups, indent=1) + "\n"
     if file is None:
         print(text, end="")
         return

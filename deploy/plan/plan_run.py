@@ -139,42 +139,42 @@ def waits_table(rows: list[Waits], chosen: int) -> str:
     return "\n".join(lines)
 
 
-def plan_run(arguments: Sequence[str], given: PlanOptions) -> int:
+def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     """Print the plan; returns 1 if a rank needs more than its limit, 2 after the reason why settings or figures are refused."""
     try:
         files, overrides = split_arguments(arguments)
-        trainer = _trainer(files, overrides, on_gpu=given.gpu)
+        trainer = _trainer(files, overrides, on_gpu=options.gpu)
         worker = load(WorkerSettings, files=files, overrides=overrides, environ=os.environ).settings
         per_message = choose_groups_per_message(
             trainer.rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES
         )
         rollout = trainer.rollout.model_copy(update={"groups_per_message": per_message})
         for name in ("workers", "slots", "engine_rate", "trainer_rate"):
-            if getattr(given, name) <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
-        full_s = given.slots / given.engine_rate
-        alone_s = 1.0 / given.lone_rate if given.lone_rate else full_s / 3
+            if getattr(options, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
+        full_s = options.slots / options.engine_rate
+        alone_s = 1.0 / options.lone_rate if options.lone_rate else full_s / 3
         fleet = Fleet(
-            num_workers=given.workers,
-            pace=EnginePace(given.slots, min(alone_s, full_s), full_s),
+            num_workers=options.workers,
+            pace=EnginePace(options.slots, min(alone_s, full_s), full_s),
             packs_in_flight=worker.worker.packs_in_flight,
             drains=worker.worker.update_mode == "drain",
         )
-        rows = _simulate(given, trainer, rollout, fleet)
-        memory = _memory(given, trainer)
+        rows = _simulate(options, trainer, rollout, fleet)
+        memory = _memory(options, trainer)
     except (ConfigError, NotEstimated, ValueError) as err:
         sys.stderr.write(f"penstock plan: {err}\n")
         return _ERROR
     chosen = trainer.rollout.max_staleness
     now = next(row for row in rows if row.max_staleness == chosen)
     sentences = describe_waits(now, rows, fleet, rollout.groups_per_message * rollout.started_completions)
-    if given.json:
+    if options.json:
         of_rank = {"not_estimated": memory} if isinstance(memory, str) else memory.document()
         waits = [dataclasses.asdict(row) for row in rows]
         sys.stdout.write(json.dumps({"waits": waits, "says": sentences, "memory": of_rank}) + "\n")
     else:
         sys.stdout.write(
-            f"who waits for whom ({given.workers} workers, * the run file's bound)\n\n{waits_table(rows, chosen)}\n\n"
+            f"who waits for whom ({options.workers} workers, * the run file's bound)\n\n{waits_table(rows, chosen)}\n\n"
         )
         sys.stdout.write("".join(f"- {line}\n" for line in sentences))
         of_rank = f"memory of a rank: not estimated\n\n- {memory}\n" if isinstance(memory, str) else memory.text()
@@ -192,24 +192,24 @@ def _trainer(files: Sequence[Path], overrides: Sequence[str], *, on_gpu: bool) -
     ).settings
 
 
-def _memory(given: PlanOptions, trainer: TrainerSettings) -> RankMemory | str:
+def _memory(options: PlanOptions, trainer: TrainerSettings) -> RankMemory | str:
     """Return the memory of a rank, or why it is not estimated.
 
     Raises ConfigError for a limit that is no size, and NotEstimated if there is a limit and no estimate.
     """
-    limit = None if given.rank_memory is None else parse_size(given.rank_memory, "--rank-memory")
+    limit = None if options.rank_memory is None else parse_size(options.rank_memory, "--rank-memory")
     try:
-        return RankMemory(trainer, limit=limit, on_gpu=given.gpu)
+        return RankMemory(trainer, limit=limit, on_gpu=options.gpu)
     except NotEstimated as err:
         if limit is not None:
             raise
         return str(err)
 
 
-def _simulate(given: PlanOptions, trainer: TrainerSettings, rollout: RolloutSettings, fleet: Fleet) -> list[Waits]:
-    mix = LengthMix(given.median or max(1.0, rollout.max_new_tokens / 20), rollout.max_new_tokens)
+def _simulate(options: PlanOptions, trainer: TrainerSettings, rollout: RolloutSettings, fleet: Fleet) -> list[Waits]:
+    mix = LengthMix(options.median or max(1.0, rollout.max_new_tokens / 20), rollout.max_new_tokens)
     durations = Durations(
-        token_s=1.0 / given.trainer_rate, score_s=given.score, publish_s=given.publish, load_s=given.load
+        token_s=1.0 / options.trainer_rate, score_s=options.score, publish_s=options.publish, load_s=options.load
     )
     rows = []
     for bound in sorted({*_BOUNDS, rollout.max_staleness}):

@@ -250,7 +250,7 @@ class SimulatedEngine:
 
     def abort(self) -> tuple[int, float]:
         """Remove the sequences of closed groups; return their number, and the tokens that were sampled for them."""
-        gone = [(at, one) for at, _, one in self.ends if one.is_abandoned]
+        gone = [(at, seq) for at, _, seq in self.ends if seq.is_abandoned]
         self.ends = [entry for entry in self.ends if not entry[2].is_abandoned]
         heapq.heapify(self.ends)
         count = len(gone)
@@ -259,7 +259,7 @@ class SimulatedEngine:
             count += len(queue) - len(left)
             queue.clear()
             queue.extend(left)
-        return count, sum(one.length - (at - self._steps) for at, one in gone)
+        return count, sum(seq.length - (at - self._steps) for at, seq in gone)
 
     def take_ended(self) -> list[SimulatedSequence]:
         ended = []

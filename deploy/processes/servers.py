@@ -72,17 +72,17 @@ def _set(folder: Path) -> None:
 
 
 def _flags(number: int) -> int:
-    found: int = struct.unpack("l", fcntl.ioctl(number, _GET, struct.pack("l", 0)))[0]
-    return found
+    flags: int = struct.unpack("l", fcntl.ioctl(number, _GET, struct.pack("l", 0)))[0]
+    return flags
 
 
 def find_program(name: str) -> str:
     """Return the path of a program, from the folder of this interpreter or PATH; raises DeployError."""
     installed = Path(sys.executable).with_name(name)
-    found = str(installed) if installed.exists() else shutil.which(name)
-    if found is None:
+    program = str(installed) if installed.exists() else shutil.which(name)
+    if program is None:
         raise DeployError(f"no program {name}; install it with: pip install 'penstock[local]'")
-    return found
+    return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +314,9 @@ class S3Server(Server):
         with contextlib.suppress(OSError):
             with self._log.open("rb") as file:
                 file.seek(self._log_offset)
-                found = re.search(rb"Starting s3 server on \[https?://[^:]+:(\d+)/", file.read())
-            if found:
-                self.port = int(found[1])
+                match = re.search(rb"Starting s3 server on \[https?://[^:]+:(\d+)/", file.read())
+            if match:
+                self.port = int(match[1])
                 with socket.create_connection((HOST, self.port), timeout=2.0):
                     return True
         return False

@@ -93,10 +93,10 @@ def check_record(audit_inputs: AuditInputs) -> AuditResult:
     fold = RecordFold(audit_inputs.chapters)
     breaches = [*audit_inputs.faults, *fold.breaches]
     locations: dict[Split, dict[str, str]] = {split: _locations(fold, audit_inputs, split) for split in SPLITS}
-    for found in locations.values():
+    for group_locations in locations.values():
         breaches += [
             Breach("issued and nowhere", group_id, "in flight, but in no queue and not among the dead letters")
-            for group_id, location in found.items()
+            for group_id, location in group_locations.items()
             if location == "nowhere"
         ]
     breaches += _too_many_uses(fold, audit_inputs.max_uses)
@@ -115,7 +115,7 @@ def check_record(audit_inputs: AuditInputs) -> AuditResult:
         step=last.step if last else None,
         version=last.version if last else None,
         chapters=len(audit_inputs.chapters),
-        splits=tuple(_line(split, fold, found, tokens) for split, found in locations.items()),
+        splits=tuple(_line(split, fold, group_locations, tokens) for split, group_locations in locations.items()),
         moving=_moving(fold, audit_inputs),
         breaches=tuple(breaches),
         notes=(*step_notes, *_notes(fold, audit_inputs)),
@@ -137,16 +137,16 @@ def _pack_faults(fold: RecordFold, audit_inputs: AuditInputs) -> dict[str, str]:
 def _locations(fold: RecordFold, audit_inputs: AuditInputs, split: Split) -> dict[str, str]:
     """Return where each group in flight is; of several stages the last, as a message is published before the ack."""
     unsent = {group_id for pack in (audit_inputs.state.unsent if audit_inputs.state else ()) for group_id in pack}
-    found = {}
+    locations = {}
     for group_id in sorted(fold.accounts[split].in_flight):
         stages = [stage for stage in STAGES if group_id in audit_inputs.waiting.get(stage, {})]
         if stages:
-            found[group_id] = stages[-1]
+            locations[group_id] = stages[-1]
         elif group_id in audit_inputs.dead:
-            found[group_id] = _DEAD
+            locations[group_id] = _DEAD
         else:
-            found[group_id] = "unsent" if group_id in unsent else "nowhere"
-    return found
+            locations[group_id] = "unsent" if group_id in unsent else "nowhere"
+    return locations
 
 
 def _line(split: Split, fold: RecordFold, locations: Mapping[str, str], tokens: Mapping[str, int]) -> SplitLine:
@@ -279,9 +279,9 @@ def _notes(fold: RecordFold, audit_inputs: AuditInputs) -> tuple[str, ...]:
         notes.append(
             f"{num_expired} packs of evaluated or dropped groups are not stored any more (retention.unused_packs_h); not verified"
         )
-    for kind, found in audit_inputs.unreadable.items():
-        shown = "; ".join(found[:_MOST_NOTED]) + ("; …" if len(found) > _MOST_NOTED else "")
-        notes.append(f"{len(found)} {kind} cannot be read and are left out: {shown}")
+    for kind, entries in audit_inputs.unreadable.items():
+        shown = "; ".join(entries[:_MOST_NOTED]) + ("; …" if len(entries) > _MOST_NOTED else "")
+        notes.append(f"{len(entries)} {kind} cannot be read and are left out: {shown}")
     if audit_inputs.unreadable.get(LETTERS):
         notes.append("groups dropped as dead were not checked: a letter that cannot be read may be theirs")
     if not audit_inputs.all_letters:

@@ -35,20 +35,20 @@ _MAX_READS = 5  # of a run that commits faster than it can be read
 
 def read_chapters(run_id: str, last: BlobRef | None, blobs: Blobs, faults: list[Breach]) -> list[LineageChapter]:
     """Return the chapters that can be read, the oldest first; add each damage to ``faults``."""
-    found: list[LineageChapter] = []
+    chapters: list[LineageChapter] = []
     while last is not None:
         chapter = _chapter(last, blobs, faults)
         if chapter is None:
             break
         if chapter.run_id != run_id:
             faults.append(Breach("record altered", "", f"{last.key} is a chapter of run {chapter.run_id}"))
-        if found and chapter.number >= found[-1].number:  # only an altered chapter can name a later one
-            detail = f"{last.key} is chapter {chapter.number}, and chapter {found[-1].number} names it as its parent"
+        if chapters and chapter.number >= chapters[-1].number:  # only an altered chapter can name a later one
+            detail = f"{last.key} is chapter {chapter.number}, and chapter {chapters[-1].number} names it as its parent"
             faults.append(Breach("record broken", "", detail))
             break
-        found.append(chapter)
+        chapters.append(chapter)
         last = chapter.parent
-    return found[::-1]
+    return chapters[::-1]
 
 
 def _chapter(ref: BlobRef, blobs: Blobs, faults: list[Breach]) -> LineageChapter | None:
@@ -89,9 +89,12 @@ def pointer_faults(
             faults.append(Breach("checkpoint ahead of NATS", "", detail))
     if pointer is not None and last.number == number:
         faults += [
-            Breach("checkpoint differs", "", f"NATS names {name} {named}, the last chapter has {found}")
-            for name, named, found in (("step", pointer.step, last.step), ("version", pointer.version, last.version))
-            if named != found
+            Breach("checkpoint differs", "", f"NATS names {name} {named}, the last chapter has {recorded_value}")
+            for name, named, recorded_value in (
+                ("step", pointer.step, last.step),
+                ("version", pointer.version, last.version),
+            )
+            if named != recorded_value
         ]
     return faults
 
@@ -182,25 +185,25 @@ def _has_all_letters(bus: Bus, run_id: str) -> bool:
 
 
 def _letters(bus: Bus, run_id: str, unreadable: dict[str, list[str]], faults: list[Breach]) -> list[DeadLetter]:
-    found = []
+    letters = []
     for message in _messages(bus, run_id, "dead", faults):
         try:
-            found.append(decode(message.data, DeadLetter))
+            letters.append(decode(message.data, DeadLetter))
         except WireError as err:
             unreadable.setdefault(LETTERS, []).append(f"number {message.sequence} ({err})")
-    return found
+    return letters
 
 
 def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[Breach]) -> CheckpointState | None:
     """Return the newest checkpoint's state; the folder may be one ahead of NATS after a crash between the two."""
     try:
-        found = committed(root)
+        checkpoints = committed(root)
     except (OSError, MalformedFact) as err:
         faults.append(Breach("checkpoint unreadable", "", str(err)))
         return None
-    if not found:
+    if not checkpoints:
         return None
-    folder, state = found[-1]
+    folder, state = checkpoints[-1]
     if pointer is not None and pointer.chapter is not None:
         if state.chapter < pointer.chapter:
             faults.append(
@@ -220,7 +223,7 @@ def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[
 def _waiting(
     bus: Bus, blobs: Blobs, run_id: str, stage: str, unreadable: dict[str, list[str]], faults: list[Breach]
 ) -> dict[str, int]:
-    found: dict[str, int] = {}
+    tokens_by_group: dict[str, int] = {}
     for message in _messages(bus, run_id, stage, faults):
         try:
             match stage:
@@ -229,16 +232,16 @@ def _waiting(
                     tasks = issued.tasks
                     if issued.tasks_blob is not None:
                         tasks = decode(blobs.get(issued.tasks_blob), TaskList).tasks
-                    found |= {task.group_id: 0 for task in tasks}
+                    tokens_by_group |= {task.group_id: 0 for task in tasks}
                 case "generated":
                     groups = decode(message.data, GroupGenerated).groups
-                    found |= {group.group_id: sum(group.completion_tokens) for group in groups}
+                    tokens_by_group |= {group.group_id: sum(group.completion_tokens) for group in groups}
                 case _:
                     scored = decode(message.data, GroupScored).groups
-                    found |= {g.generated.group_id: sum(g.generated.completion_tokens) for g in scored}
+                    tokens_by_group |= {g.generated.group_id: sum(g.generated.completion_tokens) for g in scored}
         except (WireError, BlobMissing, BlobCorrupt) as err:  # its consumer will dead-letter it
             unreadable.setdefault(f"messages of {stage}", []).append(f"number {message.sequence} ({err})")
-    return found
+    return tokens_by_group
 
 
 def _pack_faults(run_id: str, blobs: Blobs, recorded: Iterable[LineageChapter], *, reads_packs: bool) -> dict[str, str]:

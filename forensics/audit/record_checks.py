@@ -248,22 +248,22 @@ def check_steps(steps: Sequence[RecordedStep], reports: Sequence[ReportedSteps])
     for step in steps:
         groups = _digests(step)
         expected = step_digest(step.epoch, step.step, step.trained_version, step.made_version, groups)
-        found = False
+        is_reported = False
         for report in reports:
             digests = report.digests.get(step.step, ())
             of_epoch = [digest for digest in digests if digest.epoch == step.epoch]
-            found |= bool(of_epoch)
+            is_reported |= bool(of_epoch)
             for digest in of_epoch:
                 if digest != expected:
                     breaches += _differences(step, groups, digest, report.source)
             if report.is_exact and report.steps and not of_epoch and (digests or step.step not in report.steps):
-                found = True
+                is_reported = True
                 epochs = ", ".join(str(digest.epoch) for digest in digests) or "none"
                 detail = (
                     f"step {step.step} of epoch {step.epoch} is recorded; {report.source} has it of epoch: {epochs}"
                 )
                 breaches.append(Breach("recorded but not reported", "", detail))
-        if not found:
+        if not is_reported:
             unreported.append(step.step)
     breaches += _not_recorded(steps, reports)
     if unreported:
@@ -291,19 +291,21 @@ def _differences(step: RecordedStep, groups: Sequence[str], reported: StepDigest
         return [Breach(DIFFERS, "", f"{where}: another epoch, version, number or content than the trainer reported")]
     left = Counter(listed)
     left.subtract(short)
-    found = []
+    breaches = []
     for place, (group, digest) in enumerate(zip(step.groups, short, strict=True), start=1):
         if digest not in listed:
             what = "other rewards, lengths, versions or pack than the trainer reported, or another group"
-            found.append(Breach(DIFFERS, group.group_id, f"{where}, place {place}: {what}"))
+            breaches.append(Breach(DIFFERS, group.group_id, f"{where}, place {place}: {what}"))
         elif len(short) == len(listed) and listed[place - 1] != digest:
             trained = listed.index(digest) + 1
-            found.append(Breach(DIFFERS, group.group_id, f"{where}, place {place}: it was trained at place {trained}"))
+            breaches.append(
+                Breach(DIFFERS, group.group_id, f"{where}, place {place}: it was trained at place {trained}")
+            )
     if len(short) != len(listed):
         missing = [str(place) for place, digest in enumerate(listed, start=1) if left[digest] > 0]
         detail = f"{where}: {len(listed)} groups were trained, {len(short)} are recorded"
-        found.append(Breach(DIFFERS, "", f"{detail}; not recorded: place {', '.join(missing) or 'none'}"))
-    return found
+        breaches.append(Breach(DIFFERS, "", f"{detail}; not recorded: place {', '.join(missing) or 'none'}"))
+    return breaches
 
 
 def _not_recorded(steps: Sequence[RecordedStep], reports: Sequence[ReportedSteps]) -> list[Breach]:
@@ -351,11 +353,15 @@ def from_metrics(folder: Path, state: CheckpointState | None) -> ReportedSteps:
     except OSError as err:
         return ReportedSteps(METRICS, problems=[f"{path} cannot be read: {type(err).__name__}: {err}"])
     rows = [_row(line) for line in data.split(b"\n") if line.strip()]
-    found = _collect(METRICS, [row for row in rows if row is None or row.get("kind") == _STEP], f"lines of {path}")
-    if found.problems or len(data) == state.metrics_bytes:
-        return ReportedSteps(METRICS, found.digests, found.steps, not found.problems, found.problems)
+    reported_steps = _collect(
+        METRICS, [row for row in rows if row is None or row.get("kind") == _STEP], f"lines of {path}"
+    )
+    if reported_steps.problems or len(data) == state.metrics_bytes:
+        return ReportedSteps(
+            METRICS, reported_steps.digests, reported_steps.steps, not reported_steps.problems, reported_steps.problems
+        )
     problem = f"{path} has {len(data)} bytes, at the checkpoint it had {state.metrics_bytes}: steps are missing"
-    return ReportedSteps(METRICS, found.digests, found.steps, problems=[problem])
+    return ReportedSteps(METRICS, reported_steps.digests, reported_steps.steps, problems=[problem])
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -139,14 +139,14 @@ def _follow_batch(_: RunLocation, ranks: Ranks) -> None:
     follow(ranks)
 
 
-def _keys(given: Path | None) -> TrustedKeys | None:
+def _keys(keys_file: Path | None) -> TrustedKeys | None:
     named = os.environ.get(_TRUSTED_KEYS)
-    file = given or (Path(named) if named else None)
+    file = keys_file or (Path(named) if named else None)
     if file is None:
         return None
     from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
 
-    return TrustedKeys.from_file(file, "--trusted-keys" if given else _TRUSTED_KEYS)
+    return TrustedKeys.from_file(file, "--trusted-keys" if keys_file else _TRUSTED_KEYS)
 
 
 def _follow(settings: RunLocation, ranks: Ranks) -> None:

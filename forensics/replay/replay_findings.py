@@ -101,12 +101,14 @@ def describe(verdict: Verdict) -> str:
 
 
 def _first_difference(verdict: Verdict) -> list[str]:
-    found = verdict.difference
-    assert found is not None
-    made = f"made by step {found.step}" if found.step is not None else "the weights that the replay started from"
+    difference = verdict.difference
+    assert difference is not None
+    made = (
+        f"made by step {difference.step}" if difference.step is not None else "the weights that the replay started from"
+    )
     return [
-        f"version {found.version}, {made}, differs: recorded {found.recorded[:16]}…, replayed {found.replayed[:16]}…",
-        *(f"  step {found.step}: {line}" for line in found.figures),
+        f"version {difference.version}, {made}, differs: recorded {difference.recorded[:16]}…, replayed {difference.replayed[:16]}…",
+        *(f"  step {difference.step}: {line}" for line in difference.figures),
         *(f"  may explain it: {line}" for line in verdict.environment_differences or [EXPLANATION]),
     ]
 
@@ -205,7 +207,7 @@ def _shown(value: Any) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(element) for name, element in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -234,11 +236,13 @@ def drift(run_files: Sequence[Path], recorded: Flat) -> list[str]:
         return []
     loaded = load(TrainerSettings, files=run_files)
     now = flat(config_document(loaded)["settings"])
-    given = {key: value for key, value in now.items() if loaded.origins[key].startswith(tuple(map(str, run_files)))}
+    run_file_values = {
+        key: value for key, value in now.items() if loaded.origins[key].startswith(tuple(map(str, run_files)))
+    }
     return [
         f"{loaded.origins[key]}: {line}"
-        for key in sorted(given)
-        for line in differences({key: recorded.get(key)}, {key: given[key]}, ignoring={"run.dir"})
+        for key in sorted(run_file_values)
+        for line in differences({key: recorded.get(key)}, {key: run_file_values[key]}, ignoring={"run.dir"})
     ]
 
 
@@ -246,7 +250,7 @@ def missing_packs(steps: Sequence[RecordedStep], blobs: Blobs) -> list[str]:
     packs = {pack.key: pack for step in steps for pack in step.packs}
     stored: set[str] = set()
     for owner in sorted({blob_keys.owner_of_pack(key) for key in packs}):
-        stored |= {found.key for found in blobs.list(blob_keys.groups_prefix(owner))}
+        stored |= {stat.key for stat in blobs.list(blob_keys.groups_prefix(owner))}
     return [f"pack {key} is not in the object store: {_groups_of(key, steps)}" for key in packs if key not in stored]
 
 

@@ -70,11 +70,11 @@ class NatsSettings(Section):
     @field_validator("url")
     @classmethod
     def _no_credentials(cls, value: str) -> str:
-        for one in value.split(","):
-            if not one.strip():
+        for address in value.split(","):
+            if not address.strip():
                 raise ValueError(f"an address is empty: {value!r}; separate several with one comma")
-            _refuse_credentials(one, "nats.user and nats.password_file (or PENSTOCK_NATS__PASSWORD)")
-        if len({one.strip().startswith(_TLS) for one in value.split(",")}) > 1:
+            _refuse_credentials(address, "nats.user and nats.password_file (or PENSTOCK_NATS__PASSWORD)")
+        if len({address.strip().startswith(_TLS) for address in value.split(",")}) > 1:
             raise ValueError("either every address is tls://... or none: a password would go unencrypted to the others")
         return value
 
@@ -86,7 +86,7 @@ class NatsSettings(Section):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(one.strip() for one in self.url.split(","))
+        return tuple(address.strip() for address in self.url.split(","))
 
     @property
     def is_tls(self) -> bool:

@@ -64,18 +64,20 @@ def describe(
     section, and ``preset_key`` names a preset.
     """
     section = preset_key.rpartition(".")[0]
-    found: dict[str, tuple[FieldInfo, list[str]]] = {}
+    fields: dict[str, tuple[FieldInfo, list[str]]] = {}
     for service, settings in services.items():
         for key, field in _fields(settings):
-            found.setdefault(key, (field, []))[1].append(service)
-    default_preset = str(found[preset_key][0].default) if preset_key in found else ""
+            fields.setdefault(key, (field, []))[1].append(service)
+    default_preset = str(fields[preset_key][0].default) if preset_key in fields else ""
     described = []
-    for key, (field, readers) in found.items():
+    for key, (field, readers) in fields.items():
         table, _, name = key.rpartition(".")
-        own = {
+        preset_values = {
             preset: as_toml(values[name]) for preset, values in presets.items() if table == section and name in values
         }
-        described.append(_describe(key, field, readers, names.get(key, ()), own, own.get(default_preset)))
+        described.append(
+            _describe(key, field, readers, names.get(key, ()), preset_values, preset_values.get(default_preset))
+        )
     return described
 
 
@@ -85,7 +87,9 @@ def as_toml(value: Any) -> str:
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        nested = next((one for one in members_of(field.annotation) if get_origin(one) is dict or is_model(one)), None)
+        nested = next(
+            (member for member in members_of(field.annotation) if get_origin(member) is dict or is_model(member)), None
+        )
         if nested is not None and is_model(nested):
             yield from _fields(nested, f"{prefix}{name}.")
         elif nested is not None and is_model(get_args(nested)[1]):
@@ -142,8 +146,8 @@ def _values(members: Sequence[Any], field: FieldInfo) -> list[str]:
     if members == [bool]:
         return ["true", "false"]
     choices = [str(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
-    for one in field.metadata:
-        if choice := _CHOICE_PATTERN.match(str(getattr(one, "pattern", ""))):
+    for constraint in field.metadata:
+        if choice := _CHOICE_PATTERN.match(str(getattr(constraint, "pattern", ""))):
             choices += choice[1].split("|")
     return choices
 
@@ -172,25 +176,33 @@ def _type_name(annotation: Any, *, many: bool = False) -> str:
 
 def _limits(metadata: Sequence[Any], counted: str) -> str:
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    found = [
+    limits = [
         f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
-        for one in metadata
+        for constraint in metadata
         for name, word in words.items()
-        if (value := getattr(one, name, None)) is not None
+        if (value := getattr(constraint, name, None)) is not None
     ]
     lengths = {"min_length": "at least", "max_length": "at most"}
-    found += [
+    limits += [
         f"{word} {value} {counted}"
-        for one in metadata
+        for constraint in metadata
         for name, word in lengths.items()
-        if (value := getattr(one, name, None)) is not None
+        if (value := getattr(constraint, name, None)) is not None
     ]
-    found += [f"matching {pattern}" for one in metadata if (pattern := getattr(one, "pattern", None)) is not None]
-    return ", ".join(found)
+    limits += [
+        f"matching {pattern}"
+        for constraint in metadata
+        if (pattern := getattr(constraint, "pattern", None)) is not None
+    ]
+    return ", ".join(limits)
 
 
 def _inner_metadata(annotation: Any) -> Iterator[Sequence[Any]]:
     for member in get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ():
         if get_origin(member) is Annotated:
             infos = get_args(member)[1:]
-            yield [one for info in infos for one in (info.metadata if isinstance(info, FieldInfo) else [info])]
+            yield [
+                constraint
+                for info in infos
+                for constraint in (info.metadata if isinstance(info, FieldInfo) else [info])
+            ]

@@ -1,4 +1,4 @@
-"""`[environment.define.NAME]`: environments of several turns with options and limits of their own, and how a run mixes them.
+"""`[environment.define.NAME]`: environments of several turns with separate options and limits, and how a run mixes them.
 
 Workers read how an environment is played, the trainer which environments it issues groups for, and in which proportions.
 """
@@ -103,10 +103,10 @@ class EnvironmentSettings(Section):
                 f"environment.define.{MIXTURE}: the name stands for all that have a weight; choose another"
             )
         owners: dict[str, str] = {}
-        for name, one in self.define.items():
-            if one.weight is not None and one.data_sources:
+        for name, definition in self.define.items():
+            if definition.weight is not None and definition.data_sources:
                 raise ValueError(f"environment.define.{name}: give a weight or data_sources, not both")
-            for source in one.data_sources:
+            for source in definition.data_sources:
                 if owners.setdefault(source, name) != name:
                     raise ValueError(
                         f"environment.define.{name}.data_sources: {source!r} is among those of {owners[source]} too"
@@ -115,8 +115,8 @@ class EnvironmentSettings(Section):
 
     @property
     def weights(self) -> dict[str, int]:
-        return {name: one.weight for name, one in self.define.items() if one.weight is not None}
+        return {name: definition.weight for name, definition in self.define.items() if definition.weight is not None}
 
     @property
     def by_source(self) -> dict[str, str]:
-        return {source: name for name, one in self.define.items() for source in one.data_sources}
+        return {source: name for name, definition in self.define.items() for source in definition.data_sources}

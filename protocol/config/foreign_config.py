@@ -5,7 +5,7 @@ same meaning: the settings that it sets), ``renamed`` (another meaning or other 
 is none, and what does its work) and the ``prefixes`` of keys with one answer. `penstock config import` asks its ``rules`` first,
 which derive settings from a value and the keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``,
 ``values`` or ``aliases``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
-reads the table of the file's own system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
+reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Alias:
     def value(self, theirs: Any) -> Any:
         if self.left_out:
             listed = [theirs] if isinstance(theirs, str) and theirs not in ("None", "none", "null") else theirs
-            return [one for one in listed if one not in self.left_out] if isinstance(listed, list) else listed
+            return [entry for entry in listed if entry not in self.left_out] if isinstance(listed, list) else listed
         if self.as_list and isinstance(theirs, str) and theirs not in ("None", "none", "null"):
             return [theirs]
         return self.values.get(theirs, theirs) if isinstance(theirs, (str, int)) else theirs
@@ -99,9 +99,9 @@ def _joined(order: list[ForeignSystem]) -> tuple[dict[str, Alias], dict[str, str
     absent: dict[str, str] = {}
     for system in order:
         known = {*aliases, *renamed, *absent}
-        aliases |= {key: one for key, one in system.taken.items() if key not in known}
-        renamed |= {key: one for key, one in system.renamed.items() if key not in known}
-        absent |= {key: one for key, one in system.absent.items() if key not in known}
+        aliases |= {key: entry for key, entry in system.taken.items() if key not in known}
+        renamed |= {key: entry for key, entry in system.renamed.items() if key not in known}
+        absent |= {key: entry for key, entry in system.absent.items() if key not in known}
     return aliases, renamed, absent
 
 

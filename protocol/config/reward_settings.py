@@ -136,7 +136,11 @@ class RewardSettings(Section):
     @model_validator(mode="after")
     def _parts_are_no_definitions(self) -> RewardSettings:
         for name, definition in self.define.items():
-            nested = [f"parts.{part}" for part, one in definition.parts.items() if one.reward in self.define]
+            nested = [
+                f"parts.{part}"
+                for part, part_settings in definition.parts.items()
+                if part_settings.reward in self.define
+            ]
             if nested:
                 raise ValueError(
                     f"reward.define.{name}.{nested[0]}.reward is itself a reward made of parts; "

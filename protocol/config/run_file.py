@@ -79,26 +79,26 @@ def load(
     other services are ignored. A secret among the overrides is refused. Raises ConfigError that lists every error.
     """
     problems: list[str] = []
-    given = [*from_files(files, problems), *from_environment(environ or {}), *from_overrides(overrides, problems)]
+    entries = [*from_files(files, problems), *from_environment(environ or {}), *from_overrides(overrides, problems)]
     problems += [
-        f"{one.origin}: {'.'.join(one.path)} = {one.value}: {why}"
-        for one in given
-        if (why := value_advice(".".join(one.path), one.value))
+        f"{entry.origin}: {'.'.join(entry.path)} = {entry.value}: {why}"
+        for entry in entries
+        if (why := value_advice(".".join(entry.path), entry.value))
     ]
-    given = [ours for one in given for ours in _without_aliases(one)]
+    entries = [ours for entry in entries for ours in _without_aliases(entry)]
     unreadable = bool(problems)
     chosen: dict[KeyPath, Given] = {}
     reported: set[tuple[KeyPath, str]] = set()
-    for one in given:
-        if why := unusable(one.value):
-            problems.append(f"{one.origin}: {'.'.join(one.path)}: {why}")
+    for entry in entries:
+        if why := unusable(entry.value):
+            problems.append(f"{entry.origin}: {'.'.join(entry.path)}: {why}")
             continue
         try:
-            _choose(settings_class, one, chosen)
+            _choose(settings_class, entry, chosen)
         except UnknownKeyError as err:
-            if (err.unknown, one.source) not in reported:
-                reported.add((err.unknown, one.source))
-                problems.append(f"{one.origin}: {err}")
+            if (err.unknown, entry.source) not in reported:
+                reported.add((err.unknown, entry.source))
+                problems.append(f"{entry.origin}: {err}")
     if unreadable:  # every required key of the unreadable file would be reported as missing
         raise ConfigError("\n".join(problems))
     wrong_types = dict(_wrong_types(settings_class, chosen))
@@ -179,75 +179,78 @@ def toml_text(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _without_aliases(one: Given) -> Iterator[Given]:
-    dotted = spelt(one.path)
+def _without_aliases(entry: Given) -> Iterator[Given]:
+    dotted = spelt(entry.path)
     alias = ALIASES.get(dotted)
     if alias is None:
-        yield one
+        yield entry
         return
     for key in alias.keys:
-        yield one._replace(path=tuple(key.split(".")), value=alias.value(one.value), origin=f"{one.origin} as {dotted}")
+        yield entry._replace(
+            path=tuple(key.split(".")), value=alias.value(entry.value), origin=f"{entry.origin} as {dotted}"
+        )
 
 
-def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, Given]) -> None:
-    section = one.path[0].replace("-", "_")
-    is_section = len(one.path) > 1 or one.value == {} or section in _LISTS
+def _choose(settings_class: type[BaseModel], entry: Given, chosen: dict[KeyPath, Given]) -> None:
+    section = entry.path[0].replace("-", "_")
+    is_section = len(entry.path) > 1 or entry.value == {} or section in _LISTS
     if section in SECTIONS and section not in settings_class.model_fields and is_section:
         return  # another service's section
-    path, annotation = locate(settings_class, one.path)
+    path, annotation = locate(settings_class, entry.path)
     members, table = members_of(annotation), table_of(annotation)
-    if one.value == {} and table is not None:
+    if entry.value == {} and table is not None:
         return
-    if one.source == OVERRIDE and one.value not in ("", *NOTHING) and is_secret(settings_class, path):
+    if entry.source == OVERRIDE and entry.value not in ("", *NOTHING) and is_secret(settings_class, path):
         dotted, variable = ".".join(path), ENVIRONMENT_PREFIX + "__".join(path).upper()
         raise UnknownKeyError(
             path,
             f"{dotted} is refused on the command line, which every user of this machine can read (ps); set "
             f"{dotted}_file = FILE, or the environment variable {variable}",
         )
-    value = _meant(one, section, members)
+    value = _meant(entry, section, members)
     if isinstance(value, str) and value in NOTHING:
         for cleared in [known for known in chosen if known[: len(path)] == path]:
             del chosen[cleared]
         if type(None) in members:
-            chosen[path] = Given(path, None, one.origin)
+            chosen[path] = Given(path, None, entry.origin)
     elif table is not None and set(members) <= {table, type(None)}:
         dotted = ".".join(path)
         hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
         raise UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
-    elif _replaces(path, one, chosen.get(path)):
+    elif _replaces(path, entry, chosen.get(path)):
         for known in [known for known in chosen if _is_within(known, path) or _is_within(path, known)]:
             del chosen[known]  # a value takes the place of a table, and a table that of a value
-        chosen[path] = Given(path, value, one.origin)
+        chosen[path] = Given(path, value, entry.origin)
 
 
 def _is_within(path: KeyPath, table: KeyPath) -> bool:
     return len(path) > len(table) and path[: len(table)] == table
 
 
-def _meant(one: Given, section: str, members: tuple[Any, ...]) -> Any:
+def _meant(entry: Given, section: str, members: tuple[Any, ...]) -> Any:
     """Return a value as its field needs it: the text of a run named 7, a list of one."""
-    if one.text is not None and not isinstance(one.value, (str, list)) and _is_text_only(members):
-        return one.text
-    if section in _LISTS and not isinstance(one.value, list) and one.value not in NOTHING:
-        return [one.value]
-    return one.value
+    if entry.text is not None and not isinstance(entry.value, (str, list)) and _is_text_only(members):
+        return entry.text
+    if section in _LISTS and not isinstance(entry.value, list) and entry.value not in NOTHING:
+        return [entry.value]
+    return entry.value
 
 
-def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:
-    if earlier is None or earlier.source != one.source or earlier.spelling == one.spelling:
+def _replaces(path: KeyPath, entry: Given, earlier: Given | None) -> bool:
+    if earlier is None or earlier.source != entry.source or earlier.spelling == entry.spelling:
         return True
-    if earlier.spelling and one.spelling and _sets_several(earlier) != _sets_several(one):
+    if earlier.spelling and entry.spelling and _sets_several(earlier) != _sets_several(entry):
         return _sets_several(earlier)
     dotted = ".".join(path)
     raise UnknownKeyError(
-        path, f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out"
+        path,
+        f"{dotted} is given twice, as {earlier.spelling or dotted} and as {entry.spelling or dotted}; leave one out",
     )
 
 
-def _sets_several(one: Given) -> bool:
+def _sets_several(entry: Given) -> bool:
     """Return True for an alias of several settings: one of a single setting overrules it, as clip_ratio_high does clip_ratio."""
-    return len(ALIASES[one.spelling].keys) > 1
+    return len(ALIASES[entry.spelling].keys) > 1
 
 
 def _is_text_only(members: tuple[Any, ...]) -> bool:
@@ -256,21 +259,21 @@ def _is_text_only(members: tuple[Any, ...]) -> bool:
 
 def _tree(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> dict[str, Any]:
     tree: dict[str, Any] = {name: {} for name, field in settings_class.model_fields.items() if field.is_required()}
-    for path, one in chosen.items():
+    for path, entry in chosen.items():
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = one.value
+        node[path[-1]] = entry.value
     return tree
 
 
 def _wrong_types(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> Iterator[tuple[KeyPath, str]]:
-    for path, one in chosen.items():
+    for path, entry in chosen.items():
         _, annotation = locate(settings_class, path)
         try:  # strict as JSON: a list is a valid tuple and a string a valid path, but "5" is not a number
-            TypeAdapter(annotation).validate_json(json.dumps(one.value, default=str), strict=True)
+            TypeAdapter(annotation).validate_json(json.dumps(entry.value, default=str), strict=True)
         except ValidationError as err:
-            yield path, _refusal(settings_class, one, err.errors(include_url=False))
+            yield path, _refusal(settings_class, entry, err.errors(include_url=False))
 
 
 def _explain(
@@ -297,18 +300,18 @@ def _explain(
             yield f"{'.'.join(path)} is required: set `{path[-1]}` under [{'.'.join(path[:-1])}] or as an override"
         else:
             text = _expectation(errors[0])
-            named = [one for one in chosen.values() if re.search(rf"\b{re.escape('.'.join(one.path))}\b", text)]
-            places = "".join(f" [{'.'.join(one.path)}: {one.origin}]" for one in named)
+            named = [entry for entry in chosen.values() if re.search(rf"\b{re.escape('.'.join(entry.path))}\b", text)]
+            places = "".join(f" [{'.'.join(entry.path)}: {entry.origin}]" for entry in named)
             yield f"{'.'.join(path) + ': ' if path else ''}{text}{places}"
 
 
-def _refusal(settings_class: type[BaseModel], one: Given, errors: Sequence[Any]) -> str:
+def _refusal(settings_class: type[BaseModel], entry: Given, errors: Sequence[Any]) -> str:
     expected = " or ".join(dict.fromkeys(_expectation(error) for error in errors))
-    value = _IN_URL.sub(_MASK + "@", json.dumps(one.value, default=str))
-    got = "" if is_secret(settings_class, one.path) else f", got {value}"
-    if got and isinstance(one.value, str) and {error["type"] for error in errors} <= _OF_LISTS:
-        got += f"; write {json.dumps([one.value])}"
-    return f"{one.origin}: {'.'.join(one.path)}: {expected}{got}"
+    value = _IN_URL.sub(_MASK + "@", json.dumps(entry.value, default=str))
+    got = "" if is_secret(settings_class, entry.path) else f", got {value}"
+    if got and isinstance(entry.value, str) and {error["type"] for error in errors} <= _OF_LISTS:
+        got += f"; write {json.dumps([entry.value])}"
+    return f"{entry.origin}: {'.'.join(entry.path)}: {expected}{got}"
 
 
 def _expectation(error: Any) -> str:

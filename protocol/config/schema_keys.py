@@ -43,7 +43,7 @@ def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
 
 def locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, Any]:
     node: Any = settings_class
-    found: KeyPath = ()
+    field_path: KeyPath = ()
     for depth, part in enumerate(path):
         table = table_of(node)
         if is_model(table):
@@ -57,8 +57,8 @@ def locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, Any
             name = part
         else:
             raise unknown_key(settings_class, path, depth)
-        found = (*found, name)
-    return found, node
+        field_path = (*field_path, name)
+    return field_path, node
 
 
 def spelt(path: KeyPath) -> str:
@@ -89,8 +89,10 @@ def unknown_key(settings_class: type[BaseModel], path: KeyPath, depth: int, fiel
         if spelling[-1] in ALIASES:
             keys = ALIASES[spelling[-1]].keys
             names = {key.rpartition(".")[2] for key in keys}
-            own = [sibling for sibling in siblings if sibling.rpartition(".")[2] in names]  # sft.lr, not trainer.lr
-            similar = own or list(keys)
+            candidates = [
+                sibling for sibling in siblings if sibling.rpartition(".")[2] in names
+            ]  # sft.lr, not trainer.lr
+            similar = candidates or list(keys)
         elif instead := advice(spelling[-1]):
             return UnknownKeyError(spelling, f"unknown key {dotted}; {instead}")
     if not similar and (theirs := ending_in(spelling[-1])):

@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
     @property
     def spelling(self) -> str:
-        return found[1] if (found := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
+        return match[1] if (match := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
 
 
 def unusable(value: Any) -> str:

@@ -29,7 +29,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**25  # decoded: 96 MiB of RGB
 MAX_RATIO = 200  # of the longer side to the shorter one
 _ORIENTATION = 0x0112  # EXIF tag; 1: as stored
-_SAME_EVERYWHERE = ("RGB", "L")  # modes; every other one is converted by each reader in its own way
+_SAME_EVERYWHERE = ("RGB", "L")  # modes; every other one is converted by each reader differently
 Source: TypeAlias = Any  # bytes, a text, or a mapping of these
 # of parts of a message: transformers, OpenAI's chat and Responses APIs
 IMAGE_TYPES = "image", "image_url", "input_image"
@@ -62,17 +62,17 @@ def admit(data: bytes) -> AdmittedImage:
         is_upright = orientation == 1
         if is_upright and image.mode in _SAME_EVERYWHERE and "transparency" not in image.info:
             return AdmittedImage(data, hashlib.sha256(data).hexdigest(), image.width, image.height)
-        found = _on_white(image if is_upright else _upright(image, orientation))
-        found.info = {}  # no orientation is written with the upright pixels
+        converted = _on_white(image if is_upright else _upright(image, orientation))
+        converted.info = {}  # no orientation is written with the upright pixels
         sink = io.BytesIO()
-        found.save(sink, "PNG", optimize=False)
+        converted.save(sink, "PNG", optimize=False)
     stored = sink.getvalue()
     if len(stored) > MAX_IMAGE_BYTES:
         raise ImageRefused(
-            f"an image of {found.width} x {found.height} pixels has {len(stored)} bytes as PNG, at most {MAX_IMAGE_BYTES}; it was "
+            f"an image of {converted.width} x {converted.height} pixels has {len(stored)} bytes as PNG, at most {MAX_IMAGE_BYTES}; it was "
             "converted because of its orientation or colours: store it upright, as 8-bit RGB"
         )
-    return AdmittedImage(stored, hashlib.sha256(stored).hexdigest(), found.width, found.height)
+    return AdmittedImage(stored, hashlib.sha256(stored).hexdigest(), converted.width, converted.height)
 
 
 def pixels(data: bytes, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
@@ -186,7 +186,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
 
     Raises ImageRefused for a part that names no source.
     """
-    found, sources = [], []
+    chat, sources = [], []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
@@ -198,8 +198,8 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
                 else:
                     parts.append(part)
             content = parts
-        found.append({**message, "content": content} if "content" in message else dict(message))
-    return found, sources
+        chat.append({**message, "content": content} if "content" in message else dict(message))
+    return chat, sources
 
 
 def _source(part: Mapping[str, Any]) -> Source:

@@ -83,12 +83,12 @@ class ImageProcessor:
         grid = self.grid_of(width, height)
         return ProcessedImage(self._patches(normalised, grid), grid, self.num_tokens(grid))
 
-    def check(self, ref: ImageRef, found: ProcessedImage) -> None:
-        expected = (found.grid_thw, found.num_tokens)
+    def check(self, ref: ImageRef, processed: ProcessedImage) -> None:
+        expected = (processed.grid_thw, processed.num_tokens)
         if (ref.grid_thw, ref.num_tokens) != expected:
             raise ImageRefused(
                 f"image {ref.sha256}: the row says {ref.num_tokens} tokens and a grid of {ref.grid_thw}, its bytes give "
-                f"{found.num_tokens} and {found.grid_thw}: engine and trainer have different image processors"
+                f"{processed.num_tokens} and {processed.grid_thw}: engine and trainer have different image processors"
             )
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
@@ -133,15 +133,15 @@ def read_processor(folder: Path) -> ImageProcessor | None:
             f"{folder}: model_type {config.get('model_type')!r} reads images, and only {', '.join(FAMILIES)} is supported; use a "
             "model of this family, or one that reads text"
         )
-    own = _own_config(folder)
-    _check_fixed(own, folder)
-    size = own.get("size") or {}
+    processor_config = _own_config(folder)
+    _check_fixed(processor_config, folder)
+    size = processor_config.get("size") or {}
     numbers = {
-        "patch_size": own.get("patch_size", 14),
-        "temporal_patch_size": own.get("temporal_patch_size", 2),
-        "merge_size": own.get("merge_size", 2),
-        "min_pixels": own.get("min_pixels") or size.get("shortest_edge", 56 * 56),
-        "max_pixels": own.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        "patch_size": processor_config.get("patch_size", 14),
+        "temporal_patch_size": processor_config.get("temporal_patch_size", 2),
+        "merge_size": processor_config.get("merge_size", 2),
+        "min_pixels": processor_config.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+        "max_pixels": processor_config.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
         "image_token_id": config.get("image_token_id"),
     }
     for name, value in numbers.items():
@@ -156,9 +156,9 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         )
     return ImageProcessor(
         **numbers,
-        rescale_factor=_number(own.get("rescale_factor", 1 / 255), "rescale_factor", folder),
-        mean=_colours(own, "image_mean", (0.48145466, 0.4578275, 0.40821073), folder),
-        std=_colours(own, "image_std", (0.26862954, 0.26130258, 0.27577711), folder),
+        rescale_factor=_number(processor_config.get("rescale_factor", 1 / 255), "rescale_factor", folder),
+        mean=_colours(processor_config, "image_mean", (0.48145466, 0.4578275, 0.40821073), folder),
+        std=_colours(processor_config, "image_std", (0.26862954, 0.26130258, 0.27577711), folder),
     )
 
 
@@ -166,15 +166,15 @@ def _own_config(folder: Path) -> dict[str, Any]:
     for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         if (folder / name).is_file():
             config = _read(folder / name)
-            own = config if part is None else config.get(part)
-            if isinstance(own, dict):
-                return own
+            processor_config = config if part is None else config.get(part)
+            if isinstance(processor_config, dict):
+                return processor_config
     raise UnsupportedModel(
         f"{folder}: no preprocessor_config.json; save the model's image processor with `save_pretrained` of transformers"
     )
 
 
-def _check_fixed(own: Mapping[str, Any], folder: Path) -> None:
+def _check_fixed(processor_config: Mapping[str, Any], folder: Path) -> None:
     expected: dict[str, tuple[Any, ...]] = {
         "image_processor_type": (*_CLASSES, None),
         "do_resize": (True,),
@@ -184,7 +184,7 @@ def _check_fixed(own: Mapping[str, Any], folder: Path) -> None:
         "resample": (_BICUBIC,),
     }
     for name, allowed in expected.items():
-        value = own.get(name, allowed[0])
+        value = processor_config.get(name, allowed[0])
         if value not in allowed:
             raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected {allowed[0]!r}")
 
@@ -195,11 +195,11 @@ def _check_tower(tower: Any, numbers: Mapping[str, int], folder: Path) -> None:
         "temporal_patch_size": "temporal_patch_size",
         "merge_size": "spatial_merge_size",
     }
-    for own, name in names.items():
-        value = tower.get(name, numbers[own]) if isinstance(tower, dict) else None
-        if value != numbers[own]:
+    for key, name in names.items():
+        value = tower.get(name, numbers[key]) if isinstance(tower, dict) else None
+        if value != numbers[key]:
             raise UnsupportedModel(
-                f"{folder}: the image processor has {own} {numbers[own]}, vision_config of config.json has {name} {value!r}; use the "
+                f"{folder}: the image processor has {key} {numbers[key]}, vision_config of config.json has {name} {value!r}; use the "
                 "processor of this model"
             )
 
@@ -211,12 +211,12 @@ def _number(value: Any, name: str, folder: Path) -> float:
 
 
 def _colours(
-    own: Mapping[str, Any], name: str, default: tuple[float, float, float], folder: Path
+    processor_config: Mapping[str, Any], name: str, default: tuple[float, float, float], folder: Path
 ) -> tuple[float, float, float]:
-    value = own.get(name, default)
+    value = processor_config.get(name, default)
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected three numbers")
-    red, green, blue = (_number(one, name, folder) for one in value)
+    red, green, blue = (_number(number, name, folder) for number in value)
     return red, green, blue
 
 
@@ -276,15 +276,15 @@ def collapsed(token_ids: Sequence[int], images: RowImages | None) -> list[int]:
     return [*ids, *token_ids[before:]]
 
 
-def joined(one: RowImages | None, other: RowImages | None) -> RowImages | None:
+def joined(images: RowImages | None, other: RowImages | None) -> RowImages | None:
     """Return the images of a row that continues with further ones; raises ImageRefused for too many, or another processor."""
-    if one is None or other is None:
-        return one or other
-    if one.processor != other.processor:
-        raise ImageRefused(f"images of the processors {one.processor} and {other.processor} in one row")
-    if len(one.refs) + len(other.refs) > MAX_IMAGES:
-        raise ImageRefused(f"{len(one.refs) + len(other.refs)} images, a row may have {MAX_IMAGES}")
-    return RowImages(processor=one.processor, refs=(*one.refs, *other.refs))
+    if images is None or other is None:
+        return images or other
+    if images.processor != other.processor:
+        raise ImageRefused(f"images of the processors {images.processor} and {other.processor} in one row")
+    if len(images.refs) + len(other.refs) > MAX_IMAGES:
+        raise ImageRefused(f"{len(images.refs) + len(other.refs)} images, a row may have {MAX_IMAGES}")
+    return RowImages(processor=images.processor, refs=(*images.refs, *other.refs))
 
 
 def rope_positions(num_tokens: int, images: RowImages | None, merge_size: int) -> npt.NDArray[np.int64]:
@@ -294,20 +294,22 @@ def rope_positions(num_tokens: int, images: RowImages | None, merge_size: int) -
     tokens of an image count rows and columns from where the text ended, and the text continues behind the larger of the two.
     ``num_tokens`` may end inside an image; the position of a token never depends on what follows it.
     """
-    found = np.empty((3, num_tokens), dtype=np.int64)
+    positions = np.empty((3, num_tokens), dtype=np.int64)
     token = position = 0
     for ref in images.refs if images is not None else ():
-        found[:, token : ref.position] = np.arange(position, position + max(0, min(ref.position, num_tokens) - token))
+        positions[:, token : ref.position] = np.arange(
+            position, position + max(0, min(ref.position, num_tokens) - token)
+        )
         if ref.position >= num_tokens:
-            return found
+            return positions
         position += ref.position - token
         rows, columns = ref.grid_thw[1] // merge_size, ref.grid_thw[2] // merge_size
         grid = np.indices((1, rows, columns)).reshape(3, -1) + position
         token = min(ref.end, num_tokens)
-        found[:, ref.position : token] = grid[:, : token - ref.position]
+        positions[:, ref.position : token] = grid[:, : token - ref.position]
         position += max(rows, columns)
-    found[:, token:] = np.arange(position, position + num_tokens - token)
-    return found
+    positions[:, token:] = np.arange(position, position + num_tokens - token)
+    return positions
 
 
 def next_position(num_tokens: int, images: RowImages | None, merge_size: int) -> int:

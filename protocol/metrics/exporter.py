@@ -1,4 +1,4 @@
-"""The ``/metrics`` page of one service: common samples of its heartbeat, its certificates and disks, and the service's own samples."""
+"""The ``/metrics`` page of one service: common samples of its heartbeat, its certificates and disks, and samples specific to the service."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def certificate_ends(nats: NatsSettings, s3: S3Settings, environ: Mapping[str, s
     servers that it signed are still trusted. A file without certificates is left out; whatever uses it names the problem.
     """
     authorities = {"nats.ca_file": nats.ca_file, "s3.ca_file": s3.ca_file, tls.AUTHORITY: environ.get(tls.AUTHORITY)}
-    own = ends_of(environ.get(tls.CERTIFICATE))
-    end_times = {tls.CERTIFICATE: min(own)} if own else {}
+    server_ends = ends_of(environ.get(tls.CERTIFICATE))
+    end_times = {tls.CERTIFICATE: min(server_ends)} if server_ends else {}
     return end_times | {name: max(ends) for name, file in authorities.items() if (ends := ends_of(file))}
 
 
@@ -55,7 +55,7 @@ class Exporter:
         folders: Mapping[str, Path] = NO_FOLDERS,
         certificates: Mapping[str, float] = NO_CERTIFICATES,
     ) -> None:
-        """All functions must return at once: the newest heartbeat, the service's own samples, spans of traces by outcome.
+        """All functions must return at once: the newest heartbeat, the samples specific to the service, spans of traces by outcome.
 
         ``folders`` are those whose disk may fill, by the setting that names them. They are read in the thread that answers
         the scrape: a network disk that hangs delays only the page, and Prometheus reports the service as not reached.

@@ -1,6 +1,6 @@
 """What the GPUs of a service do: the adapter of NVML (package `nvidia-ml-py`, extra `gpu`), and its metrics.
 
-A service samples the GPUs that it may use (``CUDA_VISIBLE_DEVICES``) on a thread of its own, since a driver may hang; heartbeat,
+A service samples the GPUs that it may use (``CUDA_VISIBLE_DEVICES``) on a separate thread, since a driver may hang; heartbeat,
 page and Prometheus get the newest sample. Without GPU, driver or package there are no figures, and no error.
 """
 

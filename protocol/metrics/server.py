@@ -1,4 +1,4 @@
-"""A small HTTP server for ``/metrics`` in a thread of its own, so that a scrape never waits for the service or delays it."""
+"""A small HTTP server for ``/metrics`` in a separate thread, so that a scrape never waits for the service or delays it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MetricsServer:
                 writer.write(answer)
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            writer.transport.abort()  # the client's own failure: what it did not take is not kept for it
+            writer.transport.abort()  # the client's failure: what it did not take is not kept for it
         except asyncio.CancelledError:
             pass  # the service stops; the stream's callback would log the cancellation as an error
         finally:

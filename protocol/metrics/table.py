@@ -1,7 +1,7 @@
 """All Prometheus metrics of all services: the one table from which documentation and dashboards are made, and the samples of a scrape.
 
 To add a metric, add a row here and a call of `Samples.add` in the service; names, labels and units of rows that exist are
-stable. A label whose values are not fixed is in `OPEN_LABELS`: of those the first `MAX_VALUES` get series of their own.
+stable. A label whose values are not fixed is in `OPEN_LABELS`: of those the first `MAX_VALUES` get separate series.
 """
 
 from __future__ import annotations

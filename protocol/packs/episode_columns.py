@@ -65,29 +65,29 @@ def shared_tokens(group: Group) -> list[int]:
 
 
 def columns(groups: Sequence[Group]) -> list[pa.Array]:
-    found: dict[str, list[Any]] = {one.name: [] for one in FIELDS}
+    column_values: dict[str, list[Any]] = {field.name: [] for field in FIELDS}
     for values in itertools.chain.from_iterable(map(_row_values, groups)):
         for name, value in values.items():
-            found[name].append(value)
+            column_values[name].append(value)
     return [
-        lists(found[one.name], one.type.value_type)
-        if pa.types.is_list(one.type)
-        else pa.array(found[one.name], one.type)
-        for one in FIELDS
+        lists(column_values[field.name], field.type.value_type)
+        if pa.types.is_list(field.type)
+        else pa.array(column_values[field.name], field.type)
+        for field in FIELDS
     ]
 
 
 def _row_values(group: Group) -> Iterator[dict[str, Any]]:
     if not group.episodes:
         empty = {
-            one.name: np.empty(0, dtype=one.type.value_type.to_pandas_dtype())
-            if pa.types.is_list(one.type)
+            field.name: np.empty(0, dtype=field.type.value_type.to_pandas_dtype())
+            if pa.types.is_list(field.type)
             else ""
-            if pa.types.is_string(one.type)
+            if pa.types.is_string(field.type)
             else None
-            if one.nullable
+            if field.nullable
             else _NONE
-            for one in FIELDS
+            for field in FIELDS
         }
         yield from (empty for _ in group.trajectories)
     for number, episode in enumerate(group.episodes):
@@ -133,13 +133,15 @@ def spans(rows: Rows) -> list[list[EpisodeSpan]]:
     numbers = rows.values("episode_number")
     groups = []
     for start, end in itertools.pairwise(rows.starts):
-        own = numbers[start:end]
-        if own.count(_NONE) == len(own):
+        group_numbers = numbers[start:end]
+        if group_numbers.count(_NONE) == len(group_numbers):
             groups.append([])
             continue
-        starts = [start + i for i, number in enumerate(own) if not i or number != own[i - 1]]
+        starts = [start + i for i, number in enumerate(group_numbers) if not i or number != group_numbers[i - 1]]
         if [numbers[at] for at in starts] != list(range(len(starts))):
-            raise PackError(f"the rows of a group have the episode numbers {own[:8]}, expected 0, 1, … each together")
+            raise PackError(
+                f"the rows of a group have the episode numbers {group_numbers[:8]}, expected 0, 1, … each together"
+            )
         groups.append([EpisodeSpan(*pair) for pair in itertools.pairwise([*starts, end])])
     return groups
 

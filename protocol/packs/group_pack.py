@@ -7,7 +7,7 @@ upper ones of token ids are nearly all zero) and only the token ids are worth zs
 everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
 A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
-Images, a teacher's log-probabilities and the experts of tokens have columns of their own (`optional_columns.py`).
+Images, a teacher's log-probabilities and the experts of tokens have separate columns (`optional_columns.py`).
 Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
@@ -172,7 +172,7 @@ def decode(
     described: Sequence[GeneratedGroup] | None = None,
     vocab_size: int | None = None,
 ) -> list[Group]:
-    """Decode the groups of the given row groups (all, when None), arrays without a copy per token.
+    """Decode the groups of ``row_groups`` (all, when None), arrays without a copy per token.
 
     ``described`` is the message's description of each of them: a pack that differs from it is refused. Token ids are below
     ``vocab_size``; None: not known. Raises PackError for anything that is not a pack of this schema, whatever decoding it raises.
@@ -180,8 +180,8 @@ def decode(
     with _refusing():
         rows = _read(data, row_groups, None, described)
         groups = _groups(rows, vocab_size)
-        for group, one in zip(groups, described or (), strict=described is not None):
-            group.check_described_by(one)
+        for group, description in zip(groups, described or (), strict=described is not None):
+            group.check_described_by(description)
             group.check_prompt()
         return groups
 
@@ -192,8 +192,8 @@ def decode_texts(
     """Decode only the columns that a reward needs; token columns are not read. Raises as `decode`."""
     with _refusing():
         texts = texts_of(_read(data, row_groups, TEXT_COLUMNS, described))
-        for text, one in zip(texts, described or (), strict=described is not None):
-            text.check_described_by(one)
+        for text, description in zip(texts, described or (), strict=described is not None):
+            text.check_described_by(description)
         return texts
 
 
@@ -261,7 +261,10 @@ def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
     )
     numbers = rows.values("trajectory_index")
     groups = []
-    for own, teacher, group_id, split, attempt, issued, text, num_prompt_tokens, reward, (start, end) in columns:
+    for group_spans, teacher, group_id, split, attempt, issued, text, num_prompt_tokens, reward, (
+        start,
+        end,
+    ) in columns:
         if numbers[start:end] != list(range(end - start)):
             raise PackError(
                 f"{group_id}: its trajectories are numbered {numbers[start:end][:8]}, expected 0 to {end - start - 1}"
@@ -275,7 +278,7 @@ def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
             num_prompt_tokens=num_prompt_tokens,
             reward=reward,
             trajectories=tuple(trajectories[start:end]),
-            episodes=episodes.build(group_id, own) if episodes is not None and own else (),
+            episodes=episodes.build(group_id, group_spans) if episodes is not None and group_spans else (),
             teacher=teacher,
         )
         groups.append(group)

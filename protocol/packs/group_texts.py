@@ -60,7 +60,7 @@ class GroupTexts:
             ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
             ("completions", len(self.completions), len(described.completion_tokens)),
             ("finish_reasons", self.finish_reasons, described.finish_reasons),
-            ("rows", tuple([one.num_rows for one in self.given]), described.rows),
+            ("rows", tuple([episode.num_rows for episode in self.given]), described.rows),
         )
 
 
@@ -80,15 +80,16 @@ def texts_of(rows: Rows) -> list[GroupTexts]:
         GroupTexts(
             group_id=group_id,
             prompt_text=prompt_text,
-            completions=tuple([completions[span.start] for span, _ in own] or completions[start:end]),
+            completions=tuple([completions[span.start] for span, _ in group_episodes] or completions[start:end]),
             finish_reasons=tuple(
-                ["stop" if one.end_status == "done" else "length" for _, one in own] or reasons[start:end]
+                ["stop" if episode.end_status == "done" else "length" for _, episode in group_episodes]
+                or reasons[start:end]
             ),
             reward=reward,
             num_prompt_tokens=num_prompt_tokens,
-            given=tuple([one for _, one in own]),
+            given=tuple([episode for _, episode in group_episodes]),
         )
-        for own, group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
+        for group_episodes, group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
     ]
 
 
@@ -99,11 +100,13 @@ def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, E
         texts = []
         for span in spans:
             status, reward, parts, messages = (values[span.start] for values in columns.values())
-            one = EpisodeTexts(span.end - span.start, status, reward, episode_columns.named_numbers(parts), messages)
-            if not all(map(math.isfinite, (reward or 0.0, *(value for _, value in one.reward_parts)))):
+            episode = EpisodeTexts(
+                span.end - span.start, status, reward, episode_columns.named_numbers(parts), messages
+            )
+            if not all(map(math.isfinite, (reward or 0.0, *(value for _, value in episode.reward_parts)))):
                 raise PackError(
-                    f"the reward of an episode is {reward} of {dict(one.reward_parts)}, expected finite ones"
+                    f"the reward of an episode is {reward} of {dict(episode.reward_parts)}, expected finite ones"
                 )
-            texts.append((span, one))
+            texts.append((span, episode))
         groups.append(texts)
     return groups

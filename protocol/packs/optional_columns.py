@@ -70,17 +70,17 @@ def images_of_rows(rows: Rows) -> list[RowImages | None]:
     values, at = rows.lists("image_numbers")
     hashes, hashes_at = rows.lists("image_sha256")
     numbers = values.tolist()
-    found: list[RowImages | None] = []
+    images: list[RowImages | None] = []
     for row, processor in enumerate(rows.values("image_processor")):
-        own = numbers[at[row] : at[row + 1]]
+        row_numbers = numbers[at[row] : at[row + 1]]
         names = hashes[hashes_at[row] : hashes_at[row + 1]].tolist()
-        if len(own) != _NUMBERS_OF_IMAGE * len(names) or bool(own) != bool(processor):
+        if len(row_numbers) != _NUMBERS_OF_IMAGE * len(names) or bool(row_numbers) != bool(processor):
             raise PackError(
-                f"a row has {len(own)} numbers and {len(names)} names of images, and the processor {processor[:80]!r}; "
+                f"a row has {len(row_numbers)} numbers and {len(names)} names of images, and the processor {processor[:80]!r}; "
                 f"expected {_NUMBERS_OF_IMAGE} numbers and a name for each image, and a processor if there is one"
             )
-        found.append(_images(processor, own, names) if own else None)
-    return found
+        images.append(_images(processor, row_numbers, names) if row_numbers else None)
+    return images
 
 
 def _images(processor: str, numbers: Sequence[int], names: Sequence[Any]) -> RowImages:
@@ -125,14 +125,14 @@ def teachers_of_groups(
         return [None] * (len(rows.starts) - 1)
     logprobs, at = rows.lists("teacher_logprobs")
     (ids, ids_at), (tops, tops_at) = rows.lists("teacher_top_ids"), rows.lists("teacher_top_logprobs")
-    found: list[TeacherScores | None] = []
+    teachers: list[TeacherScores | None] = []
     for model, top_k, (start, end) in zip(
         rows.of_groups("teacher"), rows.of_groups("teacher_top_k"), itertools.pairwise(rows.starts), strict=True
     ):
         if not model:
             if at[end] > at[start] or ids_at[end] > ids_at[start] or tops_at[end] > tops_at[start]:
                 raise PackError("log-probabilities of a teacher without a name")
-            found.append(None)
+            teachers.append(None)
             continue
         members = []
         for row in range(start, end):
@@ -149,8 +149,8 @@ def teachers_of_groups(
             )
         teacher = TeacherScores(model, top_k, tuple(members))
         teacher.check(num_sampled(trajectories[start:end]), vocab_size)
-        found.append(teacher)
-    return found
+        teachers.append(teacher)
+    return teachers
 
 
 def num_sampled(trajectories: Sequence[Trajectory]) -> list[int]:
@@ -183,12 +183,12 @@ def expert_columns(groups: Sequence[Group]) -> list[Any]:
 
 
 def _earlier_rows(group: Group) -> list[int | None]:
-    found: list[int | None] = [None if not number else 0 for number in range(len(group.trajectories))]
+    parents: list[int | None] = [None if not number else 0 for number in range(len(group.trajectories))]
     for place, episode in zip(group.rows_of, group.episodes, strict=False):
         for number, row in zip(place, episode.rows, strict=True):
             if row.parent is not None:
-                found[number] = place.start + row.parent
-    return found
+                parents[number] = place.start + row.parent
+    return parents
 
 
 def experts_of_rows(
@@ -201,13 +201,13 @@ def experts_of_rows(
     if EXPERTS not in rows.table.column_names:
         return [None] * len(lengths)
     shared, stored = rows.values("experts_shared"), rows.values(EXPERTS)
-    found: list[ExpertChoices | None] = []
+    choices: list[ExpertChoices | None] = []
     sizes = zip(*(rows.of_groups(name) for name in ("expert_layers", "num_experts", "expert_top_k")), strict=True)
     for (layers, experts, top_k), (start, end) in zip(sizes, itertools.pairwise(rows.starts), strict=True):
         if not layers:
             if any(stored[start:end]):
                 raise PackError("experts of tokens in a group of a model without experts")
-            found += [None] * (end - start)
+            choices += [None] * (end - start)
             continue
         shape = RouterShape(num_layers=layers, num_experts=experts, top_k=top_k)
         _check_size(shape, lengths[start:end])
@@ -216,8 +216,8 @@ def experts_of_rows(
             parent = -1 if parents is None else parents[row]
             earlier = whole.get(start if parent < 0 else parent)
             whole[row] = _choices_of_row(shape, stored[row], lengths[row] - 1, shared[row], earlier)
-            found.append(ExpertChoices(shape, whole[row]))
-    return found
+            choices.append(ExpertChoices(shape, whole[row]))
+    return choices
 
 
 def _check_size(shape: RouterShape, lengths: Sequence[int]) -> None:
@@ -241,16 +241,16 @@ def _choices_of_row(
             f"experts of {num_tokens - shared} tokens in {len(stored)} bytes, expected {expected}: {shape}, "
             f"{shape.bytes_per_token} bytes for each token"
         )
-    own = np.frombuffer(stored, _stored(shape)).astype(dtype_of(shape), copy=False)
-    own = own.reshape(-1, shape.num_layers, shape.top_k)
-    return own if earlier is None or not shared else np.concatenate([earlier[:shared], own])
+    new_choices = np.frombuffer(stored, _stored(shape)).astype(dtype_of(shape), copy=False)
+    new_choices = new_choices.reshape(-1, shape.num_layers, shape.top_k)
+    return new_choices if earlier is None or not shared else np.concatenate([earlier[:shared], new_choices])
 
 
 def _stored(shape: RouterShape) -> np.dtype[np.unsignedinteger]:
     return dtype_of(shape).newbyteorder("<")
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> int:
-    shortest = min(len(one), len(other))
-    differ = np.flatnonzero((one[:shortest] != other[:shortest]).any(axis=(1, 2)))
+def _same(choices: np.ndarray, other: np.ndarray) -> int:
+    shortest = min(len(choices), len(other))
+    differ = np.flatnonzero((choices[:shortest] != other[:shortest]).any(axis=(1, 2)))
     return int(differ[0]) if len(differ) else shortest

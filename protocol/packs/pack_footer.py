@@ -1,8 +1,8 @@
-"""The row groups in a Parquet footer, read without Parquet's own reader; pure.
+"""The row groups in a Parquet footer, read without Parquet's reader; pure.
 
-pyarrow's own reader cannot replace this one: its view of a column chunk (26.0.1) ends the process, by an exception that C++ does
+pyarrow's reader cannot replace this one: its view of a column chunk (26.0.1) ends the process, by an exception that C++ does
 not catch, where a chunk is encrypted or its size statistics have another length than its levels. So the numbers of the chunks are
-read here, and such chunks are refused before pyarrow sees them. What Thrift's compact encoding says twice, the last one decides, as in Thrift's own reader.
+read here, and such chunks are refused before pyarrow sees them. What Thrift's compact encoding says twice, the last decides, as in Thrift's reader.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Fields:
         if kind == _BINARY:
             size, position = self._varint(position)
             return self._bytes(position, size), position + size
-        if kind in (_TRUE, _FALSE, _BYTE, _DOUBLE):  # a bool of a list has a byte of its own
+        if kind in (_TRUE, _FALSE, _BYTE, _DOUBLE):  # a bool of a list has a separate byte
             size = 8 if kind == _DOUBLE else 1
             return self._bytes(position, size), position + size
         raise PackError(f"the Parquet footer has a field of type {kind}, which packs do not use, at byte {position}")
@@ -190,8 +190,8 @@ class _Fields:
         return self._data[position : position + size]
 
 
-def _written_chunk(found: re.Match[bytes]) -> Chunk:
-    num_values, size, data_page, dictionary_page = found.groups()
+def _written_chunk(match: re.Match[bytes]) -> Chunk:
+    num_values, size, data_page, dictionary_page = match.groups()
     return Chunk(
         _integer(num_values),
         _integer(size),

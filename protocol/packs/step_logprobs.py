@@ -1,4 +1,4 @@
-"""The trainer's own log-probabilities of the tokens of one step, as one object; for people to look at, no trainer reads it.
+"""The trainer's log-probabilities of the tokens of one step, as one object; for people to look at, no trainer reads it.
 
 A safetensors file. Its rows are trained rows of the step's packs, in any order:
 
@@ -72,8 +72,8 @@ class StepLogprobs:
     outcomes: npt.NDArray[np.uint8]  # [N]
 
     def group(self, group_id: str, pack_sha256: str) -> dict[int, KeptRow] | None:
-        for number, one in enumerate(self.header.groups):
-            if (one.group_id, one.pack) == (group_id, pack_sha256):
+        for number, entry in enumerate(self.header.groups):
+            if (entry.group_id, entry.pack) == (group_id, pack_sha256):
                 ends = np.cumsum(self.rows[:, 2], dtype=np.int64)
                 return {
                     row: KeptRow(self.logprobs[end - n : end], self.outcomes[end - n : end])
@@ -83,13 +83,13 @@ class StepLogprobs:
         return None
 
 
-def encode(found: StepLogprobs) -> bytes:
+def encode(step_logprobs: StepLogprobs) -> bytes:
     try:
-        _check(found)
+        _check(step_logprobs)
     except _Refused as err:
-        raise PackError(f"log-probabilities of step {found.header.step} are not written: {err}") from None
-    tensors = {name: getattr(found, name).astype(dtype, copy=False) for name, (_, dtype) in _DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"schema": SCHEMA_TAG, "step": found.header.model_dump_json()}}
+        raise PackError(f"log-probabilities of step {step_logprobs.header.step} are not written: {err}") from None
+    tensors = {name: getattr(step_logprobs, name).astype(dtype, copy=False) for name, (_, dtype) in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"schema": SCHEMA_TAG, "step": step_logprobs.header.model_dump_json()}}
     at = 0
     for name, tensor in tensors.items():
         entry = {"dtype": _DTYPES[name][0], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
@@ -155,24 +155,24 @@ def _sizes(document: Mapping[str, Any]) -> tuple[int, int]:
 def _tensors(
     data: bytes, begin: int, document: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, npt.NDArray[Any]]:
-    found, at = {}, 0
+    tensors, at = {}, 0
     for name, (code, dtype) in _DTYPES.items():
         count = int(np.prod(shapes[name]))
         end = at + count * dtype.itemsize
         entry = {"dtype": code, "shape": list(shapes[name]), "data_offsets": [at, end]}
         if document[name] != entry or begin + end > len(data):
             raise _Refused(f"tensor {name} has another dtype, shape or place than {entry}, or its bytes are missing")
-        found[name] = np.frombuffer(data, dtype, count, begin + at).reshape(shapes[name])
+        tensors[name] = np.frombuffer(data, dtype, count, begin + at).reshape(shapes[name])
         at = end
     if begin + at != len(data):
         raise _Refused(f"{len(data) - begin - at} bytes after its tensors")
-    return found
+    return tensors
 
 
-def _check(found: StepLogprobs) -> None:
-    rows, logprobs, outcomes = found.rows, found.logprobs, found.outcomes
-    if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= len(found.header.groups)):
-        raise _Refused(f"a row of a group that is none of its {len(found.header.groups)}, or a negative number")
+def _check(step_logprobs: StepLogprobs) -> None:
+    rows, logprobs, outcomes = step_logprobs.rows, step_logprobs.logprobs, step_logprobs.outcomes
+    if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= len(step_logprobs.header.groups)):
+        raise _Refused(f"a row of a group that is none of its {len(step_logprobs.header.groups)}, or a negative number")
     if (claimed := int(rows[:, 2].sum(dtype=np.int64))) != len(logprobs):
         raise _Refused(f"its rows have {claimed} tokens, and it has {len(logprobs)}")
     places = rows[:, 0].astype(np.int64) << 32 | rows[:, 1]

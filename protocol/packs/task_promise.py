@@ -33,7 +33,7 @@ class TaskSettings(NamedTuple):
 
     @property
     def is_one_completion(self) -> bool:
-        """Whether a trajectory is the prompt and one completion: other environments may add tokens of their own."""
+        """Whether a trajectory is the prompt and one completion: other environments may add further tokens."""
         return self.environment == SINGLE_TURN
 
     def fault(
@@ -42,7 +42,7 @@ class TaskSettings(NamedTuple):
         """Return what is wrong with a group of ``num`` trajectories without a baseline; empty if nothing is.
 
         ``longest`` is the largest number of sampled tokens of a trajectory; ``least`` the number of trajectories that is
-        enough, the size of the group unless given. ``num_abandoned`` completions were started and not kept: with those that
+        enough, the size of the group unless set. ``num_abandoned`` completions were started and not kept: with those that
         were kept, all that were started; None: not known.
         """
         most = self.group_size + self.redundant_completions * self.keeps_more
@@ -77,7 +77,7 @@ class TaskPromise:
 
     @classmethod
     def of(cls, task: Task, settings: Iterable[TaskSettings] | None = None) -> TaskPromise:
-        """Return the promise of a task; ``settings`` are those under which it may have been issued, None: its own."""
+        """Return the promise of a task; ``settings`` are those under which it may have been issued, None: the task's."""
         prompt = np.array(task.prompt_ids, dtype=np.int32).tobytes()
         known = (TaskSettings.of(task),) if settings is None else tuple(settings)
         return cls(
@@ -125,7 +125,7 @@ class TaskPromise:
         if wanted and str(group.routers or "") not in wanted:
             raise PackError(
                 f"group {group.group_id}: the engine's choices of {group.routers or 'no experts'}, its task asked for those of "
-                f"{' or '.join(sorted(one or 'no experts' for one in wanted))} (trainer.router_replay)"
+                f"{' or '.join(sorted(shape or 'no experts' for shape in wanted))} (trainer.router_replay)"
             )
         self.check_lengths(group.group_id, group.completion_tokens, group.has_baseline)
 

@@ -38,7 +38,9 @@ class CheckpointState(Wire):
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
     letters_read: Count = 0  # sequence number of the last dead letter that this state knows
     totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/group_totals.py` writes them
-    algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/credit.py` writes it
+    algorithm: dict[str, Any] = Field(
+        default={}
+    )  # the state of the algorithm, as `trainer/algorithm/credit.py` writes it
     # versions between both were published by sessions that were rolled back
     abandoned: tuple[tuple[Count, Count], ...] = ()
     # (until, first, num) of these: the ``num`` versions after ``first`` have the weights of those after ``until``

@@ -36,14 +36,16 @@ def stopped_batches(run_folder: Path) -> list[Path]:
     return sorted(path.parent for path in (run_folder / FOLDER).glob(f"step*/{BATCH}") if path.parent.suffix == "")
 
 
-def find_batch(run_folder: Path, given: str) -> Path:
+def find_batch(run_folder: Path, step_or_folder: str) -> Path:
     saved = {int(path.name.removeprefix("step")): path for path in stopped_batches(run_folder)}
-    if given.isdecimal() and int(given) in saved:
-        return saved[int(given)]
-    if not given.isdecimal() and (folder := Path(given).absolute()) in {path.absolute() for path in saved.values()}:
+    if step_or_folder.isdecimal() and int(step_or_folder) in saved:
+        return saved[int(step_or_folder)]
+    if not step_or_folder.isdecimal() and (folder := Path(step_or_folder).absolute()) in {
+        path.absolute() for path in saved.values()
+    }:
         return folder
     steps = ", ".join(map(str, saved)) or "none: the run has not stopped by itself"
-    raise ConfigError(f"{run_folder / FOLDER}: no saved batch {given!r}; give a step or a folder of {steps}")
+    raise ConfigError(f"{run_folder / FOLDER}: no saved batch {step_or_folder!r}; give a step or a folder of {steps}")
 
 
 def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
@@ -52,5 +54,7 @@ def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
     except ValidationError as err:
         raise MalformedFact(f"{folder / BATCH}: {first_problem(err)}; restore the file") from None
     described = [scored.generated for scored in batch.groups]
-    groups = group_pack.decode(read_regular(folder / GROUPS), [one.row_group for one in described], described=described)
+    groups = group_pack.decode(
+        read_regular(folder / GROUPS), [description.row_group for description in described], described=described
+    )
     return batch, groups

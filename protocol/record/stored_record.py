@@ -6,7 +6,7 @@ from the first to the last are consecutive.
 `penstock rescore` writes a rescored input, the trainer reads it (``data.from_run``). It has an id like a run's, and all its objects are below
 ``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards in the order in which the source run trained
 them, and last the input itself, whose key contains its sha256. A run that trains on it writes a marker there: its record references these packs,
-and it has no copies of its own.
+and it has no separate copies.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class StoredRecord:
 
     def rolled_back_by(self, version: int) -> RecordedSession | None:
         """Return the session that went on from a version before this one, and so left it out of the record; None if none did."""
-        return next((one for one in self.sessions if (one.parent_version or 0) < version < one.version), None)
+        return next(
+            (session for session in self.sessions if (session.parent_version or 0) < version < session.version), None
+        )
 
     def uses_of(self, group_id: str) -> tuple[Use, ...]:
         return tuple(Use(step, group) for step in self.steps for group in step.groups if group.group_id == group_id)

@@ -1,7 +1,7 @@
 """Traces of groups: spans, the trace that a group has in every service, and the thread that sends finished spans; off unless a collector is configured.
 
 A message carries one W3C ``traceparent`` for all of its groups. The trace of one group follows from it and from the group's
-id, the same in every service, so that each group of a pack has a trace of its own and no message gets longer.
+id, the same in every service, so that each group of a pack has a separate trace and no message gets longer.
 """
 
 from __future__ import annotations
@@ -281,11 +281,11 @@ class HeldGroups:
             return
         with self._lock:
             held = {group_id: self._groups.get(group_id) for group_id in group_ids}
-        traced = {group_id: one for group_id, one in held.items() if one is not None}
+        traced = {group_id: group for group_id, group in held.items() if group is not None}
         step = new_context()
-        links = tuple(one.context for one in traced.values())
+        links = tuple(group.context for group in traced.values())
         self.traces.record("train step", step, None, started, {**attributes, "num_groups": len(held)}, links=links)
-        for group_id, one in traced.items():
-            own = {**attributes, "group_id": group_id, "step_trace_id": step.trace_id}
-            self.traces.record_in_group("admitted", one.context, one.since, {"group_id": group_id}, ended=started)
-            self.traces.record_in_group("train", one.context, started, own)
+        for group_id, group in traced.items():
+            group_attributes = {**attributes, "group_id": group_id, "step_trace_id": step.trace_id}
+            self.traces.record_in_group("admitted", group.context, group.since, {"group_id": group_id}, ended=started)
+            self.traces.record_in_group("train", group.context, started, group_attributes)

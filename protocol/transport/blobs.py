@@ -62,7 +62,7 @@ class Blobs:
     def check(self, run_id: str, *, deadline_s: float = 15.0) -> None:
         """Raise unless the server answers, the bucket exists and the credentials may list objects of a run.
 
-        A role's own credentials may list below some prefixes and not ask for the bucket itself.
+        A role's credentials may list below some prefixes and not ask for the bucket itself.
         """
         self._requests.list(blob_keys.access_check_prefix(run_id), deadline_s=deadline_s)
 
@@ -101,7 +101,7 @@ class Blobs:
         return self._requests.get(key)
 
     def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
-        """Fetch a part of an object, verified by its own sha256; raises BlobMissing or BlobCorrupt.
+        """Fetch a part of an object, verified by the part's sha256; raises BlobMissing or BlobCorrupt.
 
         As in `get`, a short or altered answer is fetched once more before it counts as corrupt.
         """

@@ -1,6 +1,6 @@
 """The connection to NATS JetStream, as services use it.
 
-The bus runs in its own thread and event loop, so a training step of thirty seconds cannot stop
+The bus runs in a separate thread and event loop, so a training step of thirty seconds cannot stop
 heartbeats, keep-alives or acknowledgements. Every call returns a `Pending`: threads call
 ``.wait()``, coroutines ``await`` it. Every call has a deadline whose error names what it waited for.
 
@@ -35,11 +35,11 @@ from penstock.protocol.transport.tail import StoredMessage, Tail
 F = TypeVar("F", bound=Fact)
 
 _SCAN_S = 300.0  # a full stream is read within this
-_SNAPSHOT_S = 3600.0  # a full stream is copied within this; each part of it has its own, shorter deadline
+_SNAPSHOT_S = 3600.0  # a full stream is copied within this; each part of it has a separate, shorter deadline
 
 
 class Bus:
-    """One connection to NATS, in its own thread. Close it, or use it as a context manager."""
+    """One connection to NATS, in a separate thread. Close it, or use it as a context manager."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -153,7 +153,7 @@ class KillMarks:
         try:
             store = await self._bound()
             entry = await store.get(self._key(sequence), may_lag=True) if num_delivered > 1 else None
-            killed = 0 if entry is None else max(0, _killed(entry.value) - 1)  # this reader's own mark says it started
+            killed = 0 if entry is None else max(0, _killed(entry.value) - 1)  # this reader's mark says it started
             await store.put(self._key(sequence), _record(killed, started=False))
         except BusError as err:
             log.debug("return of a message not recorded", sequence=sequence, error=str(err))

@@ -37,7 +37,7 @@ class PullRefused(Exception):
 
 
 class Pull:
-    """Sends pull requests to one consumer over one subscription; the client library's own ``fetch`` waits too long.
+    """Sends pull requests to one consumer over one subscription; the client library's ``fetch`` waits too long.
 
     A pull returns as soon as there is a message, never leaves an unfinished request that would take
     messages from another reader, and sends its request again after a reconnect.

@@ -91,7 +91,7 @@ class KeyValue:
         return self._read(lambda: self._get_newest(key) if newest else self._get(key), f"read {self.bucket}/{key}")
 
     def put(self, key: str, value: bytes, *, ttl_s: float | None = None) -> Pending[int]:
-        """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's own is longer."""
+        """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's TTL is longer."""
         return self._write(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
 
     def state(self) -> Pending[BucketState]:

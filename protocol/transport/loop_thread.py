@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, such as that of the NATS client, and the results of its coroutines for other threads.
+"""An event loop in a separate thread, such as that of the NATS client, and the results of its coroutines for other threads.
 
 A training step of thirty seconds cannot stop heartbeats, keep-alives or acknowledgements. Every call of a `CallThread` returns a `Pending`:
 threads call ``.wait()``, coroutines ``await`` it.
@@ -18,7 +18,7 @@ from penstock.protocol.errors import BusUnreachable
 T = TypeVar("T")
 
 _STOP_S = 5.0
-_LOOP_GRACE_S = 30.0  # after its own deadline and this, the thread of a call counts as stuck
+_LOOP_GRACE_S = 30.0  # after the deadline of a call and this, its thread counts as stuck
 _DRAIN_S = 8.0
 
 
@@ -75,7 +75,7 @@ class Pending(Generic[T]):
         try:
             return self._future.result(self._deadline_s)
         except TimeoutError:
-            if self._future.done():  # the call's own
+            if self._future.done():  # raised by the call itself
                 raise
             raise BusUnreachable(
                 f"{self._what} did not return within {self._deadline_s:.0f} s; the bus's thread is stuck or closed"
@@ -137,7 +137,7 @@ class CallThread:
     async def _shut(self, drain: Callable[[], Awaitable[None]]) -> None:
         await _cancel(self._tasks - {asyncio.current_task()})
         await drain()
-        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})  # the client does not wait for its own tasks
+        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})  # the client does not wait for its tasks
 
 
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:

@@ -1,6 +1,6 @@
 """The connection that all parts of a bus share: its thread, its client, its retries while NATS is unreachable, its errors.
 
-Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are those of the server's own
+Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are those of the server's
 list (``server/errors.json`` of nats-server); one that has no fix here becomes a `BusError` with the server's description and code.
 """
 
@@ -27,7 +27,7 @@ from penstock.protocol.transport.loop_thread import CallThread, Pending
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
 BOOTSTRAP = "create it with: penstock bootstrap run.toml"
-ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
+ERR_FULL = 10077  # the stream's or bucket's bound on messages or bytes
 # of a cluster: it goes on when its servers have elected one
 ERR_NO_LEADER = frozenset({10004, 10008, 10009, 10118, 10119})
 # A majority does not have an earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
@@ -101,7 +101,7 @@ def refusal(err: APIError, what: str, url: str) -> BusError:
 
 
 class Connection:
-    """One connection to NATS, in its own thread.
+    """One connection to NATS, in a separate thread.
 
     Attributes:
         client: The client library's connection.

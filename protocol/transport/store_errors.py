@@ -1,4 +1,4 @@
-"""How often NATS and the object store have answered this process with an error of their own, for Prometheus; thread-safe.
+"""How often NATS and the object store have answered this process with an error, for Prometheus; thread-safe.
 
 A request that is repeated counts each time. Of both stores only what a client is told: a NATS server whose disk has no space at
 all switches JetStream off and answers nothing.

@@ -3,7 +3,7 @@
 Snapshots of streams: messages with their numbers, and the state of their consumers, as the server writes them.
 
 The server sends a stream as one compressed file in chunks and waits for an answer to each, so that a slow reader slows
-it down. It takes the file back in the same way. What is in the file is the server's own format.
+it down. It takes the file back in the same way. What is in the file is the server's format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.protocol.transport.nats_connection import BOOTSTRAP, NO_ANSWER, RE
 T = TypeVar("T")
 log = structlog.get_logger("protocol.stream_admin")
 
-_STREAMS_PER_PAGE = 256  # the server's own limit for one answer
+_STREAMS_PER_PAGE = 256  # the server's limit for one answer
 _FORMER_BUCKET_BYTES = 64 * 1024 * 1024  # of every bucket that an older version made
 _BUCKET_DUPLICATE_WINDOW_S = 120.0  # within it a repeated message is recognised
 _MAX_WAITING = 20_000  # pull requests of one consumer; the server's default of 512 is less than a large run has workers

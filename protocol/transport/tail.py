@@ -1,7 +1,7 @@
 """Watch a stream: every fact, in order, across restarts of the server; or read its messages without a consumer (ADR-31).
 
 A tail has no consumer on the server, so a role that watches needs no right to create one. The server announces each stored message to
-`subjects.stored`; the tail then reads what follows its own position. No message is delivered or acknowledged by either.
+`subjects.stored`; the tail then reads what follows its position. No message is delivered or acknowledged by either.
 
 Any server that stores the stream answers a direct get. In a cluster that may be one that lags: what it has is everything up to
 some sequence number. `read_stream` therefore asks the leader for what follows the last message.
@@ -54,7 +54,7 @@ class StoredMessage:
 async def direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
     reply = connection.client.new_inbox()
     sub = await connection.client.subscribe(reply)
-    found: list[Msg] = []
+    messages: list[Msg] = []
     try:
         await connection.client.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=reply)
         while True:
@@ -65,8 +65,8 @@ async def direct_get(connection: Connection, stream: str, request: dict[str, Any
             if status == "503":
                 raise nats.js.errors.NoStreamResponseError
             if status is not None:  # 204 end of batch, 404 no message
-                return found
-            found.append(msg)
+                return messages
+            messages.append(msg)
     finally:
         with contextlib.suppress(nats.errors.Error):
             await sub.unsubscribe()
@@ -79,12 +79,12 @@ async def read_stream(
 
     ``after`` is the sequence number before the first one, ``most`` the number of messages (None: all).
     """
-    found: list[StoredMessage] = []
-    while most is None or len(found) < most:
+    messages: list[StoredMessage] = []
+    while most is None or len(messages) < most:
         request = {
-            "seq": (found[-1].sequence if found else after) + 1,
+            "seq": (messages[-1].sequence if messages else after) + 1,
             "next_by_subj": subject,
-            "batch": _BATCH if most is None else min(_BATCH, most - len(found)),
+            "batch": _BATCH if most is None else min(_BATCH, most - len(messages)),
             "max_bytes": _MAX_BYTES,
         }
         try:
@@ -102,18 +102,18 @@ async def read_stream(
         for msg in batch:
             headers = msg.headers or {}
             at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
-            found.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data, at))
-    if connection.is_clustered and (most is None or len(found) < most):
-        await _read_on(connection, stream, subject, found, after, most)
-    return found
+            messages.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data, at))
+    if connection.is_clustered and (most is None or len(messages) < most):
+        await _read_on(connection, stream, subject, messages, after, most)
+    return messages
 
 
 async def _read_on(
-    connection: Connection, stream: str, subject: str, found: list[StoredMessage], after: int, most: int | None
+    connection: Connection, stream: str, subject: str, messages: list[StoredMessage], after: int, most: int | None
 ) -> None:
     """Add the messages that the stream's leader has and that the server which answered does not have yet."""
-    while most is None or len(found) < most:
-        sequence = (found[-1].sequence if found else after) + 1
+    while most is None or len(messages) < most:
+        sequence = (messages[-1].sequence if messages else after) + 1
         try:
             msg = await connection.retry(
                 lambda sequence=sequence: connection.js.get_msg(stream, seq=sequence, subject=subject, next=True),
@@ -123,7 +123,7 @@ async def _read_on(
         except nats.js.errors.NotFoundError:
             return
         assert msg.time is not None, "the server dates every message"
-        found.append(StoredMessage(msg.seq or 0, msg.subject or "", msg.data or b"", msg.time))
+        messages.append(StoredMessage(msg.seq or 0, msg.subject or "", msg.data or b"", msg.time))
 
 
 @dataclass(eq=False)

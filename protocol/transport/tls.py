@@ -1,4 +1,4 @@
-"""TLS: which authorities clients trust, what a failed handshake means, and the certificates of our own HTTP servers.
+"""TLS: which authorities clients trust, what a failed handshake means, and the certificates of our HTTP servers.
 
 A ``ca_file`` of a setting names the certificates of the only authorities that are trusted; without one, those of the system are.
 Our HTTP servers and clients read three variables:
@@ -65,15 +65,15 @@ def _ssl_error(err: BaseException | None) -> ssl.SSLError | None:
     seen: set[int] = set()
     waiting: list[object] = [err]
     while waiting:
-        one = waiting.pop()
-        if not isinstance(one, BaseException) or id(one) in seen:
+        candidate = waiting.pop()
+        if not isinstance(candidate, BaseException) or id(candidate) in seen:
             continue
-        seen.add(id(one))
+        seen.add(id(candidate))
         # aiohttp's error for a certificate is one by its class, and has the original among its arguments.
-        is_hollow = isinstance(one, ssl.SSLCertVerificationError) and not hasattr(one, "verify_message")
-        if isinstance(one, ssl.SSLError) and not is_hollow:
-            return one
-        waiting += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
+        is_hollow = isinstance(candidate, ssl.SSLCertVerificationError) and not hasattr(candidate, "verify_message")
+        if isinstance(candidate, ssl.SSLError) and not is_hollow:
+            return candidate
+        waiting += [candidate.__cause__, candidate.__context__, getattr(candidate, "reason", None), *candidate.args]
     return None
 
 

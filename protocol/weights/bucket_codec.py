@@ -148,11 +148,11 @@ def parse_whole(segment: Readable, *, num_words: int, word_bytes: int, bucket: i
     offset = _RAW_HEADER.size + word_bytes * _FRAME_LENGTH.size
     if len(data) < offset:
         raise SegmentRefused(f"segment: {len(data)} bytes are too few for a header")
-    *found, num_changed = _RAW_HEADER.unpack_from(data)
+    *header, num_changed = _RAW_HEADER.unpack_from(data)
     expected = [RAW_MAGIC, word_bytes, bucket, 0, num_words]
-    if found != expected or num_changed > num_words:
+    if header != expected or num_changed > num_words:
         raise SegmentRefused(
-            f"segment: magic, word bytes, bucket, zero, words are {found} with {num_changed} words changed, "
+            f"segment: magic, word bytes, bucket, zero, words are {header} with {num_changed} words changed, "
             f"expected {expected}"
         )
     lengths = [

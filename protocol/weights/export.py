@@ -55,20 +55,20 @@ def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes) -> dic
 
     def values(name: str) -> Floats:
         tensor = placed[name]
-        found = _decode(bucket.dtype, raw[tensor.byte_offset :][: tensor.num_bytes]).reshape(tensor.shape)
-        if not np.isfinite(found).all():
+        array = _decode(bucket.dtype, raw[tensor.byte_offset :][: tensor.num_bytes]).reshape(tensor.shape)
+        if not np.isfinite(array).all():
             raise MalformedWeights(f"tensor {name} has values that are not finite")
-        return found
+        return array
 
-    found = {}
+    factors = {}
     for weight, down, up in factor_pairs(placed):
         shapes = placed[down].shape, placed[up].shape
         if [len(shape) for shape in shapes] != [2, 2] or not shapes[0][0] == shapes[1][1] == config.r:
             raise MalformedWeights(
                 f"the factors of {weight} are {shapes[0]} and {shapes[1]}, the adapter's rank is {config.r}"
             )
-        found[weight] = Factors(values(down), values(up))
-    return found
+        factors[weight] = Factors(values(down), values(up))
+    return factors
 
 
 def check_fit(factors: Mapping[str, Factors], base: WeightLayout) -> None:

@@ -11,7 +11,7 @@ row-major, as safetensors stores them); the root is a sha256 over all of them wi
     sha256( "<name>\0<dtype>\0<d0,d1,...>\0<32 hex digits of xxh3-128>\n" for each tensor, UTF-8 )
 
 Two levels, because a version that changes a few tensors needs only these hashed again, and because xxh3 runs at memory speed. xxh3 detects
-accidental changes; against forgery each object has its own sha256.
+accidental changes; against forgery each object has a sha256.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def build_layout(
     """Pack tensors into buckets of at most ``bucket_bytes``; independent of their order.
 
     Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a safetensors file of a bucket has its
-    tensors in the usual order of that format. A tensor larger than ``bucket_bytes`` has a bucket of its own. ``tied`` is the name of a
+    tensors in the usual order of that format. A tensor larger than ``bucket_bytes`` has a separate bucket. ``tied`` is the name of a
     tensor that is not stored -> that of the stored one with the same bytes. Raises ValueError for an unknown dtype, a duplicate name,
     or a tie to a missing tensor.
     """

@@ -34,7 +34,7 @@ class ModelFile(Wire):
 
 
 class StoredRange(Wire):
-    """Bytes ``[offset, offset + size_bytes)`` of the manifest's object number ``object``, with their own sha256."""
+    """Bytes ``[offset, offset + size_bytes)`` of the manifest's object number ``object``, with their sha256."""
 
     object: Count
     offset: Count
@@ -86,7 +86,7 @@ class VersionManifest(Wire):
     """One complete version: a full snapshot, a patch of its parent, or an adapter of a full snapshot.
 
     A version may have two manifests: a patch when it is published, and a full snapshot written later. Their
-    ``state_root`` is equal, and the chain continues from the patch. An adapter's buckets are its own factors.
+    ``state_root`` is equal, and the chain continues from the patch. An adapter's buckets are its factors.
     """
 
     schema_tag: Literal["weights_manifest.v2"] = "weights_manifest.v2"

@@ -4,7 +4,7 @@
     while it gets:   FetchManifest(ref)    fetch that object, put it into `fetched`, ask again
     in the end:      CatchUp(anchor, patches)     nothing, patches, a full snapshot, or a full snapshot and patches
 
-An adapter is always whole: its plan is itself. Its base is another version, with its own plan.
+An adapter is always whole: its plan is itself. Its base is another version, with a separate plan.
 
 Every link is verified: hash of the parent's manifest, state, layout, epochs, base of every bucket.
 Pure: the caller fetches the objects.
@@ -88,18 +88,18 @@ def plan_catch_up(
             way = CatchUp(head, None, tuple(reversed(patches)))
             return way if anchored is None or way.num_bytes < anchored.num_bytes else anchored
         if anchored is None and parent.version == anchor.version:
-            found = fetched.get(anchor.manifest.sha256)
-            if found is None:
+            ancestor = fetched.get(anchor.manifest.sha256)
+            if ancestor is None:
                 return FetchManifest(anchor.manifest, PolicyVersion(anchor.version))
-            verify_anchor(manifest, anchor, found)
-            anchored = CatchUp(head, found, tuple(reversed(patches)))
+            verify_anchor(manifest, anchor, ancestor)
+            anchored = CatchUp(head, ancestor, tuple(reversed(patches)))
         if anchored is not None and not _may_be_cheaper(patches, parent, held, anchored):
             return anchored
-        found = fetched.get(parent.manifest.sha256)
-        if found is None:
+        ancestor = fetched.get(parent.manifest.sha256)
+        if ancestor is None:
             return FetchManifest(parent.manifest, PolicyVersion(parent.version))
-        verify_link(manifest, found)
-        manifest = found
+        verify_link(manifest, ancestor)
+        manifest = ancestor
     if anchored is None and manifest.kind != "patch":
         anchored = CatchUp(head, manifest, tuple(reversed(patches)))
     if anchored is None:

@@ -103,13 +103,13 @@ def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: floa
     num_words = num_words_of(new, word_bytes)
     if before.size != after.size:
         raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    one, two = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
+    old_words, new_words = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
     step = max(1, num_words // _SAMPLED_WORDS)
-    sample = one[::step] != two[::step]
+    sample = old_words[::step] != new_words[::step]
     if np.count_nonzero(sample) <= above * sample.size:
         return None
     num_changed = sum(
-        int(np.count_nonzero(one[start : start + _COMPARED] != two[start : start + _COMPARED]))
+        int(np.count_nonzero(old_words[start : start + _COMPARED] != new_words[start : start + _COMPARED]))
         for start in range(0, num_words, _COMPARED)
     )
     return num_changed if num_changed > above * num_words else None
@@ -121,25 +121,27 @@ def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArra
     mask = np.zeros(min(_COMPARED, before_64.size + 7 & ~7), dtype=np.bool_)
     per_eight, parts = 8 // dtype.itemsize, []
     for start in range(0, before_64.size, _COMPARED):
-        one, two = before_64[start : start + _COMPARED], after_64[start : start + _COMPARED]
-        np.not_equal(one, two, out=mask[: one.size])
-        mask[one.size :] = False
+        old_words, new_words = before_64[start : start + _COMPARED], after_64[start : start + _COMPARED]
+        np.not_equal(old_words, new_words, out=mask[: old_words.size])
+        mask[old_words.size :] = False
         if np.count_nonzero(mask) * 4 > mask.size:
-            parts.append(_every(one.view(dtype), two.view(dtype), start * per_eight))
+            parts.append(_every(old_words.view(dtype), new_words.view(dtype), start * per_eight))
             continue
         hits = _where(mask)
-        now = two[hits]
-        parts.append(_closer(hits + start, (one[hits] ^ now).view(dtype), now.view(dtype)))
+        now = new_words[hits]
+        parts.append(_closer(hits + start, (old_words[hits] ^ now).view(dtype), now.view(dtype)))
     parts.append(_every(before[whole:].view(dtype), after[whole:].view(dtype), whole // dtype.itemsize))
     indices, deltas, words = (np.concatenate(part) for part in zip(*parts, strict=True))
     return indices, deltas, words
 
 
-def _every(one: np.ndarray, two: np.ndarray, offset: int) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
+def _every(
+    old_words: np.ndarray, new_words: np.ndarray, offset: int
+) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
     """Compare word by word, which is fastest where most words changed."""
-    changed = (one != two).nonzero()[0]
-    now = two[changed]
-    return changed + offset, one[changed] ^ now, now
+    changed = (old_words != new_words).nonzero()[0]
+    now = new_words[changed]
+    return changed + offset, old_words[changed] ^ now, now
 
 
 def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -311,10 +313,10 @@ def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int
     if len(data) < _HEADER.size:
         raise SegmentRefused(f"segment: {len(data)} bytes are too few for a header")
     magic, found_word, found_bucket, zero, found_words, num_changed = _HEADER.unpack_from(data)
-    found = (magic, found_word, found_bucket, zero, found_words)
+    header = (magic, found_word, found_bucket, zero, found_words)
     expected = (MAGIC, word_bytes, bucket, 0, num_words)
-    if found != expected:
-        raise SegmentRefused(f"segment: magic, word bytes, bucket, zero, words are {found}, expected {expected}")
+    if header != expected:
+        raise SegmentRefused(f"segment: magic, word bytes, bucket, zero, words are {header}, expected {expected}")
     if len(data) < _HEADER.size + word_bytes * _PLANE.size:
         raise SegmentRefused(f"segment: {len(data)} bytes are too few for {word_bytes} planes")
     heads = [_PLANE.unpack_from(data, _HEADER.size + plane * _PLANE.size) for plane in range(word_bytes)]

@@ -153,12 +153,12 @@ class WeightReader:
 
     def changed_words(self, plan: CatchUp, number: int) -> NDArray[np.int64]:
         """Return the words of a bucket that the plan writes, strictly increasing; all of them where one of its changes is whole."""
-        found: list[NDArray[np.int64]] = []
+        indices: list[NDArray[np.int64]] = []
         for change in self._changes(plan, number):
             if not isinstance(change, bucket_codec.Parsed):
                 return np.arange(self.layout(plan.target).buckets[number].num_words)
-            found += [block.indices for plane in change.planes for block in plane.blocks()]
-        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+            indices += [block.indices for plane in change.planes for block in plane.blocks()]
+        return np.unique(np.concatenate(indices)) if indices else np.empty(0, np.int64)
 
     def _changes(self, plan: CatchUp, number: int) -> list[bucket_codec.Change | Bytes]:
         """Return the changes of a bucket, fetched and verified; of a full snapshot the raw bytes."""
@@ -185,9 +185,9 @@ class WeightReader:
             return
         if plan.anchor is None:
             self.apply(self.plan(plan.target, None), number, raw)
-        if (found := bucket_codec.bucket_xxh3(raw)) != expected:
+        if (actual := bucket_codec.bucket_xxh3(raw)) != expected:
             raise StateMismatch(
-                f"version {plan.target.version}: bucket {number} has xxh3 {found}, its manifest says {expected}"
+                f"version {plan.target.version}: bucket {number} has xxh3 {actual}, its manifest says {expected}"
             )
 
     def _forget_oldest(self, kept: int) -> None:

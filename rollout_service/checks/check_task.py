@@ -24,7 +24,7 @@ class ImageTokens:
         image, before, behind = (config.get(f"{name}_token_id") for name in ("image", "vision_start", "vision_end"))
         if not isinstance(image, int):
             return None
-        return cls(image, *((one,) if isinstance(one, int) else () for one in (before, behind)))
+        return cls(image, *((token_id,) if isinstance(token_id, int) else () for token_id in (before, behind)))
 
 
 @dataclass(frozen=True, slots=True)

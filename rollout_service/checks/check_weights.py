@@ -85,19 +85,19 @@ def _read_folder(folder: Path) -> dict[str, Shape]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError("no .safetensors file")
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for file in files:
         for name, shape in read_file(file).items():
-            if name in found:
+            if name in shapes:
                 raise ValueError(f"tensor {name} is in two files")
-            found[name] = shape
-    return found
+            shapes[name] = shape
+    return shapes
 
 
 def read_file(file: Path) -> dict[str, Shape]:
     header, start = read_header(file)
     data = np.memmap(file, mode="r", offset=start) if file.stat().st_size > start else np.empty(0, np.uint8)
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name, entry in header.items():
         code, sizes, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         word = np.dtype(_FLOATS[code][0]).itemsize if code in _FLOATS else _SIZES[code]
@@ -105,8 +105,8 @@ def read_file(file: Path) -> dict[str, Shape]:
             raise ValueError(f"{file.name} is truncated: {name} ends at byte {end} of {len(data)}")
         if code in _FLOATS:
             _check_finite(name, data[begin:end], *_FLOATS[code])
-        found[name] = (code, sizes)
-    return found
+        shapes[name] = (code, sizes)
+    return shapes
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
@@ -127,14 +127,14 @@ def _check_finite(name: str, raw: np.ndarray, word: type[np.unsignedinteger[Any]
             raise ValueError(f"{name} holds a value that is not finite; the training has diverged")
 
 
-def _difference(found: dict[str, Shape], standard: dict[str, Shape]) -> str:
-    missing, unknown = sorted(standard.keys() - found.keys()), sorted(found.keys() - standard.keys())
+def _difference(shapes: dict[str, Shape], standard: dict[str, Shape]) -> str:
+    missing, unknown = sorted(standard.keys() - shapes.keys()), sorted(shapes.keys() - standard.keys())
     if missing:
         return f"{len(missing)} tensors are missing that earlier versions had, such as {missing[0]}"
     if unknown:
         return f"{len(unknown)} tensors are new that earlier versions had not, such as {unknown[0]}"
-    name = next(name for name in sorted(found) if found[name] != standard[name])
-    return f"{name} is {found[name]}, in earlier versions {standard[name]}"
+    name = next(name for name in sorted(shapes) if shapes[name] != standard[name])
+    return f"{name} is {shapes[name]}, in earlier versions {standard[name]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,25 +181,25 @@ def read_config(raw: Any) -> AdapterConfig:
     return AdapterConfig(rank, alpha / rank, frozenset(targets))
 
 
-def pair_tensors(config: AdapterConfig, found: Shapes, weights: Shapes) -> dict[str, Pair]:
+def pair_tensors(config: AdapterConfig, tensors: Shapes, weights: Shapes) -> dict[str, Pair]:
     """Return the tensors of every adapted layer: the layer's name in the model → its pair.
 
-    ``found`` are the adapter's tensors, ``weights`` the model's by their Hugging Face names. Raises AdapterUnfit
+    ``tensors`` are the adapter's tensors, ``weights`` the model's by their Hugging Face names. Raises AdapterUnfit
     for a layer whose tensors are missing, a tensor of no layer, and shapes that fit neither the rank nor the weight.
     """
     adapted = _adapted_layers(config, weights)
     pairs = {layer: Pair(*factor_names(layer)) for layer in adapted}
     expected = {pair.down: (config.rank, adapted[layer][1]) for layer, pair in pairs.items()}
     expected |= {pair.up: (adapted[layer][0], config.rank) for layer, pair in pairs.items()}
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing:
         raise AdapterUnfit(f"{len(missing)} tensors are missing, such as {missing[0]}")
     if unknown:
         reason = "adapts no layer that target_modules names" if _TENSOR.fullmatch(unknown[0]) else "is none of LoRA's"
         raise AdapterUnfit(f"{len(unknown)} tensors are unknown, such as {unknown[0]}, which {reason}")
     for name, shape in expected.items():
-        if tuple(found[name]) != shape:
-            raise AdapterUnfit(f"{name} has shape {tuple(found[name])}, expected {shape}")
+        if tuple(tensors[name]) != shape:
+            raise AdapterUnfit(f"{name} has shape {tuple(tensors[name])}, expected {shape}")
     return pairs
 
 

@@ -31,7 +31,7 @@ def exit_with_parent(parent: int | None = None) -> None:
     """Have this process killed with SIGKILL when its parent exits.
 
     ``parent`` is the parent's process id as the parent itself passed it: if the parent has exited before this call, the
-    kernel has given this process another one. None: the present parent.
+    kernel has assigned this process another one. None: the present parent.
 
     The kernel's signal is sent when the *thread* that started this process ends, and exists on Linux only. Polling the
     parent's id covers other systems and the exit of the process.
@@ -101,8 +101,8 @@ def parse_arguments(arguments: Sequence[str]) -> EngineSettings:
     app = application("python -m penstock.rollout_service.embedded_engine")
 
     @app.default
-    def settings(*, found: Annotated[EngineSettings, FLAT]) -> EngineSettings:
-        return found
+    def settings(*, engine_settings: Annotated[EngineSettings, FLAT]) -> EngineSettings:
+        return engine_settings
 
     settings_or_help = app(arguments, result_action="return_value")
     if settings_or_help is None:

@@ -43,7 +43,7 @@ def prompts_of(admitted: Items[Sequence], kept: PrefixCache) -> list[Prompt]:
     for sequence in admitted:
         groups.setdefault(sequence.prefix(), []).append(sequence)
     prompts = [
-        Prompt(prefix, same, kept.find(prefix, min(one.num_reusable for one in same)))
+        Prompt(prefix, same, kept.find(prefix, min(member.num_reusable for member in same)))
         for prefix, same in groups.items()
     ]
     return sorted(prompts, key=lambda one: (len(one.new_tokens), one.reused.length))

@@ -85,9 +85,9 @@ class _FolderReader:
 
     def weights(self, folder: Path) -> Weights:
         with torch.inference_mode():
-            if (folder / "config.json").is_file() and (found := read_model_config(folder)) != self.config:
+            if (folder / "config.json").is_file() and (config := read_model_config(folder)) != self.config:
                 raise CheckpointRefused(
-                    f"{folder}: its config.json is of another model: {found}; expected {self.config}"
+                    f"{folder}: its config.json is of another model: {config}; expected {self.config}"
                 )
             tensors = read_checkpoint(folder, self.config)
             return prepare_weights(self.config, tensors, device=self.device, dtype=self.dtype)

@@ -243,24 +243,26 @@ class Runner:
 
     def _prompt_adapters(self, prompts: list[Prompt]) -> RowAdapters | None:
         adapters = [prompt.sequences[0].adapter for prompt in prompts]
-        given = [adapter for adapter in adapters if adapter is not None]
-        if not given:
+        used_adapters = [adapter for adapter in adapters if adapter is not None]
+        if not used_adapters:
             return None
         lengths = [len(prompt.new_tokens) for prompt in prompts]
         numbers = [NO_ADAPTER if adapter is None else adapter.number for adapter in adapters]
         padding = padded_rows(sum(lengths)) - sum(lengths)
-        return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))
+        return self._mix(used_adapters).of_rows(
+            self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding]))
+        )
 
     def _running_adapters(self, num_rows: int) -> RowAdapters | None:
         num, numbers = len(self.running), self._rows.adapter
         if not numbers[:num].any():
             return None
         numbers[num:num_rows] = numbers[num - 1]  # one more row of an adapter costs less than a row of another
-        given = [sequence.adapter for sequence in self.running if sequence.adapter is not None]
-        return self._mix(given).of_rows(self._to_device(numbers[:num_rows]))
+        used_adapters = [sequence.adapter for sequence in self.running if sequence.adapter is not None]
+        return self._mix(used_adapters).of_rows(self._to_device(numbers[:num_rows]))
 
-    def _mix(self, given: list[Adapter]) -> AdapterMix:
-        adapters = {adapter.number: adapter for adapter in given}
+    def _mix(self, used_adapters: list[Adapter]) -> AdapterMix:
+        adapters = {adapter.number: adapter for adapter in used_adapters}
         numbers = tuple(sorted(adapters))
         mix = self._mixes.pop(numbers, None) or AdapterMix([adapters[number] for number in numbers])
         self._mixes[numbers] = mix
@@ -280,17 +282,19 @@ class Runner:
         for sequence in requesting:
             first, last = sequence.input_logprobs_from or 0, len(sequence.prompt) - 1
             targets = torch.tensor(sequence.prompt[first + 1 :], device=self._device)
-            found: list[float] = []
+            input_logprobs: list[float] = []
             tops: list[list[tuple[float, int]]] = []
             for start in range(first, last, _LOGPROB_CHUNK_TOKENS):
                 end = min(start + _LOGPROB_CHUNK_TOKENS, last)
                 logprobs = self._model.logits(self.weights, hidden[start - known : end - known]).log_softmax(-1)
-                found += logprobs.gather(1, targets[start - first : end - first].unsqueeze(1)).squeeze(1).tolist()
+                input_logprobs += (
+                    logprobs.gather(1, targets[start - first : end - first].unsqueeze(1)).squeeze(1).tolist()
+                )
                 if sequence.num_top_logprobs:
                     values, tokens = logprobs.topk(sequence.num_top_logprobs, dim=1)
                     pairs = zip(values.tolist(), tokens.tolist(), strict=True)
                     tops += [list(zip(*pair, strict=True)) for pair in pairs]
-            sequence.input_logprobs = found
+            sequence.input_logprobs = input_logprobs
             sequence.input_top_logprobs = tops if sequence.num_top_logprobs else None
 
     def _advance(self, logits: torch.Tensor, first: int) -> list[Sequence]:
@@ -326,8 +330,8 @@ class Runner:
             sequence.finish = FinishReason("length")
         elif token in sampling.stop_token_ids:
             sequence.finish = FinishReason("stop", matched=token)
-        elif sampling.stop_strings and (found := self._find_stop_string(sequence)) is not None:
-            sequence.finish = FinishReason("stop", matched=found)
+        elif sampling.stop_strings and (stop_string := self._find_stop_string(sequence)) is not None:
+            sequence.finish = FinishReason("stop", matched=stop_string)
         elif len(sequence.output_ids) >= sampling.max_new_tokens:
             sequence.finish = FinishReason("length")
         return sequence.finish is not None

@@ -1,10 +1,10 @@
 """Requests → whole completions, for the client of any engine: continues what an update interrupts, refuses unverified weights, applies stop strings.
 
 A completion ends with the first token that completes a stop string. Engines end a generation there, but not always: SGLang searches only
-as many tokens as its own spelling of the string has, reports the limit of tokens first, and no engine sees a string that began before an
+as many tokens as its spelling of the string has, reports the limit of tokens first, and no engine sees a string that began before an
 update of the weights interrupted the request. Tokens after the end are dropped here. What remains was sampled exactly as if the engine had
 ended there, since a token depends on none after it. A stop string is searched in the text with special tokens, so that the text of one,
-such as "<|im_end|>", can be given.
+such as "<|im_end|>", can be a stop string.
 
 `AdapterTable` holds the LoRA adapters of one server, whichever engine it runs: which it confirmed, and which requests use them.
 """
@@ -171,7 +171,7 @@ def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> 
 
     def holds(count: int) -> bool:
         text = decode(token_ids[:count])
-        return any(one in text for one in stop)
+        return any(stop_string in text for stop_string in stop)
 
     count = len(token_ids)
     if not holds(count):
@@ -227,7 +227,7 @@ class SampleRequest:
     sampling: Sampling
     n: int  # so many sequences in a row share their prompt
     adapter: PolicyVersion | None
-    single: SingleRequest | None = None  # of one sequence, with a name of its own
+    single: SingleRequest | None = None  # of one sequence, with a separate name
 
 
 class SampleParts(Protocol):

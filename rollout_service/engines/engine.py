@@ -1,7 +1,7 @@
 """The engine of a worker, of whichever kind: what it serves and whether it can generate.
 
 A *managed* engine (`managed_engine.py`) is a child process: when it exits or hangs, it is restarted with the newest
-weights it was given. An *attached* one (`attached_engine.py`) is a server at a URL that the worker did not start: when
+weights it received. An *attached* one (`attached_engine.py`) is a server at a URL that the worker did not start: when
 it was restarted and lost the weights, they are loaded again. Several of either act as one in `engine_pool.py`.
 """
 

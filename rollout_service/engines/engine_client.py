@@ -101,13 +101,13 @@ def read_samples(exposition: str, *, prefix: str, names: Mapping[str, str]) -> d
 
     Samples of one name with other labels are added up, or averaged where the metric is a share.
     """
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for engine, name, text in _SAMPLE.findall(exposition):
         if engine == prefix and name in names:
             value = _number(text)
             if value is not None:
-                found.setdefault(names[name], []).append(value)
-    return {name: _aggregate(name, values) for name, values in found.items()}
+                samples.setdefault(names[name], []).append(value)
+    return {name: _aggregate(name, values) for name, values in samples.items()}
 
 
 def aggregate_metrics(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -198,7 +198,7 @@ def able_to_abandon(client: Generates) -> GeneratesRedundantly:
 class ServerReport:
     objections: list[str] = field(default_factory=list)  # why it cannot be used; each names the flag
     untested_version: str = ""  # its version, where the contract tests never ran against it
-    context_tokens: int | None = None  # the context it was limited to; None: the model's own
+    context_tokens: int | None = None  # the context it was limited to; None: the model's
     takes_adapters: bool = False
 
 

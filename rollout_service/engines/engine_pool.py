@@ -105,8 +105,8 @@ class EnginePool:
         await asyncio.gather(*(engine.stop() for engine in self._engines))
 
     def cpu_seconds(self) -> float:
-        own = cpu_seconds()
-        return own + sum(max(0.0, engine.cpu_seconds() - own) for engine in self._engines)
+        process_seconds = cpu_seconds()
+        return process_seconds + sum(max(0.0, engine.cpu_seconds() - process_seconds) for engine in self._engines)
 
     async def figures(self) -> dict[str, float]:
         return aggregate_metrics(await asyncio.gather(*(engine.figures() for engine in self._engines)))
@@ -128,8 +128,8 @@ class _Router:
     ) -> list[list[Completion]]:
 
         async def ask(client: Generates, wanted: Sequence[int]) -> list[list[Completion]]:
-            own = None if seeds is None else [seeds[index] for index in wanted]
-            return await client.generate([prompts[index] for index in wanted], sampling, n, adapter, own)
+            wanted_seeds = None if seeds is None else [seeds[index] for index in wanted]
+            return await client.generate([prompts[index] for index in wanted], sampling, n, adapter, wanted_seeds)
 
         return await self._spread(len(prompts), n * sampling.max_new_tokens, ask)
 
@@ -172,8 +172,8 @@ class _Router:
     ) -> list[KeptCompletions]:
 
         async def ask(client: Generates, wanted: Sequence[int]) -> list[KeptCompletions]:
-            own = [prompts[index] for index in wanted]
-            return await able_to_abandon(client).generate_redundantly(own, sampling, redundancy, adapter)
+            wanted_prompts = [prompts[index] for index in wanted]
+            return await able_to_abandon(client).generate_redundantly(wanted_prompts, sampling, redundancy, adapter)
 
         return await self._spread(len(prompts), redundancy.started * sampling.max_new_tokens, ask)
 
@@ -181,11 +181,11 @@ class _Router:
         self, num_prompts: int, cost: int, ask: Callable[[Generates, Sequence[int]], Awaitable[list[T]]]
     ) -> list[T]:
         assigned = self._assign(num_prompts, cost)
-        found: dict[int, T] = {}
+        reply_by_index: dict[int, T] = {}
 
         async def ask_one(number: int, wanted: Sequence[int]) -> None:
             replies = await ask(self._engines[number].client, wanted)
-            found.update(zip(wanted, replies, strict=True))
+            reply_by_index.update(zip(wanted, replies, strict=True))
 
         try:
             async with asyncio.TaskGroup() as requests:
@@ -196,7 +196,7 @@ class _Router:
         finally:
             for number, wanted in assigned.items():
                 self._pending_tokens[number] -= cost * len(wanted)
-        return [found[index] for index in range(num_prompts)]
+        return [reply_by_index[index] for index in range(num_prompts)]
 
     def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
         usable = self._usable()
@@ -249,8 +249,8 @@ async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for one in waiting:
-            one.cancel()
+        for future in waiting:
+            future.cancel()
 
 
 async def _all_of(calls: Iterable[Awaitable[None]]) -> None:

@@ -85,7 +85,7 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class EngineProcess:
-    """One process of an engine. It leads a process group of its own, which is killed when it exits."""
+    """One process of an engine. It leads a separate process group, which is killed when it exits."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
         self._process = process

@@ -83,10 +83,10 @@ async def generate_redundantly(
 ) -> list[KeptCompletions]:
     for prompt in prompts:
         check_request(prompt, sampling, limits)
-    one = _Prompts(sampler, sampling, redundancy, adapter, abort)
+    batch = _Prompts(sampler, sampling, redundancy, adapter, abort)
     try:
         async with asyncio.TaskGroup() as groups:
-            kept = [groups.create_task(one.group(prompt)) for prompt in prompts]
+            kept = [groups.create_task(batch.group(prompt)) for prompt in prompts]
     except* (EngineError, TaskRefused) as failures:
         raise failures.exceptions[0] from None
     return [group.result() for group in kept]

@@ -119,7 +119,7 @@ class Environment(ABC):
         """Learn the model, before the first task: its folder, and its context; None: not limited."""
 
     def never_call(self, servers: Sequence[OwnServer]) -> None:  # noqa: B027 - most call no server
-        """Learn the run's own servers, before the first task: an environment that calls servers calls none of these."""
+        """Learn the run's servers, before the first task: an environment that calls servers calls none of these."""
 
     def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:  # noqa: B027 - most end with their request
         """Learn, before the first task, where ended episodes are stored, and the places of all episodes of the worker; None: enough."""
@@ -139,7 +139,7 @@ class Environment(ABC):
         """Learn where its servers are found, before the first task, if they are registered."""
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Environment:
-        """Return this environment under another name, with its own options and limits; raises ConfigError."""
+        """Return this environment under another name, with separate options and limits; raises ConfigError."""
         raise ConfigError(
             f"environment.define.{name}.type = {definition.type!r}: it is not one of several turns, and takes no options; name it "
             "in rollout.environment"
@@ -177,20 +177,20 @@ def load_environments(
 
     Raises ConfigError when two have the same name, and for a definition that its environment refuses.
     """
-    found: dict[str, Environment] = {}
+    environments: dict[str, Environment] = {}
     for reference in (*ENVIRONMENTS.names(), *extra):
         environment = ENVIRONMENTS.find(reference).value
-        if found.setdefault(environment.name, environment) is not environment:
+        if environments.setdefault(environment.name, environment) is not environment:
             raise ConfigError(
                 f"worker.environments: {reference!r} has the name {environment.name!r} of another environment; rename it"
             )
-    plain = dict(found)
+    plain = dict(environments)
     for name, definition in define.items():
         if name in plain:
             raise ConfigError(f"environment.define.{name}: there is an environment of this name; choose another")
         kind = plain.get(definition.type) or ENVIRONMENTS.find(definition.type).value
-        found[name] = kind.defined(name, definition)
-    return found
+        environments[name] = kind.defined(name, definition)
+    return environments
 
 
 def build_trajectory(prompt_ids: Sequence[int], completion: Completion, images: RowImages | None = None) -> Trajectory:
@@ -222,17 +222,17 @@ def build_trajectory(prompt_ids: Sequence[int], completion: Completion, images: 
     )
 
 
-def rows_of(one: Trajectory | Episode) -> list[Trajectory]:
+def rows_of(member: Trajectory | Episode) -> list[Trajectory]:
     """Return the rows of token ids of what an environment returned for one member of a group."""
-    return [row.trajectory for row in one.rows] if isinstance(one, Episode) else [one]
+    return [row.trajectory for row in member.rows] if isinstance(member, Episode) else [member]
 
 
-def as_baseline(one: Trajectory | Episode, index: int) -> Trajectory | Episode:
+def as_baseline(member: Trajectory | Episode, index: int) -> Trajectory | Episode:
     """Return the greedy member of a group, marked as its baseline; an episode gets the place ``index``."""
-    if isinstance(one, Trajectory):
-        return replace(one, is_baseline=True)
-    rows = [replace(row, trajectory=replace(row.trajectory, is_baseline=True)) for row in one.rows]
-    return replace(one, rows=tuple(rows), index=index, episode_id=f"{one.episode_id}.baseline")
+    if isinstance(member, Trajectory):
+        return replace(member, is_baseline=True)
+    rows = [replace(row, trajectory=replace(row.trajectory, is_baseline=True)) for row in member.rows]
+    return replace(member, rows=tuple(rows), index=index, episode_id=f"{member.episode_id}.baseline")
 
 
 def build_group(

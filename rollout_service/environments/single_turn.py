@@ -49,7 +49,9 @@ class SingleTurn(Environment):
                 ]
         except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None
-        groups: list[list[Trajectory] | TaskRefused] = [one if isinstance(one, TaskRefused) else [] for one in prompts]
+        groups: list[list[Trajectory] | TaskRefused] = [
+            outcome if isinstance(outcome, TaskRefused) else [] for outcome in prompts
+        ]
         for indices, reply in replies:
             for index, kept in zip(indices, reply.result(), strict=True):
                 task = tasks[index]
@@ -72,9 +74,9 @@ class SingleTurn(Environment):
 
 
 async def _sample(
-    given: Sequence[tuple[Task, Sequence[int]]], sampling: Sampling, redundancy: Redundancy, sampler: Sampler
+    pairs: Sequence[tuple[Task, Sequence[int]]], sampling: Sampling, redundancy: Redundancy, sampler: Sampler
 ) -> list[KeptCompletions]:
-    tasks, prompts = [task for task, _ in given], [prompt for _, prompt in given]
+    tasks, prompts = [task for task, _ in pairs], [prompt for _, prompt in pairs]
     if redundancy.extra:  # which completions are kept depends on when they end: no seed would repeat them
         # tasks with redundant completions come from a worker's queue only
         assert isinstance(sampler, SamplesRedundantly)

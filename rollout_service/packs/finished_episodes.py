@@ -78,7 +78,7 @@ class FinishedEpisodes:
                     )
                     continue
                 same = self._found.setdefault((task.group_id, kind), [])
-                if all(one.index != episode.index for one in same):
+                if all(earlier.index != episode.index for earlier in same):
                     same.append(episode)
 
     def take(self, task: Task) -> Sequence[Episode]:
@@ -103,8 +103,8 @@ class FinishedEpisodes:
 
     async def forget(self, group_ids: Sequence[str], *, delete: bool) -> None:
         """Let go of groups; ``delete`` their objects too, once their pack is announced."""
-        for found in [found for found in self._found if found[0] in group_ids]:
-            del self._found[found]
+        for episode_key in [episode_key for episode_key in self._found if episode_key[0] in group_ids]:
+            del self._found[episode_key]
         keys = sorted(key for group_id in group_ids for key in self._keys.pop(group_id, ()))
         if not keys or not delete:
             return
@@ -123,7 +123,7 @@ class FinishedEpisodes:
         prefix = blob_keys.finished_episodes_prefix(self._run_id, task.group_id, task.attempt)
         stats = sorted(self._blobs.list(prefix), key=lambda stat: stat.key)
         read = (self._read(stat, prefix, task, vocab_size) for stat in stats)
-        return [stat.key for stat in stats], [one for one in read if one is not None]
+        return [stat.key for stat in stats], [pair for pair in read if pair is not None]
 
     def _read(self, stat: BlobStat, prefix: str, task: Task, vocab_size: int | None) -> tuple[str, Episode] | None:
         name = _NAME.fullmatch(stat.key.removeprefix(prefix))

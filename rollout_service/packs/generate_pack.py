@@ -187,7 +187,7 @@ class PackGenerator:
     async def _roll_out_in(
         self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
     ) -> tuple[list[Group], list[tuple[Task, TaskRefused]]]:
-        """Roll out the tasks of one environment; one that raises loses its own tasks, and no others."""
+        """Roll out the tasks of one environment; one that raises loses its tasks, and no others."""
         groups: list[Group] = []
         refused: list[tuple[Task, TaskRefused]] = []
         try:
@@ -205,9 +205,9 @@ class PackGenerator:
                 refused.append((task, members))
                 continue
             # Those of an earlier delivery were checked before, by the worker that played them.
-            played = [one for one in members.kept if not isinstance(one, ContinuedEpisode)]
-            self._check_origin(task, [row for one in played for row in rows_of(one)])
-            if lacks := _lacks_experts(task, [row for one in members.kept for row in rows_of(one)]):
+            played = [member for member in members.kept if not isinstance(member, ContinuedEpisode)]
+            self._check_origin(task, [row for member in played for row in rows_of(member)])
+            if lacks := _lacks_experts(task, [row for member in members.kept for row in rows_of(member)]):
                 refused.append((task, lacks))
                 continue
             groups.append(build_group(task, members.kept, members.abandoned))
@@ -222,7 +222,7 @@ class PackGenerator:
         """
         measured = [number for number, task in enumerate(tasks) if task.with_baseline]
         rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)], sampler)
-        groups = [_members(one) for one in rolled[: len(tasks)]]
+        groups = [_members(outcome) for outcome in rolled[: len(tasks)]]
         for number, greedy in zip(measured, map(_members, rolled[len(tasks) :]), strict=True):
             group = groups[number]
             if isinstance(greedy, TaskRefused):

@@ -188,7 +188,9 @@ class PackLimit:
     def _measure(self, before: EngineLoad, load: EngineLoad) -> None:
         low, high = sorted((before.running, load.running))
         self._throughputs = {
-            bucket: one for bucket, one in self._throughputs.items() if load.at - one.at <= _REMEMBERED_S
+            bucket: throughput
+            for bucket, throughput in self._throughputs.items()
+            if load.at - throughput.at <= _REMEMBERED_S
         }
         if low < 1.0 or high > _STEADY * low or load.at <= before.at:
             return
@@ -216,8 +218,8 @@ class PackLimit:
         if not self._throughputs:
             return None
         by_running = [self._throughputs[bucket] for bucket in sorted(self._throughputs)]
-        best = max(one.tokens_per_s for one in by_running)
-        fewest = next(one for one in by_running if one.tokens_per_s >= _ENOUGH * best)
+        best = max(throughput.tokens_per_s for throughput in by_running)
+        fewest = next(throughput for throughput in by_running if throughput.tokens_per_s >= _ENOUGH * best)
         return None if fewest is by_running[-1] else fewest.running
 
     def _set(self, value: int) -> None:

@@ -205,9 +205,9 @@ class PackAnnouncer:
         self.metrics.packs_announced += 1
         self.metrics.groups_generated += len(groups)
         self.metrics.tokens_generated += num_tokens
-        abandoned = [one for group in groups for one in group.abandoned]
+        abandoned = [completion for group in groups for completion in group.abandoned]
         self.metrics.completions_abandoned += len(abandoned)
-        self.metrics.tokens_abandoned += sum(one.num_tokens for one in abandoned)
+        self.metrics.tokens_abandoned += sum(completion.num_tokens for completion in abandoned)
         log.info(
             "pack announced",
             pack_id=received.pack_id,

@@ -51,7 +51,7 @@ class Question:
 class Answer:
     """What a teacher says about the M tokens of a row from the question's ``first`` on, at temperature 1."""
 
-    logprobs: npt.NDArray[np.float32]  # [M] of the row's own tokens
+    logprobs: npt.NDArray[np.float32]  # [M] of the row's tokens
     top_ids: npt.NDArray[np.int32]  # [M, k] the likeliest tokens in their place
     top_logprobs: npt.NDArray[np.float32]  # [M, k]
     version: str  # of the weights, as the server labels them
@@ -211,7 +211,7 @@ def vocabulary_probe(folder: Path) -> tuple[str, list[int]]:
     tokenizer = Tokenizer.from_file(str(path))
     size = tokenizer.get_vocab_size()
     ids = range(0, size, max(1, size // _PROBE_TOKENS))
-    text = "".join(tokenizer.decode([one]) for one in ids).replace(_UNFINISHED_CHARACTER, "")
+    text = "".join(tokenizer.decode([token_id]) for token_id in ids).replace(_UNFINISHED_CHARACTER, "")
     return text, tokenizer.encode(text, add_special_tokens=False).ids
 
 

@@ -1,8 +1,8 @@
 """The local copies of published versions: a whole model is one folder; an adapter is a folder, and that of its base model.
 
 Models are kept in two folders, called slots, to which patches are applied in turn. An engine reads its folder at moments the worker does
-not choose: when it restarts, or when it rolls a failed update back. So the folder that an engine was given is never written to: the next
-version is written to the other slot, and the engine is given that path. Both paths stay the same while the worker runs. This costs twice the
+not choose: when it restarts, or when it rolls a failed update back. So the folder that an engine received is never written to: the next
+version is written to the other slot, and the engine receives that path. Both paths stay the same while the worker runs. This costs twice the
 disk space, and each patch is fetched once and applied twice; the alternative, a lock, would need the inference server to respect it.
 
 An evaluation may pin an older version. When neither slot holds it, a further slot is filled from a full snapshot and its patches, and

@@ -8,7 +8,7 @@ Three classes know of loaded adapters, each for a different question and as long
 | question                                                            | owner                           | exists as long as          |
 |---------------------------------------------------------------------|---------------------------------|----------------------------|
 | Which versions may a request name? Which adapters can be unloaded?  | `ServableVersions`              | the worker                 |
-| Which folders is an engine given again after a restart?             | `engines/engine.py`             | the engine, over restarts  |
+| Which folders does an engine receive again after a restart?         | `engines/engine.py`             | the engine, over restarts  |
 | What did this server confirm, on which base, for which requests?    | `engines/completion_sampler.py` | one server process         |
 
 Requests are counted here to find adapters that can be unloaded, over all engines and before a request is sent. The

@@ -63,7 +63,7 @@ class PublishedVersions:
             self._head = version
         is_new = self._add(version, manifest)
         self._named.add(version)
-        for announced in [one for one in self._announced if not is_newer(one, self._head)]:
+        for announced in [candidate for candidate in self._announced if not is_newer(candidate, self._head)]:
             self.announce(announced, self._announced.pop(announced))
         return is_new
 
@@ -182,8 +182,8 @@ class WeightAnnouncements:
 
     def take_disagreement(self) -> Disagreement | None:
         """Return the last disagreement with what this process announced, once; None when there was none since."""
-        found, self._disagreement = self._disagreement, None
-        return found
+        disagreement, self._disagreement = self._disagreement, None
+        return disagreement
 
     async def raise_alarm(self, text: str) -> None:
         event = RunEvent(run_id=self.run_id, source=self.worker_id, kind="alarm", at=time.time(), data={"text": text})

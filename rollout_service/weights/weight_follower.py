@@ -113,8 +113,8 @@ class WeightFollower:
                     async with contextlib.nullcontext() if keeps_model else self.gate.swap():
                         await self._apply_or_refuse(mirrored)
                     self._next = None
-            if (found := self.announcements.take_disagreement()) is not None:
-                await self._check_engine(found)
+            if (disagreement := self.announcements.take_disagreement()) is not None:
+                await self._check_engine(disagreement)
             await self._remove_unused()
 
     async def _stage(self, mirrored: MirroredVersion) -> None:
@@ -125,7 +125,7 @@ class WeightFollower:
                 changes = await asyncio.to_thread(self.mirror.changes, served, mirrored.version, limit)
             await stage_changes(self.engine, changes)
 
-    async def _check_engine(self, found: Disagreement) -> None:
+    async def _check_engine(self, disagreement: Disagreement) -> None:
         """Have the engine load its files again; raises EngineDisagrees if its checksum was another one before.
 
         A worker whose engine serves what is in the verified files goes on, whatever others announce.
@@ -142,13 +142,13 @@ class WeightFollower:
         own_id = self.announcements.worker_id
         if not is_right:
             text = f"the engine of worker {own_id} serves other weights than its verified files as version {served.version}"
-            text = str(found) if own_id in found.minority else text
+            text = str(disagreement) if own_id in disagreement.minority else text
             await self.announcements.raise_alarm(text)
             raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
         log.warning("this engine serves what is in its verified files; others differ", policy_version=served.version)
-        if own_id in found.minority:
+        if own_id in disagreement.minority:
             await self.announcements.raise_alarm(
-                f"{found}, and loaded the verified files again with the same result: the other announcements are false, or this "
+                f"{disagreement}, and loaded the verified files again with the same result: the other announcements are false, or this "
                 "host loads weights wrongly"
             )
 
@@ -182,8 +182,8 @@ class WeightFollower:
         try:
             await asyncio.wait(waiting, timeout=ISSUED_VERSION_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waiting:
-                one.cancel()
+            for future in waiting:
+                future.cancel()
 
     @contextlib.asynccontextmanager
     async def pinned(self, version: PolicyVersion) -> AsyncIterator[None]:

@@ -102,8 +102,10 @@ class SwapSemaphore:
 
     async def _count_workers(self) -> None:
         live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
-        own = streams.heartbeat_key("rollout", self._worker_id)
-        others = {e.key for e in await live.entries() if e.key.startswith(streams.heartbeat_key("rollout", ""))} - {own}
+        worker_key = streams.heartbeat_key("rollout", self._worker_id)
+        others = {e.key for e in await live.entries() if e.key.startswith(streams.heartbeat_key("rollout", ""))} - {
+            worker_key
+        }
         self._num_permits = num_permits(len(others) + 1, self._max_share)
         self._counted_at = time.monotonic()
 
@@ -211,7 +213,7 @@ class WeightSwap:
         return self._pause_s
 
     async def announce(self, swapped: Swapped) -> None:
-        """Publish which version is served now, with the engine's own checksum; requests need not wait for this."""
+        """Publish which version is served now, with the engine's checksum; requests need not wait for this."""
         mirrored = swapped.mirrored
         self.metrics.weights_applied += 1
         log.info(
@@ -239,7 +241,7 @@ class WeightSwap:
         )
 
     async def _checksum(self, mirrored: MirroredVersion) -> EngineChecksum:
-        """Return the engine's own checksum; the mirror's when the engine is not asked or has none, as for an adapter.
+        """Return the engine's checksum; the mirror's when the engine is not asked or has none, as for an adapter.
 
         Raises EngineDisagrees when it can be compared with the manifest and is another one.
         """

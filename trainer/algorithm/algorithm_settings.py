@@ -251,19 +251,19 @@ class AlgorithmSettings(_AllSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_preset(cls, given: Any, info: ValidationInfo) -> Any:
+    def _from_preset(cls, table: Any, info: ValidationInfo) -> Any:
         """Fill in the preset and the options of user code, and refuse settings that would do nothing."""
-        if not isinstance(given, dict):
-            return given
-        name = canonical(str(given.get("name", DEFAULT)))
-        merged = {**PRESETS[name], **given, "name": name}
+        if not isinstance(table, dict):
+            return table
+        name = canonical(str(table.get("name", DEFAULT)))
+        merged = {**PRESETS[name], **table, "name": name}
         unset = {**{field: info.default for field, info in cls.model_fields.items()}, **PRESETS[name]}
         values = {**unset, **merged}
         try:
             parts = ChosenParts.of(values)
         except (ConfigError, TypeError):  # the validator of the key reports it
             return merged
-        changed = frozenset(key for key, value in given.items() if key in unset and value != unset[key])
+        changed = frozenset(key for key, value in table.items() if key in unset and value != unset[key])
         if info.context != RECORDED:
             refuse_idle(changed, values, parts)
         if isinstance(values["options"], dict):
@@ -286,11 +286,11 @@ class AlgorithmSettings(_AllSettings):
     def _is_registered(cls, value: str | tuple[str, ...], info: ValidationInfo) -> str | tuple[str, ...]:
         for name in (value,) if isinstance(value, str) else value:
             try:
-                found = BY_KEY[str(info.field_name)].find(name)
+                part = BY_KEY[str(info.field_name)].find(name)
             except ConfigError as err:
                 raise ValueError(str(err)) from None
-            switch = getattr(found.value, "switch", "")
-            if switch and not found.digest:
+            switch = getattr(part.value, "switch", "")
+            if switch and not part.digest:
                 raise ValueError(f"{name} is turned on by algorithm.{switch}; set that instead of naming it here")
         return value
 

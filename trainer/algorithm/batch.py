@@ -80,7 +80,7 @@ class StreamImages:
 
 def number_parts(rows: Sequence[Tokens], images: Sequence[PlacedImages | None]) -> ImageParts:
     first: dict[tuple[str, tuple[int, int, int], int], int] = {}
-    found: list[StoredImage] = []
+    stored_images: list[StoredImage] = []
     size = 0
     numbered = []
     for tokens, placed in zip(rows, images, strict=True):
@@ -92,11 +92,11 @@ def number_parts(rows: Sequence[Tokens], images: Sequence[PlacedImages | None]) 
             key = ref.sha256, ref.grid_thw, ref.num_tokens
             if key not in first:
                 first[key] = size
-                found.append(StoredImage(placed.run_id, ref))
+                stored_images.append(StoredImage(placed.run_id, ref))
                 size += ref.num_tokens
             copied[ref.position : ref.end] = -1 - first[key] - np.arange(ref.num_tokens)
         numbered.append(copied)
-    return ImageParts(tuple(found), numbered)
+    return ImageParts(tuple(stored_images), numbered)
 
 
 def restored(packed: PackedRows, rows: Sequence[Tokens]) -> PackedRows:
@@ -120,11 +120,11 @@ def in_stream(parts: ImageParts, packed: PackedRows) -> StreamImages | None:
 
 def stream_positions(packed: PackedRows, images: Sequence[PlacedImages | None]) -> npt.NDArray[np.int64]:
     """Return the positions of a stream's tokens for rotary embeddings, [3, T]: for every row those that it has alone."""
-    found = np.zeros((3, len(packed.token_ids)), dtype=np.int64)
+    positions = np.zeros((3, len(packed.token_ids)), dtype=np.int64)
     for where, placed in zip(packed.positions, images, strict=True):
         row = None if placed is None else placed.images
-        found[:, where] = rope_positions(len(where), row, 1 if row is None else merge_size(row.refs[0]))
-    return found
+        positions[:, where] = rope_positions(len(where), row, 1 if row is None else merge_size(row.refs[0]))
+    return positions
 
 
 def merge_size(ref: ImageRef) -> int:
@@ -210,8 +210,12 @@ def prefixes_of(
 
 def of_all_rows(experts: Sequence[Experts | None]) -> list[Experts] | None:
     """Return the experts of rows; None unless they are known of each, for the same layers."""
-    found = [expert for expert in experts if expert is not None]
-    return found if found and len(found) == len(experts) and len({one.shape[1:] for one in found}) == 1 else None
+    known = [expert for expert in experts if expert is not None]
+    return (
+        known
+        if known and len(known) == len(experts) and len({row_experts.shape[1:] for row_experts in known}) == 1
+        else None
+    )
 
 
 def plan_micro_batches(
@@ -322,15 +326,15 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
 
 
 def _of_stream(experts: Sequence[Experts], packed: PackedRows) -> Tensor:
-    found = np.zeros((len(packed.token_ids), *experts[0].shape[1:]), experts[0].dtype)
-    for one, where in zip(experts, packed.positions, strict=True):
-        found[where] = one
-    return torch.from_numpy(found if found.dtype == np.uint8 else found.astype(np.int32))
+    stream_experts = np.zeros((len(packed.token_ids), *experts[0].shape[1:]), experts[0].dtype)
+    for row_experts, where in zip(experts, packed.positions, strict=True):
+        stream_experts[where] = row_experts
+    return torch.from_numpy(stream_experts if stream_experts.dtype == np.uint8 else stream_experts.astype(np.int32))
 
 
-def _of_teachers(found: Sequence[TeacherRow | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    rows = [row for row in found if row is not None]
-    if not rows or len(rows) < len(found) or len({row.top_ids.shape[1] for row in rows}) > 1:
+def _of_teachers(teacher_rows: Sequence[TeacherRow | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = [row for row in teacher_rows if row is not None]
+    if not rows or len(rows) < len(teacher_rows) or len({row.top_ids.shape[1] for row in rows}) > 1:
         return None, None, None
     return (
         _flat([row.logprobs for row in rows], torch.float32),

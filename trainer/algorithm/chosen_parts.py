@@ -124,14 +124,14 @@ _OFF = (None, 0.0, "none", "off")
 
 
 def _presets() -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = dict(COMBINED)
+    presets: dict[str, Mapping[str, Any]] = dict(COMBINED)
     for registry in ALL:
         for part in registry.built_in.values():
             for name, values in part.presets.items():
-                if name in found:
+                if name in presets:
                     raise TypeError(f"two presets are named {name!r}; rename the one of {registry.kind} {part.name}")
-                found[name] = values
-    return dict(sorted(found.items()))
+                presets[name] = values
+    return dict(sorted(presets.items()))
 
 
 PRESETS: dict[str, Mapping[str, Any]] = _presets()
@@ -173,14 +173,14 @@ class ChosenParts:
 
     @property
     def option_names(self) -> frozenset[str]:
-        return frozenset(name for one in self for name in one.value.option_names)
+        return frozenset(name for part in self for name in part.value.option_names)
 
     @property
     def digests(self) -> dict[str, str]:
         kinds = {
             Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, GroupFilter: GROUP_FILTERS, Correction: CORRECTIONS,
         }  # fmt: skip
-        return {f"extension {kinds[type(one.value)].kind} {one.name}": one.digest for one in self if one.digest}
+        return {f"extension {kinds[type(part.value)].kind} {part.name}": part.digest for part in self if part.digest}
 
 
 def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iterator[Extension[Any]]:
@@ -202,37 +202,39 @@ def option_fields() -> dict[str, FieldInfo]:
     return fields
 
 
-def is_same_option(one: FieldInfo, other: FieldInfo) -> bool:
-    return (one.annotation, one.default, one.metadata, one.description) == (
+def is_same_option(option: FieldInfo, other: FieldInfo) -> bool:
+    return (option.annotation, option.default, option.metadata, option.description) == (
         other.annotation, other.default, other.metadata, other.description,
     )  # fmt: skip
 
 
-def options_of_user_code(parts: ChosenParts, given: Mapping[str, Any], keys: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def options_of_user_code(
+    parts: ChosenParts, values: Mapping[str, Any], keys: Mapping[str, FieldInfo]
+) -> dict[str, Any]:
     """Return [algorithm.options] with every option of the chosen user code, at its default where none is given.
 
     Raises ValueError for an option that no chosen part has, for a wrong value, and for an option that has the name of a key of
     [algorithm] and another declaration.
     """
     filled: dict[str, Any] = {}
-    for one in parts:
-        if not one.digest:
+    for extension in parts:
+        if not extension.digest:
             continue
-        part: Part[Any] = one.value
+        part: Part[Any] = extension.value
         for name in part.option_names:
             if name in keys and not is_same_option(keys[name], part.options.model_fields[name]):
                 raise ValueError(
-                    f"{one.name}: option {name} is declared otherwise than algorithm.{name}; rename it, or inherit "
+                    f"{extension.name}: option {name} is declared otherwise than algorithm.{name}; rename it, or inherit "
                     "the options class that declares that key"
                 )
-        own = [name for name in part.option_names if name not in keys]
-        text = json.dumps({name: given[name] for name in own if name in given}, default=str)
+        added = [name for name in part.option_names if name not in keys]
+        text = json.dumps({name: values[name] for name in added if name in values}, default=str)
         try:  # JSON's strictness: a list is a tuple and a text a path, but "5" is no number
             options = part.options.model_validate_json(text, strict=True)
         except ValidationError as err:
             raise ValueError(explain(err, "algorithm.options")) from None
-        filled |= {name: options.model_dump(mode="json")[name] for name in own}
-    unknown = sorted(set(given) - set(filled))
+        filled |= {name: options.model_dump(mode="json")[name] for name in added}
+    unknown = sorted(set(values) - set(filled))
     if unknown:
         near = difflib.get_close_matches(unknown[0], filled, n=1)
         hint = f"did you mean algorithm.options.{near[0]}?" if near else f"known are {', '.join(filled) or 'none'}"

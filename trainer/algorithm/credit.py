@@ -106,10 +106,10 @@ class Credit:
         """
         if not self.turns:
             return ()
-        own = self.turns[place]
+        turn_values = self.turns[place]
         if not self.turns_are_rewards:
-            return tuple([own[number] for number in numbers])
-        return tuple([sum(own[a:b]) for a, b in itertools.pairwise([*numbers, len(own)])])
+            return tuple([turn_values[number] for number in numbers])
+        return tuple([sum(turn_values[a:b]) for a, b in itertools.pairwise([*numbers, len(turn_values)])])
 
 
 CreditRule = Callable[[Sequence[Scored]], Credit]
@@ -121,8 +121,8 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
     estimator = parts.estimator.value
     estimate = partial(estimator.fn, **settings.options_of(estimator).model_dump())
     filters = [
-        (one.value.reason, partial(one.value.fn, **settings.options_of(one.value).model_dump()))
-        for one in parts.filters
+        (part.value.reason, partial(part.value.fn, **settings.options_of(part.value).model_dump()))
+        for part in parts.filters
     ]
     buffer = max(1, round(settings.overlong_buffer * longest)) if settings.overlong_buffer else 0
 
@@ -151,24 +151,26 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
             rewards = rewards - running.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         turns = turns_of(groups, rewards) if estimator.by_turn or any(g.turns for g in groups) else None
         sources = reward_shaping.numbered([g.source for g in groups for _ in g.rewards])
-        found = estimate(Outcomes(rewards, index, lengths, baselines, turns, sources))
+        advantages = estimate(Outcomes(rewards, index, lengths, baselines, turns, sources))
         by_turn: list[list[float]] = []
         if estimator.by_turn:
             assert turns is not None
-            found = _finished(settings, found, turn_lengths(groups))
-            by_turn = _split(found, turns)
-            found = torch.tensor([max(own, key=abs) for own in by_turn], dtype=torch.float64)
+            advantages = _finished(settings, advantages, turn_lengths(groups))
+            by_turn = _split(advantages, turns)
+            advantages = torch.tensor(
+                [max(turn_advantages, key=abs) for turn_advantages in by_turn], dtype=torch.float64
+            )
         elif estimator.has_critic:
             by_turn = [] if turns is None else _split(turns.rewards, turns)
         else:
-            found = _finished(settings, found, lengths)
-        kept = keep(_candidates(groups, found, shaped, lengths), filters)
-        weights = torch.zeros_like(found)
+            advantages = _finished(settings, advantages, lengths)
+        kept = keep(_candidates(groups, advantages, shaped, lengths), filters)
+        weights = torch.zeros_like(advantages)
         # a batch of which no trajectory is left keeps all: their gradient is small, and the step needs its figures
         weights[list(kept.places) or slice(None)] = 1.0
         weights = weights * _sample_weights(settings, shaped, index, lengths)
         skipped = kept.skipped if kept.places else Counter[str]()
-        return Credit(found.tolist(), weights.tolist(), shaped.tolist(), skipped, by_turn, estimator.has_critic)
+        return Credit(advantages.tolist(), weights.tolist(), shaped.tolist(), skipped, by_turn, estimator.has_critic)
 
     return rule
 
@@ -177,20 +179,20 @@ def turns_of(groups: Sequence[Scored], rewards: Tensor) -> Turns:
     """Return the turns of a batch with its shaped ``rewards`` [B]: what a reward holds beyond its turns' is the last one's."""
     trajectory: list[int] = []
     number: list[int] = []
-    given: list[float] = []
+    turn_rewards: list[float] = []
     state: list[int] = []
     states: dict[tuple[int, str], int] = {}
     for place, (group, turns) in enumerate(_each_turns(groups)):
-        own = [turn.reward for turn in turns]
-        own[-1] += float(rewards[place]) - sum(own)
-        given += own
+        episode_rewards = [turn.reward for turn in turns]
+        episode_rewards[-1] += float(rewards[place]) - sum(episode_rewards)
+        turn_rewards += episode_rewards
         trajectory += [place] * len(turns)
         number += range(len(turns))
         state += [states.setdefault((group, turn.state), len(states)) if turn.state else -1 for turn in turns]
     return Turns(
         torch.tensor(trajectory, dtype=torch.int64),
         torch.tensor(number, dtype=torch.int64),
-        torch.tensor(given, dtype=torch.float64),
+        torch.tensor(turn_rewards, dtype=torch.float64),
         torch.tensor(state, dtype=torch.int64),
     )
 
@@ -206,11 +208,11 @@ def _each_turns(groups: Sequence[Scored]) -> Iterator[tuple[int, Sequence[Turn]]
 
 def _longest_turns(groups: Sequence[Scored], members: Sequence[tuple[list[float], list[int]]]) -> Tensor:
     """Return the length that an overlong penalty judges, [B] with baselines: of an episode, that of its longest turn."""
-    found = [
+    longest = [
         [*(max(turn.end - turn.start for turn in turns) for turns in group.turns), *lengths[len(group.turns) :]]
         for group, (_, lengths) in zip(groups, members, strict=True)
     ]
-    return torch.tensor([length for some in found for length in some], dtype=torch.int64)
+    return torch.tensor([length for some in longest for length in some], dtype=torch.int64)
 
 
 def _num_turns(groups: Sequence[Scored]) -> list[int]:
@@ -218,9 +220,9 @@ def _num_turns(groups: Sequence[Scored]) -> list[int]:
 
 
 def _efficiency(settings: AlgorithmSettings, groups: Sequence[Scored], rewards: Tensor, index: Tensor) -> Tensor:
-    found = torch.zeros_like(rewards)
+    adjustments = torch.zeros_like(rewards)
     is_trained = torch.tensor([n < len(g.rewards) for g in groups for n in range(len(g.shaped_together[0]))])
-    found[is_trained] = reward_shaping.efficiency(
+    adjustments[is_trained] = reward_shaping.efficiency(
         rewards[is_trained],
         torch.tensor(_num_turns(groups), dtype=torch.int64),
         index[is_trained],
@@ -228,7 +230,7 @@ def _efficiency(settings: AlgorithmSettings, groups: Sequence[Scored], rewards: 
         spread=settings.efficiency_spread,
         failure_spread=settings.efficiency_failure_spread,
     )
-    return found
+    return adjustments
 
 
 def _split(values: Tensor, turns: Turns) -> list[list[float]]:
@@ -236,10 +238,14 @@ def _split(values: Tensor, turns: Turns) -> list[list[float]]:
     return [part.tolist() for part in values.split(sizes)]
 
 
-def _candidates(groups: Sequence[Scored], found: Tensor, shaped: Tensor, lengths: Tensor) -> list[Candidate]:
+def _candidates(groups: Sequence[Scored], advantages: Tensor, shaped: Tensor, lengths: Tensor) -> list[Candidate]:
     cut = [(truncated, group.source) for group in groups for truncated in group.truncated]
     turns = _num_turns(groups)
-    exact = torch.where(found.abs() <= _ROUNDING * found.abs().max(), 0.0, found) if len(found) else found
+    exact = (
+        torch.where(advantages.abs() <= _ROUNDING * advantages.abs().max(), 0.0, advantages)
+        if len(advantages)
+        else advantages
+    )
     columns = zip(exact.tolist(), shaped.tolist(), lengths.tolist(), cut, turns, strict=True)
     return [Candidate(a, is_cut, reward, length, source, num) for a, reward, length, (is_cut, source), num in columns]
 
@@ -271,10 +277,10 @@ def _normalised(
     return reward_shaping.asym_clip(rewards) if settings.asym_clip else rewards
 
 
-def _finished(settings: AlgorithmSettings, found: Tensor, lengths: Tensor) -> Tensor:
+def _finished(settings: AlgorithmSettings, advantages: Tensor, lengths: Tensor) -> Tensor:
     if settings.whiten_advantages:
-        found = reward_shaping.whiten(found, weights=lengths)
-    return reward_shaping.clip_symmetric(found, settings.advantage_clip)
+        advantages = reward_shaping.whiten(advantages, weights=lengths)
+    return reward_shaping.clip_symmetric(advantages, settings.advantage_clip)
 
 
 def _sample_weights(settings: AlgorithmSettings, rewards: Tensor, index: Tensor, lengths: Tensor) -> Tensor:

@@ -130,12 +130,12 @@ def top_of_teacher(batch: MicroBatch) -> tuple[Tensor, Tensor]:
 def kl_from_teacher(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
     """Return KL(teacher ‖ current), [n], of ``top_ids`` [n, k] and one event for all others; ``logits`` [n, V]."""
     mine = logits.log_softmax(-1)
-    own = mine.gather(-1, top_ids)
+    current_logprobs = mine.gather(-1, top_ids)
     chances = top_logprobs.exp()
-    inside = (chances * (top_logprobs - own)).sum(-1)
+    inside = (chances * (top_logprobs - current_logprobs)).sum(-1)
     rest = 1.0 - chances.sum(-1)
     has_rest = rest > _LEAST_REST if top_ids.shape[-1] < logits.shape[-1] else torch.zeros_like(rest, dtype=torch.bool)
     # Where there is no rest nothing is masked, since the gradient of a sum over nothing is not a number.
-    hidden = torch.where(has_rest.unsqueeze(-1), float("-inf"), own.detach())
+    hidden = torch.where(has_rest.unsqueeze(-1), float("-inf"), current_logprobs.detach())
     my_rest = mine.scatter(-1, top_ids, hidden).logsumexp(-1)
     return inside + torch.where(has_rest, rest * (rest.clamp(min=_LEAST_REST).log() - my_rest), 0.0)

@@ -96,18 +96,18 @@ def mismatch_maxima(current: Tensor, behaviour: Tensor, ages: Tensor, sequences:
     gap = (current.detach() - behaviour).double()
     present = sequences.lengths(gap) > 0
     by_sequence = -sequences.mean(gap)[present]
-    found = {
+    measures = {
         "gap_abs": gap.abs(),
         "fresh_abs": gap.abs()[ages <= 0],
         "sequence_gap": by_sequence,
         "sequence_below": -by_sequence,
     }
-    return {name: float(values.max()) if len(values) else float("-inf") for name, values in found.items()}
+    return {name: float(values.max()) if len(values) else float("-inf") for name, values in measures.items()}
 
 
 def mismatch_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, Any]:
     tokens, sequences = max(1.0, sums["tokens"]), max(1.0, sums["sequences"])
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "kl_behaviour": sums["gap_k3"] / tokens,
         "kl_behaviour_k1": sums["gap_k1"] / tokens,
         "logprob_gap": sums["gap_abs"] / tokens,
@@ -131,11 +131,11 @@ def mismatch_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> 
     }  # fmt: skip
     same = compare_fresh_tokens(sums, maxima)
     if same is not None:
-        found["mismatch"] = {
+        metrics["mismatch"] = {
             "tokens": same.num_tokens, "mean_abs": same.mean_abs, "max_abs": same.max_abs,
             "kl_k1": same.kl_k1, "kl_k3": same.kl_k3,
         }  # fmt: skip
-    return found
+    return metrics
 
 
 def compare_fresh_tokens(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Mismatch | None:
@@ -164,13 +164,13 @@ def _percentiles(counts: list[float]) -> dict[str, float]:
     total = sum(counts)
     if not total:
         return {}
-    found = {}
+    percentiles = {}
     for percent in PERCENTILES:
         wanted = total * percent / 100.0
         ends = accumulate(counts)
         for count, end, (low, high) in zip(counts, ends, pairwise(_EDGES), strict=True):
             if end >= wanted and count > 0:
                 share = (wanted - (end - count)) / count
-                found[str(percent)] = float(torch.tensor(low + share * (high - low), dtype=torch.float64).exp())
+                percentiles[str(percent)] = float(torch.tensor(low + share * (high - low), dtype=torch.float64).exp())
                 break
-    return found
+    return percentiles

@@ -214,14 +214,14 @@ class PolicyGradient:
         weights = torch.ones_like(mismatch)
         kept: dict[str, Tensor] = {}
         for name, correction in self.corrections.items():
-            found = correction(drift)
-            if found is None:
+            mask_or_weight = correction(drift)
+            if mask_or_weight is None:
                 continue
-            if found.dtype == torch.bool:
-                kept[name] = found
+            if mask_or_weight.dtype == torch.bool:
+                kept[name] = mask_or_weight
             else:
-                weights = weights * found
-                kept[name] = found > 0
+                weights = weights * mask_or_weight
+                kept[name] = mask_or_weight > 0
         return weights, kept
 
 
@@ -291,13 +291,13 @@ class CrossEntropy(PlainObjective):
 def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
     loss = settings.parts.loss.value
     drift_rule = settings.options_of(m2po)
-    found: dict[str, CorrectionFunction] = {}
+    corrections: dict[str, CorrectionFunction] = {}
     for correction in settings.parts.corrections:
-        if correction.value.name in found:
+        if correction.value.name in corrections:
             raise ValueError(
                 f"two corrections are named {correction.value.name!r}; rename the function of {correction.name}"
             )
-        found[correction.value.name] = partial(
+        corrections[correction.value.name] = partial(
             correction.value.fn, **settings.options_of(correction.value).model_dump()
         )
     return PolicyGradient(
@@ -307,7 +307,7 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
         many_updates=settings.many_updates,
         negative_weight=settings.negative_weight,
         stale_weight=settings.stale_negative_weight,
-        corrections=found,
+        corrections=corrections,
         m2po_budget=drift_rule.m2po_budget,
         m2po_form=drift_rule.m2po_form,
         kl=KlTerm(settings.kl_form, settings.kl_coefficient, settings.kl_unbiased) if settings.kl_coefficient else None,

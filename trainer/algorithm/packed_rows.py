@@ -54,14 +54,14 @@ class Layout:
         return int(self.depths.max()) + 1
 
     def trees(self) -> list[list[Node]]:
-        found: list[list[Node]] = []
+        forest: list[list[Node]] = []
         end = 0
         for node in self.nodes:
             if node.start == end:
-                found.append([])
+                forest.append([])
                 end = node.subtree_end
-            found[-1].append(node)
-        return found
+            forest[-1].append(node)
+        return forest
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """Return which token attends to which, [T, T]; for small trees, and as the definition in tests."""
@@ -72,14 +72,14 @@ class Layout:
         return mask
 
     def rows(self) -> list[npt.NDArray[np.int64]]:
-        found, path = [], []
+        row_positions, path = [], []
         for node in self.nodes:
             while path and path[-1].subtree_end <= node.start:
                 path.pop()
             path.append(node)
             if node.end == node.subtree_end:
-                found.append(np.concatenate([np.arange(some.start, some.end) for some in path]))
-        return found
+                row_positions.append(np.concatenate([np.arange(some.start, some.end) for some in path]))
+        return row_positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,15 +112,15 @@ def common_prefixes(
     order = sorted(range(len(rows)), key=keys.__getitem__)
     common = [0] * len(rows)
     for place in range(1, len(order)):
-        one, other = order[place - 1], order[place]
-        both = None if experts is None else (experts[one], experts[other])
-        common[place] = _common(rows[one], rows[other], min(starts[one], starts[other]), both)
+        previous, other = order[place - 1], order[place]
+        both = None if experts is None else (experts[previous], experts[other])
+        common[place] = _common(rows[previous], rows[other], min(starts[previous], starts[other]), both)
     return Prefixes(order, common)
 
 
-def _common(one: Tokens, other: Tokens, start: int, experts: tuple[Experts, Experts] | None) -> int:
-    shortest = min(len(one), len(other))
-    unequal = one[:shortest] != other[:shortest]
+def _common(row: Tokens, other: Tokens, start: int, experts: tuple[Experts, Experts] | None) -> int:
+    shortest = min(len(row), len(other))
+    unequal = row[:shortest] != other[:shortest]
     if experts is not None:
         unequal |= (experts[0][:shortest] != experts[1][:shortest]).any(axis=(1, 2))
     differ = np.flatnonzero(unequal)
@@ -249,14 +249,14 @@ class Bin:
 
 def units_of(lengths: Sequence[int], prefixes: Prefixes, pair_cost: float) -> list[Unit]:
     """Return the rows in runs that share something; a row's last token predicts nothing and is not computed."""
-    found: list[list[tuple[int, int, int]]] = []
+    runs: list[list[tuple[int, int, int]]] = []
     for row, common in zip(prefixes.order, prefixes.common, strict=True):
         if not common:
-            found.append([])
-        found[-1].append((row, lengths[row] - 1, common))
+            runs.append([])
+        runs[-1].append((row, lengths[row] - 1, common))
     return [
         Unit(tuple(r for r, _, _ in run), tuple(n for _, n, _ in run), tuple(c for _, _, c in run), pair_cost)
-        for run in found
+        for run in runs
     ]
 
 

@@ -139,19 +139,22 @@ def efficiency(
         spread: Between the first and the last success.
         failure_spread: Between the last and the first failure.
     """
-    found = torch.zeros_like(rewards)
+    adjustments = torch.zeros_like(rewards)
     is_success = rewards >= success
     for group in torch.unique(groups):
         for chosen, sign in ((is_success, -spread), (~is_success, failure_spread)):
             places = torch.nonzero((groups == group) & chosen)[:, 0]
             if len(places) < 2:
                 continue
-            own = turns[places]
-            fewer, equal = (own[None, :] < own[:, None]).sum(1), (own[None, :] == own[:, None]).sum(1)
+            member_turns = turns[places]
+            fewer, equal = (
+                (member_turns[None, :] < member_turns[:, None]).sum(1),
+                (member_turns[None, :] == member_turns[:, None]).sum(1),
+            )
             rank = fewer.to(rewards.dtype) + (equal.to(rewards.dtype) - 1.0) / 2.0
             last = len(places) - 1.0
-            found[places] = sign * (rank - last / 2.0) / last
-    return found
+            adjustments[places] = sign * (rank - last / 2.0) / last
+    return adjustments
 
 
 def repetition_penalty(token_ids: list[int], *, ngram: int, factor: float) -> float:

@@ -21,7 +21,7 @@ def check_teacher(algorithm: AlgorithmSettings) -> None:
                 "algorithm.advantage = zero learns nothing from rewards; set algorithm.distill_coefficient and [teacher], or "
                 "another algorithm.advantage"
             )
-        if algorithm.dynamic_sampling or any(one.value.reads_advantage for one in algorithm.parts.filters):
+        if algorithm.dynamic_sampling or any(part.value.reads_advantage for part in algorithm.parts.filters):
             raise ValueError(
                 "algorithm.advantage = zero with algorithm.dynamic_sampling or a filter of advantages would leave out every "
                 "group; turn it off"
@@ -55,10 +55,10 @@ def check_passes(algorithm: AlgorithmSettings) -> None:
 
 def refuse_parts_that_disagree(algorithm: AlgorithmSettings) -> None:
     parts = algorithm.parts
-    for one in parts.filters:
-        if algorithm.has_critic and one.value.reads_advantage:
+    for part in parts.filters:
+        if algorithm.has_critic and part.value.reads_advantage:
             raise ValueError(
-                f"algorithm.{one.value.switch or 'filters'} reads the advantage of a whole trajectory, and with "
+                f"algorithm.{part.value.switch or 'filters'} reads the advantage of a whole trajectory, and with "
                 f"algorithm.advantage = {algorithm.advantage} every token has its own; leave it off, or choose another "
                 "algorithm.advantage"
             )

@@ -26,8 +26,8 @@ class EngineCheck:
         self._num_violations = 0
         self.steps_since = 0  # steps without enough tokens to compare
 
-    def check(self, found: Mismatch | None, version: int) -> None:
-        if found is None or found.num_tokens < MIN_TOKENS:
+    def check(self, mismatch: Mismatch | None, version: int) -> None:
+        if mismatch is None or mismatch.num_tokens < MIN_TOKENS:
             self.steps_since += 1
             if self.steps_since == _WARN_AFTER:
                 log.warning(
@@ -38,22 +38,22 @@ class EngineCheck:
         is_first = self._num_comparisons == 0
         self._num_comparisons += 1
         if is_first:
-            log.info("engine compared", policy_version=version, mean_abs=found.mean_abs, max_abs=found.max_abs)
-        if self._limit is None or found.mean_abs <= self._limit:  # a NaN is above every limit
+            log.info("engine compared", policy_version=version, mean_abs=mismatch.mean_abs, max_abs=mismatch.max_abs)
+        if self._limit is None or mismatch.mean_abs <= self._limit:  # a NaN is above every limit
             self._num_violations = 0
             return
         self._num_violations += 1
-        log.warning("engine and trainer differ", policy_version=version, mean_abs=found.mean_abs, limit=self._limit)
+        log.warning("engine and trainer differ", policy_version=version, mean_abs=mismatch.mean_abs, limit=self._limit)
         if is_first or self._num_violations >= self._max_violations:
             times = (
                 "at the first comparison"
                 if self._num_comparisons == 1
                 else f"in {self._num_violations} comparisons in a row"
             )
-            largest = f"{found.max_abs:.3g}" if math.isfinite(found.max_abs) else "not finite"
+            largest = f"{mismatch.max_abs:.3g}" if math.isfinite(mismatch.max_abs) else "not finite"
             raise EngineMismatch(
-                f"engine and trainer give the same {found.num_tokens} tokens of version {version} log-probabilities that "
-                f"differ by {found.mean_abs:.3g} nats on average (largest {largest}, KL {found.kl_k3:.3g}), more than "
+                f"engine and trainer give the same {mismatch.num_tokens} tokens of version {version} log-probabilities that "
+                f"differ by {mismatch.mean_abs:.3g} nats on average (largest {largest}, KL {mismatch.kl_k3:.3g}), more than "
                 f"trainer.max_mismatch = {self._limit:g} {times}; training on them would fail without an error. Check "
                 "the engine's temperature handling (SGLANG_RETURN_ORIGINAL_LOGPROB must be unset), its dtype, quantisation "
                 "and attention backend against model.dtype, rope scaling and tokenizer of model.path, in-place weight "

@@ -96,14 +96,14 @@ class FileReport:
         }
 
 
-def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_tests: bool) -> int:
+def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_tests: bool) -> int:
     mapping = {column: name for column, _, name in (pair.partition("=") for pair in reading.map)}
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):
         raise UsageError(
             f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(reading.map)}"
         )
-    settings, files = _settings(given, reading.run)
+    settings, files = _settings(paths, reading.run)
     update = {
         **({} if reading.format == "auto" else {"format": reading.format}),
         **({"map": mapping} if mapping else {}),
@@ -139,8 +139,8 @@ def check_data(given: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
 
 def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings, list[Path]]:
     overrides = [str(file) for file in files if str(file).startswith("data.") and "=" in str(file)]
-    given = [file for file in files if str(file) not in overrides]
-    run_files = [str(one) for one in given if one.suffix == ".toml"]
+    paths = [file for file in files if str(file) not in overrides]
+    run_files = [str(path) for path in paths if path.suffix == ".toml"]
     if run_files:
         rest = " ".join(str(file) for file in files if str(file) not in run_files)
         raise UsageError(
@@ -150,12 +150,12 @@ def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings,
         )
     if run:
         settings = resolve_inputs(load(TrainerSettings, files=[run], overrides=overrides, environ=os.environ).settings)
-        own = [*settings.data.train_files, *settings.data.eval_files, *settings.sft.files]
-        return settings, data_files(given, "FILE", "train") or list(dict.fromkeys(own))
-    if not given:
+        configured = [*settings.data.train_files, *settings.data.eval_files, *settings.sft.files]
+        return settings, data_files(paths, "FILE", "train") or list(dict.fromkeys(configured))
+    if not paths:
         raise UsageError("name a data file, or a run file with --run")
     settings = load(TrainerSettings, overrides=["model.path=unknown", *overrides]).settings
-    return settings, data_files(given, "FILE", "train")
+    return settings, data_files(paths, "FILE", "train")
 
 
 def check_file(

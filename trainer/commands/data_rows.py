@@ -61,10 +61,10 @@ def check_tests(rows: Sequence[dict[str, Any]]) -> TestReport:
         )
     except subprocess.TimeoutExpired:
         return TestReport(not_run="the sandbox did not finish in time")
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    problems = [(row["place"], row["problem"]) for row in found if row["problem"]]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    problems = [(row["place"], row["problem"]) for row in outcomes if row["problem"]]
     last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    return TestReport(len(found), problems, last[0] if done.returncode else "")
+    return TestReport(len(outcomes), problems, last[0] if done.returncode else "")
 
 
 def print_rows(file: Path | None, run_file: Path | None, number: int, row_format: str, pairs: Sequence[str]) -> int:
@@ -82,8 +82,8 @@ def print_rows(file: Path | None, run_file: Path | None, number: int, row_format
         files, data, has_pairs = settings.data.train_files, settings.data, settings.algorithm.dpo_coefficient > 0.0
         if not files:
             raise ConfigError(f"{run_file}: data.train names no file; set it")
-    for one in files:
-        _print_rows(open_rows(one), data, math.ceil(number / len(files)), has_pairs=has_pairs)
+    for path in files:
+        _print_rows(open_rows(path), data, math.ceil(number / len(files)), has_pairs=has_pairs)
     return 0
 
 
@@ -96,19 +96,19 @@ def _print_rows(rows: RowFile, data: DataSettings, most: int, *, has_pairs: bool
             prompt = prompt_row(row, data)
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None
-        given = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)
-        sys.stdout.write(json.dumps({**as_reward_input(rows.place(number), prompt), "completion": given}) + "\n")
+        completion = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)
+        sys.stdout.write(json.dumps({**as_reward_input(rows.place(number), prompt), "completion": completion}) + "\n")
 
 
 def _prompts(rows: RowFile, data: DataSettings) -> list[int]:
-    found = []
+    numbers = []
     for number in range(len(rows)):
         try:
             if not holds_pair(rename(rows.row(number), data, nested_texts=rows.nested_texts)):
-                found.append(number)
+                numbers.append(number)
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None
-    return found
+    return numbers
 
 
 def as_reward_input(place: str, prompt: PromptRow) -> dict[str, Any]:

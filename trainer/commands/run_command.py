@@ -58,7 +58,7 @@ def run_command(
     module: str, commands: Commands, arguments: Sequence[str], run: Callable[[str, Sequence[str]], int]
 ) -> int:
     if not arguments or arguments[0] not in commands:
-        lines = [f"  {name} {given}\n      {about}\n" for name, (given, about) in commands.items()]
+        lines = [f"  {name} {usage}\n      {about}\n" for name, (usage, about) in commands.items()]
         sys.stderr.write(f"usage: python -m {module} COMMAND ...\n\n" + "".join(lines))
         return USAGE_ERROR
     return with_errors_explained(arguments[0], arguments[1:], run)

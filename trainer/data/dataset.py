@@ -129,8 +129,8 @@ class PromptSet:
         return Prompt(index, tuple(read.token_ids), text, request, row.chat, read.places, read.files)
 
     def _reward_name(self, row: PromptRow) -> str:
-        own = self._data.self_play_reward if row.is_self_play else None
-        return own or reward_name(self._reward, row.data_source)
+        self_play_reward = self._data.self_play_reward if row.is_self_play else None
+        return self_play_reward or reward_name(self._reward, row.data_source)
 
     def _parse(self, file: RowFile, number: int) -> PromptRow:
         return self._read(rename(file.row(number), self._data, nested_texts=file.nested_texts))

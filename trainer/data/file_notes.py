@@ -87,16 +87,19 @@ class FileNotes:
         if text is not None and not read.is_plain:
             chat = read.chat if isinstance(read, PromptRow) else read.chat[:-1]
             said = [
-                (m["role"], one.strip()) for m in chat if m["role"] != "assistant" for one in texts_of(m["content"])
+                (m["role"], message_text.strip())
+                for m in chat
+                if m["role"] != "assistant"
+                for message_text in texts_of(m["content"])
             ]
-            self.left_out.update({role for role, one in said if one not in text})
+            self.left_out.update({role for role, message_text in said if message_text not in text})
 
     def add_text(self, text: str, tokenizer: ChatTokenizer) -> None:
-        found = set(text)
-        if new := found - self.characters:
+        characters = set(text)
+        if new := characters - self.characters:
             self.lost.update(dict.fromkeys(tokenizer.lost_characters(text) & new, 0))
             self.characters |= new
-        self.lost.update(found & self.lost.keys())
+        self.lost.update(characters & self.lost.keys())
 
     def describe(self) -> list[str]:
         if not self.formats:
@@ -141,7 +144,7 @@ class FileNotes:
         if self.num_pairs:
             yield f"{self.num_pairs} further rows are pairs of answers, trained on beside the groups (algorithm.dpo_coefficient)"
         if self.lost:
-            shown = " ".join(one for one, _ in self.lost.most_common(12))
+            shown = " ".join(character for character, _ in self.lost.most_common(12))
             yield (
                 f"the model's tokenizer has no token for these characters, which vanish from prompts: {shown} (the first in "
                 f"{max(self.lost.values())} rows)"

@@ -90,12 +90,12 @@ def _ask(kind: Kind, repo_id: str, revision: str | None) -> tuple[str, list[str]
     thread.join(REACH_S)
     if not answer:
         raise TimeoutError(f"no answer within {REACH_S} s")
-    [found] = answer
-    if isinstance(found, HfHubHTTPError):
-        raise found
-    if isinstance(found, Exception):
-        raise TimeoutError(_reason(found)) from None
-    return found.sha, [file.rfilename for file in found.siblings]
+    [reply] = answer
+    if isinstance(reply, HfHubHTTPError):
+        raise reply
+    if isinstance(reply, Exception):
+        raise TimeoutError(_reason(reply)) from None
+    return reply.sha, [file.rfilename for file in reply.siblings]
 
 
 def _fetch(kind: Kind, repo_id: str, commit: str, name: str) -> Path:
@@ -118,7 +118,9 @@ def _cached(kind: Kind, repo_id: str, revision: str | None, key: str, choose: Ch
                 repo_id, repo_type=kind, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True
             )
         )
-        files = [folder / name for name in choose([str(one.relative_to(folder)) for one in sorted(folder.rglob("*"))])]
+        files = [
+            folder / name for name in choose([str(path.relative_to(folder)) for path in sorted(folder.rglob("*"))])
+        ]
     except (LocalEntryNotFoundError, OSError, ConfigError):
         files = []
     if not files:

@@ -43,8 +43,8 @@ def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
         }
         update["eval"] = settings.eval.model_copy(update={"source": sources})
     for name in _OWN_DATA:
-        own: FineTuningSettings = getattr(settings, name)
-        update[name] = _with_files(own, name, data=(own.files, "train"), eval_data=(own.eval_files, "eval"))
+        section: FineTuningSettings = getattr(settings, name)
+        update[name] = _with_files(section, name, data=(section.files, "train"), eval_data=(section.eval_files, "eval"))
     return settings.model_copy(update=update)
 
 
@@ -61,7 +61,7 @@ def data_files(paths: Sequence[Path], key: str, split: Split) -> list[Path]:
     for path in paths:
         if path.is_dir():
             names = [
-                str(PurePosixPath(*one.relative_to(path).parts)) for one in sorted(path.rglob("*")) if one.is_file()
+                str(PurePosixPath(*file.relative_to(path).parts)) for file in sorted(path.rglob("*")) if file.is_file()
             ]
             files += [path / name for name in choose_files(names, split, None, f"{key} = {path}")]
         elif path.exists() or (named := _id(path)) is None:
@@ -104,18 +104,20 @@ def choose_files(names: Sequence[str], split: Split, pattern: str | None, where:
     return chosen
 
 
-def _with_files(section: S, name: str, **given: tuple[Sequence[Path], Split]) -> S:
-    found = {key: data_files(paths, f"{name}.{key}", split) for key, (paths, split) in given.items()}
-    update = {key: files for key, files in found.items() if files != list(given[key][0])}  # recorded as they were given
+def _with_files(section: S, name: str, **sources: tuple[Sequence[Path], Split]) -> S:
+    resolved = {key: data_files(paths, f"{name}.{key}", split) for key, (paths, split) in sources.items()}
+    update = {
+        key: files for key, files in resolved.items() if files != list(sources[key][0])
+    }  # recorded as they were given
     return section.model_copy(update=update)
 
 
 def _id(path: Path) -> re.Match[str] | None:
     text = str(path)
-    found = _ID.fullmatch(text)
-    if found is None or Path(found["id"]).parent.is_dir():
+    match = _ID.fullmatch(text)
+    if match is None or Path(match["id"]).parent.is_dir():
         return None
-    return None if found["pattern"] is None and text.endswith(_SUFFIXES) else found
+    return None if match["pattern"] is None and text.endswith(_SUFFIXES) else match
 
 
 def _listed(names: Sequence[str]) -> str:

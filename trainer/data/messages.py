@@ -98,7 +98,7 @@ def chat_in_text(value: Any, keys: tuple[str, ...] = ("role",)) -> Any:
         if (
             isinstance(parsed, list)
             and parsed
-            and all(isinstance(one, dict) and one.keys() & set(keys) for one in parsed)
+            and all(isinstance(message, dict) and message.keys() & set(keys) for message in parsed)
         ):
             return parsed
     return value
@@ -175,14 +175,14 @@ def images_of(row: Row) -> list[Source]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def with_images(chat: Chat, given: list[Source]) -> tuple[Chat, tuple[Source, ...]]:
+def with_images(chat: Chat, column_images: list[Source]) -> tuple[Chat, tuple[Source, ...]]:
     """Return a chat whose images are parts ``{"type": "image"}``, and their sources; ``given`` are those of the column.
 
     Raises MalformedData unless every image has one place, and every place an image.
     """
-    if given:
+    if column_images:
         chat = tuple(_with_parts(message) for message in chat)
-    remaining = iter(given)
+    remaining = iter(column_images)
     num_places = 0
     filled = []
     for message in chat:
@@ -195,11 +195,11 @@ def with_images(chat: Chat, given: list[Source]) -> tuple[Chat, tuple[Source, ..
                     if (source := next(remaining, None)) is not None:
                         part["image"] = source
         filled.append({**message, "content": content})
-    if num_places != len(given):
+    if num_places != len(column_images):
         refuse(
             COLUMN,
             f"expected an image for each of {num_places} places ({PLACEHOLDER} in a text, or a part of type image without one)",
-            f"{len(given)}",
+            f"{len(column_images)}",
         )
     try:
         bare, sources = take_images(filled)
@@ -211,14 +211,14 @@ def with_images(chat: Chat, given: list[Source]) -> tuple[Chat, tuple[Source, ..
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    found: list[dict[str, Any]] = []
+    split_parts: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] != "text" or PLACEHOLDER not in part["text"]:
-            found.append(part)
+            split_parts.append(part)
             continue
         for number, text in enumerate(part["text"].split(PLACEHOLDER)):
-            found += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
-    return {**message, "content": found if found != parts or isinstance(content, list) else content}
+            split_parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": split_parts if split_parts != parts or isinstance(content, list) else content}
 
 
 class ReadImages(NamedTuple):
@@ -245,12 +245,12 @@ class ImageRows:
                 )
             return ReadImages(list(token_ids))
         try:
-            given = [image_bytes(source, folder) for source in row.images]
-            admitted = [admit(data) for data in given]
+            contents = [image_bytes(source, folder) for source in row.images]
+            admitted = [admit(data) for data in contents]
             ids, images = expanded(token_ids, admitted, self.processor)
         except ImageRefused as err:
             raise MalformedData(f"column {COLUMN}: {err}") from None
-        if not given:
+        if not contents:
             return ReadImages(ids)
-        digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in given)).digest()
+        digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in contents)).digest()
         return ReadImages(ids, images, tuple({image.sha256: image for image in admitted}.values()), digest)

@@ -50,14 +50,14 @@ class PairRow:
 
 def holds_pair(row: Row) -> bool:
     """Return True for a renamed row with two answers; raises MalformedData for one of chosen and rejected alone."""
-    given = [name for name in ("chosen", "rejected") if row.get(name) not in (None, "", [])]
-    if len(given) == 1:
-        [other] = {"chosen", "rejected"} - set(given)
+    present = [name for name in ("chosen", "rejected") if row.get(name) not in (None, "", [])]
+    if len(present) == 1:
+        [other] = {"chosen", "rejected"} - set(present)
         raise MalformedData(
-            f"column {other}: missing beside {given[0]}; a pair has both, a prompt to answer neither; name it as "
+            f"column {other}: missing beside {present[0]}; a pair has both, a prompt to answer neither; name it as "
             f'data.map.{other} = "NAME"'
         )
-    return bool(given)
+    return bool(present)
 
 
 def pair_row(row: Row, data: DataSettings) -> PairRow:

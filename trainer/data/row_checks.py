@@ -35,12 +35,12 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def suggest(columns: Collection[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    suggestions: dict[str, str] = {}
     by_name = {_plain(name): name for name in sorted(columns, reverse=True)}
     for column, names in _NAMES.items():
         if column not in columns and (likely := next((by_name[name] for name in names if name in by_name), None)):
-            found[column] = likely
-    return found
+            suggestions[column] = likely
+    return suggestions
 
 
 def as_setting(mapping: Mapping[str, str]) -> str:
@@ -134,9 +134,9 @@ def is_self_play(row: Row) -> bool:
 
 
 def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool = False) -> None:
-    if found := [name for name in _PAIR if _is_given(row.get(name))]:
+    if columns := [name for name in _PAIR if _is_given(row.get(name))]:
         raise MalformedData(
-            f"column {found[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(found)} to "
+            f"column {columns[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(columns)} to "
             "train on the prompt alone; for SFT on the chosen answers set also "
             'data.map.response = "chosen" and ignore only rejected'
         )
@@ -155,10 +155,10 @@ def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool
 
 
 def refuse_media(row: Row, *, reads_images: bool = False) -> None:
-    if found := [name for name in _MEDIA if _is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
+    if columns := [name for name in _MEDIA if _is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
         reads = 'images in the column "images" (data.map.images)' if reads_images else "text alone"
         raise MalformedData(
-            f"column {found[0]}: what is read is {reads}; leave the row out, or set data.ignore = {json.dumps(found)} to train on the rest"
+            f"column {columns[0]}: what is read is {reads}; leave the row out, or set data.ignore = {json.dumps(columns)} to train on the rest"
         )
 
 

@@ -88,13 +88,13 @@ class TurnSet:
                 try:
                     row = rename(file.row(at.row_number), data, nested_texts=file.nested_texts)
                     turns = turn_rows(row, data)
-                    found = self._examples(at.place, turns, tokenizer)
+                    row_examples = self._examples(at.place, turns, tokenizer)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
                     continue
-                examples += found
+                examples += row_examples
                 if turns:
-                    text = "".join(text for text, _ in found[-1].parts[:-1])
+                    text = "".join(text for text, _ in row_examples[-1].parts[:-1])
                     self.notes[at.file_number].add(row, form_of(row, data), turns[-1], data, text)
             for example, encoded in zip(examples, _encoded(examples, tokenizer), strict=True):
                 self._add(example, encoded, tokenizer, data, max_tokens, problems)

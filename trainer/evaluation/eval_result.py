@@ -54,13 +54,13 @@ class SuccessRules:
     by_source: Mapping[str, str] = field(default_factory=dict)  # the reward of a data set, and of an alias
 
     @classmethod
-    def make(cls, given: Mapping[str, SuccessThreshold], offers: Iterable[RewardsOffered]) -> SuccessRules:
+    def make(cls, overrides: Mapping[str, SuccessThreshold], offers: Iterable[RewardsOffered]) -> SuccessRules:
         thresholds: dict[str, SuccessThreshold] = {}
         by_source: dict[str, str] = {}
         for offer in offers:
             thresholds |= offer.success
             by_source |= offer.by_source
-        return cls({**thresholds, **given}, by_source)
+        return cls({**thresholds, **overrides}, by_source)
 
     def rule(self, request: RewardRequest) -> SuccessRule | None:
         name = request.data_source if request.name == AUTO_REWARD else request.name

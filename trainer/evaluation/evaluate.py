@@ -148,8 +148,8 @@ class Evaluator:
             elif of_version:
                 self._abandon(of_version)
             for older, ids in sorted(in_flight.items()):
-                for name, own in self._sources.by_source(ids).items():
-                    self._continue(older, name, own, steps.get(older))
+                for name, group_ids in self._sources.by_source(ids).items():
+                    self._continue(older, name, group_ids, steps.get(older))
             return list(self._sources.by_source(of_version))
 
     def _continue(self, version: PolicyVersion, name: str, ids: set[str], step: int | None) -> None:
@@ -272,7 +272,7 @@ class Evaluator:
 
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
         with self._changed:
-            wanted = {g.generated.group_id: found for g in delivery.fact.groups if (found := self._awaiting(g))}
+            wanted = {g.generated.group_id: awaiting for g in delivery.fact.groups if (awaiting := self._awaiting(g))}
         try:
             self._check(delivery.fact, wanted)
         except (BlobMissing, BlobCorrupt, PackError, ReaderKilled) as err:
@@ -312,10 +312,10 @@ class Evaluator:
 
     def _settings(self, task: Task, evaluation: Evaluation) -> tuple[TaskSettings, ...]:
         """Return the settings under which a task may have been issued; empty if those of an earlier session are not known."""
-        own = TaskSettings.of(task)
+        current = TaskSettings.of(task)
         if evaluation.is_of_session:
-            return (own,)
-        return (own, *self._settings_before) if self._settings_before else ()
+            return (current,)
+        return (current, *self._settings_before) if self._settings_before else ()
 
     def _accept(self, group: ScoredGroup, pack: BlobRef) -> None:
         summary, evaluation = group.generated, self._awaiting(group)

@@ -213,10 +213,10 @@ class Dispatch:
         return pack_tasks(tasks, (image for prompt in prompts for image in prompt.image_files))
 
     def _own_promise(self, key: GroupKey, task: Task) -> TaskPromise:
-        own = TaskSettings.of(task)
+        current = TaskSettings.of(task)
         if not self.cursor.was_issued_before(key):
-            return TaskPromise.of(task, (own,))
-        return TaskPromise.of(task, dict.fromkeys((own, *self._settings_before(key))))
+            return TaskPromise.of(task, (current,))
+        return TaskPromise.of(task, dict.fromkeys((current, *self._settings_before(key))))
 
     def _settings_before(self, key: GroupKey) -> tuple[TaskSettings, ...]:
         position = None if key.attempt else self.cursor.order.position_of(key.place)

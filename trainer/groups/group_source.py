@@ -301,8 +301,8 @@ def open_generated(
 
 
 def _routers(settings: TrainerSettings) -> RouterShape | None:
-    found = check_routers(settings.model.path, router_replay=settings.trainer.router_replay)
-    return found.shape if found is not None else None
+    routers = check_routers(settings.model.path, router_replay=settings.trainer.router_replay)
+    return routers.shape if routers is not None else None
 
 
 def _session_settings(settings: TrainerSettings, routers: RouterShape | None) -> SessionSettings:

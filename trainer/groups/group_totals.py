@@ -97,7 +97,7 @@ class GroupTotals:
 
     def train(self, first: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int], *, num_reused: int) -> None:
         self._use({group.group_id: group.num_tokens for group in first})
-        self._count_abandoned(one for group in first for one in group.scored.generated.abandoned)
+        self._count_abandoned(completion for group in first for completion in group.scored.generated.abandoned)
         self.num_reused += num_reused
         self.staleness_tokens.update(staleness_tokens)
 
@@ -159,8 +159,8 @@ class GroupTotals:
         self.sums = self.sums.model_copy(update=changed)
 
     def _count_abandoned(self, abandoned: Iterable[AbandonedCompletion]) -> None:
-        for one in abandoned:
-            self._add("abandoned", one.reason, 1, one.num_tokens)
+        for completion in abandoned:
+            self._add("abandoned", completion.reason, 1, completion.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

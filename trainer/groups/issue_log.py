@@ -47,13 +47,13 @@ class IssuedBefore:
 
     def settings_of(self, group_id: str, position: int | None) -> tuple[TaskSettings, ...]:
         """Return the settings under which a group was issued; ``position`` is None for a later attempt."""
-        found = [
+        recorded = [
             each.settings
             for each in self.ranges
             if (group_id in each.later if position is None else each.first <= position < each.position)
         ]
-        known = [settings.train for settings in found if settings is not None]
-        return tuple(dict.fromkeys(known)) if len(known) == len(found) else ()
+        known = [settings.train for settings in recorded if settings is not None]
+        return tuple(dict.fromkeys(known)) if len(known) == len(recorded) else ()
 
     def all_settings(self) -> tuple[SessionSettings, ...]:
         """Return the settings of all earlier sessions; empty if those of one are not known."""
@@ -79,12 +79,12 @@ class IssueLog:
         self._path, self._order_id = folder / _FILE, order_id
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            found = [
+            ranges = [
                 each._replace(later=frozenset(filter(may_arrive, each.later))) for each in _read(self._path, order_id)
             ]
-            self.before = _sum(found)
-            own = [] if settings is None else [IssuedRange(settings, first, first)]
-            self._file, self._size = self._write_again([*found, *own])
+            self.before = _sum(ranges)
+            current = [] if settings is None else [IssuedRange(settings, first, first)]
+            self._file, self._size = self._write_again([*ranges, *current])
         except OSError as err:
             raise self._failure(err) from err
         self._merge_above = max(_MERGE_BYTES, 2 * self._size)
@@ -151,33 +151,33 @@ def _read(path: Path, order_id: str) -> list[IssuedRange]:
 
     A session with the settings of the session before continues its range.
     """
-    found: list[IssuedRange] = []
+    ranges: list[IssuedRange] = []
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
                 first, *rest = line.split(" ")
                 if first == _SETTINGS and rest[:1] == [order_id] and line.endswith("\n"):
-                    found = _started(found, line)
+                    ranges = _started(ranges, line)
                 elif first == order_id and rest[-1:] == ["\n"] and rest[0].isdecimal():
-                    now = found.pop() if found else IssuedRange(None, 0, 0)
+                    now = ranges.pop() if ranges else IssuedRange(None, 0, 0)
                     later = now.later.union(rest[1:-1]) if rest[1:-1] else now.later
-                    found.append(now._replace(position=max(now.position, int(rest[0])), later=later))
-    return found
+                    ranges.append(now._replace(position=max(now.position, int(rest[0])), later=later))
+    return ranges
 
 
-def _started(found: list[IssuedRange], line: str) -> list[IssuedRange]:
+def _started(ranges: list[IssuedRange], line: str) -> list[IssuedRange]:
     try:
         _, _, number, document = line.split(" ", 3)
         first, values = int(number), json.loads(document)
         settings = SessionSettings(TaskSettings(**values["train"]), TaskSettings(**values["evaluation"]))
     except (ValueError, TypeError, KeyError, RecursionError):
-        return [*found, IssuedRange(None, 0, 0)]
-    if found and found[-1].settings == settings and first <= found[-1].position:
-        return [*found[:-1], found[-1]._replace(first=min(first, found[-1].first))]
-    return [*found, IssuedRange(settings, first, first)]
+        return [*ranges, IssuedRange(None, 0, 0)]
+    if ranges and ranges[-1].settings == settings and first <= ranges[-1].position:
+        return [*ranges[:-1], ranges[-1]._replace(first=min(first, ranges[-1].first))]
+    return [*ranges, IssuedRange(settings, first, first)]
 
 
-def _sum(found: Sequence[IssuedRange]) -> IssuedBefore:
-    position = max((each.position for each in found), default=0)
-    later = frozenset[str]().union(*(each.later for each in found))
-    return IssuedBefore(position, later, tuple(found) if any(each.settings for each in found) else ())
+def _sum(ranges: Sequence[IssuedRange]) -> IssuedBefore:
+    position = max((each.position for each in ranges), default=0)
+    later = frozenset[str]().union(*(each.later for each in ranges))
+    return IssuedBefore(position, later, tuple(ranges) if any(each.settings for each in ranges) else ())

@@ -258,11 +258,13 @@ def read_groups(
     """
     described = [scored.generated for scored in wanted]
     try:
-        for one, promise in zip(described, promises, strict=bool(promises)):
-            promise.check_lengths(one.group_id, one.completion_tokens, one.has_baseline, len(one.abandoned))
+        for summary, promise in zip(described, promises, strict=bool(promises)):
+            promise.check_lengths(
+                summary.group_id, summary.completion_tokens, summary.has_baseline, len(summary.abandoned)
+            )
         pack_bounds.check_message(pack, described)
         groups = group_pack.decode(
-            fetch(pack), [one.row_group for one in described], described=described, vocab_size=vocab_size
+            fetch(pack), [summary.row_group for summary in described], described=described, vocab_size=vocab_size
         )
         for group, promise in zip(groups, promises, strict=bool(promises)):
             promise.check(group)
@@ -274,8 +276,8 @@ def read_groups(
 def ready_groups(
     packs: Sequence[BlobRef], groups: Sequence[RecordedGroup], fetch: Callable[[BlobRef], bytes]
 ) -> list[ReadyGroup]:
-    found: dict[int, list[Group]] = {}
+    by_pack: dict[int, list[Group]] = {}
     for number, pack in enumerate(packs):
-        found[number] = read_groups(pack, [g.scored for g in groups if g.pack == number], fetch)
-    taken = {number: iter(read) for number, read in found.items()}
+        by_pack[number] = read_groups(pack, [g.scored for g in groups if g.pack == number], fetch)
+    taken = {number: iter(read) for number, read in by_pack.items()}
     return [ReadyGroup(g.scored, packs[g.pack], next(taken[g.pack])) for g in groups]

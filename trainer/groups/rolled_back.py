@@ -65,32 +65,32 @@ def read_lines(lines: bytes, *, steps_done: int) -> RolledBackSteps:
 def take_rolled_back(folder: Path, lines: bytes, resumed: CheckpointState | None) -> RolledBackSteps:
     """Return the steps to make again after a checkpoint, and keep them in the run's folder; raises OSError."""
     after, step = (resumed.version, resumed.step) if resumed is not None else (0, 0)
-    found = read_lines(lines, steps_done=step)
+    rolled_back = read_lines(lines, steps_done=step)
     try:
         kept = _Kept.model_validate_json((folder / _FILE).read_bytes())
     except (OSError, ValidationError):
         kept = None
     if kept is not None:
-        found = _go_on(found, kept, resumed, after=after, step=step)
-    document = _Kept(after=after, step=step, batches=found.batches, marks=found.marks)
+        rolled_back = _go_on(rolled_back, kept, resumed, after=after, step=step)
+    document = _Kept(after=after, step=step, batches=rolled_back.batches, marks=rolled_back.marks)
     files.atomic_write(folder / _FILE, document.model_dump_json().encode())
-    return replace(found, path=folder / _FILE)
+    return replace(rolled_back, path=folder / _FILE)
 
 
 def _go_on(
-    found: RolledBackSteps, kept: _Kept, resumed: CheckpointState | None, *, after: int, step: int
+    rolled_back: RolledBackSteps, kept: _Kept, resumed: CheckpointState | None, *, after: int, step: int
 ) -> RolledBackSteps:
     """Add the rest of what the session before was to make again, if it was killed while it did that."""
-    own: int | None = None  # the version that the session before started with, if a checkpoint has it
+    start_version: int | None = None  # the version that the session before started with, if a checkpoint has it
     num_done = step - kept.step
     if kept.after != after:
-        own = dict(resumed.abandoned if resumed is not None else ()).get(kept.after)
+        start_version = dict(resumed.abandoned if resumed is not None else ()).get(kept.after)
         remade = {(until, first): num for until, first, num in (resumed.remade if resumed is not None else ())}
         newest = next((first for until, first in kept.marks if until is None), None)
-        if own is None or newest is None or remade.get((own, newest), 0) < num_done:
-            return found
+        if start_version is None or newest is None or remade.get((start_version, newest), 0) < num_done:
+            return rolled_back
     rest = kept.batches[max(0, num_done) :]
-    if num_done < 0 or found.batches != rest[: len(found.batches)]:
-        return found
-    marks = [(own if until is None else until, first) for until, first in kept.marks]
-    return RolledBackSteps(rest, (*marks, *found.marks)) if rest else found
+    if num_done < 0 or rolled_back.batches != rest[: len(rolled_back.batches)]:
+        return rolled_back
+    marks = [(start_version if until is None else until, first) for until, first in kept.marks]
+    return RolledBackSteps(rest, (*marks, *rolled_back.marks)) if rest else rolled_back

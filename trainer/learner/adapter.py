@@ -81,22 +81,22 @@ def load(model: nn.Module, folder: Path) -> None:
         AdapterConfig.from_json((folder / ADAPTER_CONFIG).read_bytes()),
         load_file(folder / ADAPTER_WEIGHTS),
     )
-    own = {
+    parameters = {
         name: weight
         for layer, module in _layers(model)
         for name, weight in zip(
             factor_names(layer), (module.lora_A[_NAME].weight, module.lora_B[_NAME].weight), strict=True
         )
     }
-    if written != config(model) or {n: one.shape for n, one in stored.items()} != {
-        n: one.shape for n, one in own.items()
+    if written != config(model) or {n: tensor.shape for n, tensor in stored.items()} != {
+        n: tensor.shape for n, tensor in parameters.items()
     }:
         raise UnsupportedModel(
             f"{folder} holds adapters of rank {written.r} and alpha {written.lora_alpha:g} for {len(stored) // 2} layers "
             f"({', '.join(written.target_modules)}), and model.lora makes others of this model; use the settings that they were trained with"
         )
     with torch.no_grad():
-        for name, weight in own.items():
+        for name, weight in parameters.items():
             weight.copy_(stored[name])
 
 
@@ -110,11 +110,11 @@ def plain_name(name: str) -> str:
 
 def factors(module: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter, float]]:
     """Return A, B and their scale for every adapted weight, by the name that the weight has in ``module``."""
-    found = {}
+    by_weight = {}
     for name, layer in _layers(module):
         down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-        found[f"{name}.base_layer.weight"] = (down, up, float(layer.scaling[_NAME]))
-    return found
+        by_weight[f"{name}.base_layer.weight"] = (down, up, float(layer.scaling[_NAME]))
+    return by_weight
 
 
 def config(module: nn.Module) -> AdapterConfig | None:

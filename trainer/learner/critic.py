@@ -80,17 +80,17 @@ class TokenCredit:
         if self.whiten_rewards:
             _, mean, variance = moments(rewards, sum_over_ranks)
             rewards = [_whitened(some, mean, variance) for some in rewards]
-        found = [
+        estimates = [
             gae_tokens(some, value, batch.sequences, gamma=self.gamma, lam=self.lam, whitened=False)
             for some, value, batch in zip(rewards, values, micro_batches, strict=True)
         ]
-        count, mean, variance = moments([advantages for advantages, _ in found], sum_over_ranks)
+        count, mean, variance = moments([advantages for advantages, _ in estimates], sum_over_ranks)
         weight = 1.0 / max(count, 1.0)
         credited = [
             replace(batch, advantages=self._finished(advantages, mean, variance))
-            for batch, (advantages, _) in zip(micro_batches, found, strict=True)
+            for batch, (advantages, _) in zip(micro_batches, estimates, strict=True)
         ]
-        targets = [ValueTargets(value, returns, weight) for value, (_, returns) in zip(values, found, strict=True)]
+        targets = [ValueTargets(value, returns, weight) for value, (_, returns) in zip(values, estimates, strict=True)]
         return CreditedBatch(credited, targets, value_figures(targets, sum_over_ranks))
 
     def _rewards(self, batch: MicroBatch, kl_coefficient: float) -> Tensor:
@@ -177,8 +177,8 @@ class ValueScorer(nn.Module):
     ) -> Tensor:
         """Return the value [N] float32 before each sampled token; arguments as in `CompletionScorer`."""
         hidden = read_rows(self.body, input_ids, position_ids, layout, self._packed, self._shares)
-        own, places = self._shares.own_predictors(predictors, input_ids.shape[1])
-        return self._shares.whole(self.value_head(hidden.index_select(0, own)), places, len(predictors))
+        local_predictors, places = self._shares.own_predictors(predictors, input_ids.shape[1])
+        return self._shares.whole(self.value_head(hidden.index_select(0, local_predictors)), places, len(predictors))
 
 
 @dataclass(frozen=True, slots=True)

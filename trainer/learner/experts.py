@@ -58,7 +58,7 @@ def published(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[
 def parts(name: str, tensor: Tensor, family: str) -> Iterator[tuple[str, Tensor]]:
     """Yield a whole parameter as it is published, in the order of `published`: views of it."""
     _, kind = _split(name, family)
-    names = [one for one, _ in published(name, tuple(tensor.shape), family)]
+    names = [part_name for part_name, _ in published(name, tuple(tensor.shape), family)]
     if kind is None:
         yield name, tensor
     elif kind == _DOWN:
@@ -81,10 +81,10 @@ class Routing:
 
     def figures(self) -> Tensor:
         """Return [2] float64: (token, layer) pairs whose router would choose other experts now, and all of them."""
-        found = self.chosen.new_zeros(2, dtype=torch.float64)
-        for one in self.changed.values():
-            found += torch.stack([one.sum(), one.new_tensor(len(one), dtype=torch.int64)])
-        return found
+        totals = self.chosen.new_zeros(2, dtype=torch.float64)
+        for changed in self.changed.values():
+            totals += torch.stack([changed.sum(), changed.new_tensor(len(changed), dtype=torch.int64)])
+        return totals
 
 
 def install(model: Any) -> None:
@@ -128,16 +128,16 @@ def _replace(router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> t
     if given is None:
         return None
     routing, place = given
-    logits, gates, own = output
+    logits, gates, routed = output
     chosen = routing.chosen[:, place].long()
-    if chosen.shape != own.shape:
+    if chosen.shape != routed.shape:
         raise UnsupportedModel(
-            f"experts of {tuple(chosen.shape)} (tokens, k) for a layer that computes {tuple(own.shape)}; report this model"
+            f"experts of {tuple(chosen.shape)} (tokens, k) for a layer that computes {tuple(routed.shape)}; report this model"
         )
-    found = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+    replayed_gates = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
     if router.norm_topk_prob:
-        found = found / found.sum(-1, keepdim=True)
+        replayed_gates = replayed_gates / replayed_gates.sum(-1, keepdim=True)
     with torch.no_grad():
-        differs = (own.sort(-1).values != chosen).any(-1)[: routing.num_tokens]
+        differs = (routed.sort(-1).values != chosen).any(-1)[: routing.num_tokens]
         routing.changed[place] = differs
-    return logits, found.to(gates.dtype), chosen
+    return logits, replayed_gates.to(gates.dtype), chosen

@@ -141,5 +141,5 @@ def peak_of(device: str, dtype: str) -> float | None:
 
 
 def _stands_in(part: list[str], words: list[str]) -> bool:
-    found = iter(words)
-    return all(any(word == one or word.startswith(f"{one}-") for word in found) for one in part)
+    remaining = iter(words)
+    return all(any(word == part_word or word.startswith(f"{part_word}-") for word in remaining) for part_word in part)

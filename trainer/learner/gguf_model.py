@@ -164,8 +164,8 @@ def _tensors(reader: _Reader, count: int) -> tuple[int, int]:
             raise _RefusedError(f"tensor {name[:80]} has {elements} elements; restore the file")
         reader.skip(4 + 8)  # type and offset
         total += elements
-        if found := _BLOCK.match(name):
-            layers = max(layers, int(found[1]) + 1)
+        if match := _BLOCK.match(name):
+            layers = max(layers, int(match[1]) + 1)
     return layers, total
 
 

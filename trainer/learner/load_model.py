@@ -204,14 +204,14 @@ def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -
 
 def check_attention(model: Any, padding_reason: str | None, device: torch.device, dims: ParallelDims) -> str:
     """Return the name of a model's attention, ``padded`` where transformers' own is used; raises NoAttentionKernel."""
-    found = "padded" if padding_reason is not None else attention_of(model, device)
+    backend = "padded" if padding_reason is not None else attention_of(model, device)
     if not dims.writes_files:
-        return found
+        return backend
     if padding_reason is not None:
         log.warning("rows are padded, and prompts are not shared: slower, and equal", reason=padding_reason)
-    log.info("attention", backend=found, device=device.type)
+    log.info("attention", backend=backend, device=device.type)
     if device.type == "cuda" and model.get_input_embeddings().weight.dtype == torch.float32:
         log.warning(
             "the model trains in float32 on a GPU: several times slower and twice the memory; set model.dtype = bfloat16"
         )
-    return found
+    return backend

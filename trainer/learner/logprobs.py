@@ -107,8 +107,8 @@ class CompletionScorer(nn.Module):
         hidden = read_rows(
             text_body(self.language_model), input_ids, position_ids, layout, packed, shares, self.routing, embedded
         )
-        own, places = shares.own_predictors(predictors, input_ids.shape[1])
-        hidden = hidden.index_select(0, own)
+        local_predictors, places = shares.own_predictors(predictors, input_ids.shape[1])
+        hidden = hidden.index_select(0, local_predictors)
         if hidden_only:
             return hidden
         own_targets = targets if places is None else targets[places]
@@ -172,13 +172,13 @@ class CompletionScorer(nn.Module):
         """
         _, places = self._shares.own_predictors(predictors, num_tokens)
         own_targets = targets if places is None else targets[places]
-        found = []
+        pieces = []
         with torch.no_grad():
             for some_hidden, some_targets in self._pieces(hidden, own_targets):
                 logprobs = F.log_softmax(self.logits(some_hidden), dim=-1)
                 chosen = logprobs.gather(1, some_targets[:, None])[:, 0]
-                found.append(torch.stack([chosen, torch.logsumexp(2.0 * logprobs, dim=-1)]))
-        return self._shares.whole(torch.cat(found, dim=1), places, len(targets))
+                pieces.append(torch.stack([chosen, torch.logsumexp(2.0 * logprobs, dim=-1)]))
+        return self._shares.whole(torch.cat(pieces, dim=1), places, len(targets))
 
     def _pieces(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what goes through the output head together: as many pieces on every rank, the last ones empty."""

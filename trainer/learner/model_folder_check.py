@@ -83,10 +83,10 @@ def check_routers(folder: Path, *, router_replay: bool) -> Routers | None:
 
 def _quantisation(config: dict[str, Any]) -> str | None:
     """Return how a model is quantised; None for one that is not, and for MXFP4, which transformers turns into plain weights."""
-    found = config.get("quantization_config")
-    if not found:
+    quantisation = config.get("quantization_config")
+    if not quantisation:
         return None
-    method = str(found.get("quant_method", "unknown"))[:80] if isinstance(found, dict) else "unknown"
+    method = str(quantisation.get("quant_method", "unknown"))[:80] if isinstance(quantisation, dict) else "unknown"
     return None if method == "mxfp4" else method
 
 
@@ -126,9 +126,9 @@ def _check_header(path: Path) -> None:
         raise UnsupportedModel(
             f"{path}: not a safetensors file (its header of {size} bytes is not readable); restore the file"
         ) from None
-    expected, found = 8 + size + _data_bytes(header), path.stat().st_size
-    if found < expected:
-        raise UnsupportedModel(f"{path}: {found:,} bytes, its header says {expected:,}: it is cut off; copy it again")
+    expected, actual = 8 + size + _data_bytes(header), path.stat().st_size
+    if actual < expected:
+        raise UnsupportedModel(f"{path}: {actual:,} bytes, its header says {expected:,}: it is cut off; copy it again")
     for name, kind in kinds.items():
         if name.endswith((".weight", ".bias")) and kind not in _FLOATS:
             raise UnsupportedModel(
@@ -175,9 +175,9 @@ def check_vision(settings: TrainerSettings) -> None:
                 f"model.train_vision_tower = true, and model.path = {settings.model.path} reads text alone; set it to false"
             )
         return
-    if found := list(_not_exact(settings)):
+    if unsupported := list(_not_exact(settings)):
         raise ConfigError(
-            f"model.path = {settings.model.path} reads images, and is not trained with {'; '.join(found)}"
+            f"model.path = {settings.model.path} reads images, and is not trained with {'; '.join(unsupported)}"
         )
 
 
@@ -214,8 +214,8 @@ def check_environments(settings: TrainerSettings, num_with_images: Mapping[str |
     ``num_with_images`` are the rows with images of each evaluated source, by name, and of data.train, by None.
     """
     for source, num in num_with_images.items():
-        own = None if source is None else settings.eval.of(source).environment
-        environment = own or settings.rollout.environment
+        source_environment = None if source is None else settings.eval.of(source).environment
+        environment = source_environment or settings.rollout.environment
         if num and environment != SINGLE_TURN:
             data, setting = ("data.train", "rollout.environment") if source is None else _of_source(source)
             raise ConfigError(

@@ -102,7 +102,7 @@ def load_written_by_deepspeed(engine: Any, folder: Path, *, num_ranks: int, stri
     """Read ``folder`` into an engine; raises CheckpointError for another number of ranks or a broken folder."""
     try:
         with _without_pickled_code():
-            found, state = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=strict)
+            loaded_path, state = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=strict)
     except Exception as err:  # DeepSpeed and torch raise many kinds of errors for a broken folder
         if "Error(s) in loading state_dict" in str(err):
             raise another_model(folder, err) from err
@@ -110,7 +110,7 @@ def load_written_by_deepspeed(engine: Any, folder: Path, *, num_ranks: int, stri
             f"checkpoint {folder} is not readable ({type(err).__name__}: {err}); restore it from a copy, or "
             "remove its folder and set trainer.resume_older_step to the step of the one before it"
         ) from err
-    if found is None or state.get("num_ranks") != num_ranks:
+    if loaded_path is None or state.get("num_ranks") != num_ranks:
         raise CheckpointError(
             f"checkpoint {folder} was written by {(state or {}).get('num_ranks', 'an unknown number of')} rank(s) of a release "
             f"whose checkpoints need as many, this run has {num_ranks}; start it with the same trainer.num_ranks once: "
@@ -177,10 +177,13 @@ class OptimizerState:
     def capture(self, state: Mapping[str, Any]) -> Shard:
         steps, fragments = 0.0, []
         for place in self.places():
-            own = self.base.state.get(place.stepped, {})
-            steps = max(steps, float(own.get("step", 0.0)))
+            param_state = self.base.state.get(place.stepped, {})
+            steps = max(steps, float(param_state.get("step", 0.0)))
             if place.is_written:
-                tensors = {WEIGHT: place.stepped, **{kind: own[kind] for kind in MOMENTS if kind in own}}
+                tensors = {
+                    WEIGHT: place.stepped,
+                    **{kind: param_state[kind] for kind in MOMENTS if kind in param_state},
+                }
                 copies = {
                     kind: part_of(tensor, place).to("cpu", torch.float32, copy=True) for kind, tensor in tensors.items()
                 }
@@ -212,26 +215,28 @@ class OptimizerState:
             return files.read(place.name, kind, place.start, place.num, self._parts.get(place.name))
 
         part_of(place.stepped, place).copy_(stored(WEIGHT))
-        own = self.base.state[place.stepped]
+        param_state = self.base.state[place.stepped]
         for kind in MOMENTS:
-            if kind in kinds and kind not in own:
-                own["step"] = torch.zeros((), dtype=torch.float32)
-                own[kind] = torch.zeros_like(place.stepped).detach()
-            if kind in own:
-                part_of(own[kind], place).copy_(stored(kind) if kind in kinds else torch.zeros(place.num))
-        if own:
-            own["step"].fill_(float(files.state[_STEPS]))
+            if kind in kinds and kind not in param_state:
+                param_state["step"] = torch.zeros((), dtype=torch.float32)
+                param_state[kind] = torch.zeros_like(place.stepped).detach()
+            if kind in param_state:
+                part_of(param_state[kind], place).copy_(stored(kind) if kind in kinds else torch.zeros(place.num))
+        if param_state:
+            param_state["step"].fill_(float(files.state[_STEPS]))
 
     def _check_shapes(self, files: ShardFiles) -> None:
-        own = {name: list(self._weights.whole_shape(p)) for name, p in self._named.items()}
-        if own != files.shapes:
+        model_shapes = {name: list(self._weights.whole_shape(p)) for name, p in self._named.items()}
+        if model_shapes != files.shapes:
             differing = sorted(
-                name for name in own.keys() | files.shapes.keys() if own.get(name) != files.shapes.get(name)
+                name
+                for name in model_shapes.keys() | files.shapes.keys()
+                if model_shapes.get(name) != files.shapes.get(name)
             )
             name = differing[0]
             raise ValueError(
                 f"{name} has shape {files.shapes.get(name, '(not there)')} in the checkpoint, and "
-                f"{own.get(name, '(not there)')} in the model"
+                f"{model_shapes.get(name, '(not there)')} in the model"
             )
 
     def places(self) -> Iterator[Place]:
@@ -257,8 +262,10 @@ class OptimizerState:
         partitions = zero.fp32_groups_flat_partition if flat is None else flat  # None: bf16 with float32 gradients
         for name, parameter in self._named.items():
             if (mapping := parameter._hp_mapping) is not None:  # None: other ranks have all of it
-                own, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-                yield Place(name, own.start, own.numel, partitions[mapping.param_group_index], place.start)
+                lp_fragment, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+                yield Place(
+                    name, lp_fragment.start, lp_fragment.numel, partitions[mapping.param_group_index], place.start
+                )
 
     def _partitioned_places(self) -> Iterator[Place]:
         zero = self._engine.optimizer

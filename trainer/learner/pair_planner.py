@@ -66,13 +66,15 @@ class PairPlanner:
     def prepare(
         self, pairs: Sequence[Pair], stored: Tensor | None = None
     ) -> tuple[list[PairBatch], PreferenceObjective]:
-        own = list(self._own(pairs, stored))
+        numbered = list(self._own(pairs, stored))
         mean_tokens, kl = mean_tokens_of(pairs), self.kl(pairs)
         if self._couples:
-            answers = self._gathered(own, len(pairs))
+            answers = self._gathered(numbered, len(pairs))
             losses, *gradients = coupled_loss(self.preference, answers, mean_chosen_tokens=mean_tokens, kl=kl)
-            own = [(part, _with_gradients(batch, part, losses, torch.stack(gradients))) for part, batch in own]
-        return [batch for _, batch in own], PreferenceObjective(self.preference, len(pairs), mean_tokens, kl)
+            numbered = [
+                (part, _with_gradients(batch, part, losses, torch.stack(gradients))) for part, batch in numbered
+            ]
+        return [batch for _, batch in numbered], PreferenceObjective(self.preference, len(pairs), mean_tokens, kl)
 
     def answers(self, pairs: Sequence[Pair], stored: Tensor | None = None) -> Answers:
         """Return the answers of all pairs, over all ranks, as the policy scores them now; collective."""
@@ -80,10 +82,10 @@ class PairPlanner:
 
     def reference_sums(self, pairs: Sequence[Pair], reference: Scorer) -> Tensor:
         """Return each answer's weighed log-probability under a policy, [2 P] float64, over all ranks; collective."""
-        found = torch.zeros(2 * len(pairs), dtype=torch.float64)
+        sums = torch.zeros(2 * len(pairs), dtype=torch.float64)
         for part, batch in self._micro_batches(pairs):
-            found[_places(part)] = self._sums(reference, batch)
-        return torch.tensor(self._dims.sum(found.tolist()), dtype=torch.float64)
+            sums[_places(part)] = self._sums(reference, batch)
+        return torch.tensor(self._dims.sum(sums.tolist()), dtype=torch.float64)
 
     def kl(self, pairs: Sequence[Pair]) -> float:
         """Return the KL, at least 0, on each prompt with the answers of another one; collective."""
@@ -122,16 +124,16 @@ class PairPlanner:
     def _sums(self, scorer: Scorer, batch: PairBatch) -> Tensor:
         return answer_sums(scorer.logprobs(batch).cpu(), batch, self.preference.length_alpha)[1]
 
-    def _gathered(self, own: Iterable[Numbered], num_pairs: int) -> Answers:
-        found = torch.zeros(5, 2 * num_pairs, dtype=torch.float64)
-        for part, batch in own:
+    def _gathered(self, numbered: Iterable[Numbered], num_pairs: int) -> Answers:
+        table = torch.zeros(5, 2 * num_pairs, dtype=torch.float64)
+        for part, batch in numbered:
             answers = answers_of(self._policy.logprobs(batch).cpu(), batch, self.preference.length_alpha)
             places = _places(part)
             weights = torch.ones_like(answers.plain) if answers.weights is None else answers.weights
             values = answers.plain, answers.weighed, answers.reference, answers.lengths, weights
-            for row, value in zip(found, values, strict=True):
+            for row, value in zip(table, values, strict=True):
                 row[places] = value
-        summed = self._dims.sum(found.flatten().tolist())
+        summed = self._dims.sum(table.flatten().tolist())
         return Answers(*torch.tensor(summed, dtype=torch.float64).view(5, -1))
 
 
@@ -168,10 +170,10 @@ class MixedObjective:
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         if not isinstance(batch, PairBatch):
             return self.groups(logprobs, batch, **scores)
-        found = self.pairs(logprobs, batch)
-        sums = {"loss": found.loss.detach(), **found.sums}
+        outcome = self.pairs(logprobs, batch)
+        sums = {"loss": outcome.loss.detach(), **outcome.sums}
         return Outcome(
-            loss=self.coefficient * found.loss,
+            loss=self.coefficient * outcome.loss,
             sums={f"{_PREFIX}{name}": value for name, value in sums.items()},
             maxima={},
         )
@@ -219,15 +221,15 @@ def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    own = {name.removeprefix(_PREFIX): value for name, value in sums.items() if name.startswith(_PREFIX)}
-    if not own:
+    pair_sums = {name.removeprefix(_PREFIX): value for name, value in sums.items() if name.startswith(_PREFIX)}
+    if not pair_sums:
         return {}
-    means = mean_metrics(own, int(own["num_chosen"]))
+    means = mean_metrics(pair_sums, int(pair_sums["num_chosen"]))
     return {
-        "pair_loss": own["loss"],
+        "pair_loss": pair_sums["loss"],
         "pair_accuracy": means["rewards/accuracies"],
         "pair_margin": means["rewards/margins"],
         "pair_reward_chosen": means["rewards/chosen"],
         "pair_reward_rejected": means["rewards/rejected"],
-        "pairs_trained": int(own["num_chosen"]),
+        "pairs_trained": int(pair_sums["num_chosen"]),
     }

@@ -94,9 +94,11 @@ class WeightShares:
     def norm(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Return the norm of all gradients, each given with its parameter; whole ones count once. Collective."""
         if self.group is None:
-            return float(torch.stack([one.norm() for _, one in gradients]).norm()) if gradients else 0.0
-        own = [one for parameter, one in gradients if self.group.index == 0 or cut_of(parameter) is not None]
-        total = torch.stack([one.double().square().sum() for one in own]).sum()
+            return float(torch.stack([gradient.norm() for _, gradient in gradients]).norm()) if gradients else 0.0
+        counted = [
+            gradient for parameter, gradient in gradients if self.group.index == 0 or cut_of(parameter) is not None
+        ]
+        total = torch.stack([gradient.double().square().sum() for gradient in counted]).sum()
         return float(self.group.sum(total).sqrt())
 
 

@@ -49,8 +49,8 @@ class Planner:
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
             every_row = all_rows(batch, self._learner.capacity(self._budget))
-            found = self._learner.reference_gaps(every_row, batch, form=algorithm.reward_kl_form)
-            gaps = by_trajectory(batch, found)
+            row_gaps = self._learner.reference_gaps(every_row, batch, form=algorithm.reward_kl_form)
+            gaps = by_trajectory(batch, row_gaps)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
         plan = make_plan(
@@ -87,8 +87,8 @@ class Planner:
             return {}
         used = self._state.kl.coefficient
         self._state.kl.update(measured, self._num_rows)
-        found = {"kl_coefficient": used}
-        return found if self._reward_kl is None else {**found, "reward_kl": self._reward_kl}
+        reported = {"kl_coefficient": used}
+        return reported if self._reward_kl is None else {**reported, "reward_kl": self._reward_kl}
 
     def document(self) -> dict[str, Any]:
         return self._state.to_document()

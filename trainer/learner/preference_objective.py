@@ -50,7 +50,7 @@ def build_pairs(pairs: Sequence[Pair], references: Tensor | None = None) -> Pair
 def mismatched(pairs: Sequence[Pair]) -> list[Pair]:
     """Return each prompt with the answers of the pair before it, the first with those of the last, as TRL does."""
     before = [*pairs[-1:], *pairs[:-1]]
-    return [Pair(one.prompt, other.chosen, other.rejected) for one, other in zip(pairs, before, strict=True)]
+    return [Pair(pair.prompt, other.chosen, other.rejected) for pair, other in zip(pairs, before, strict=True)]
 
 
 def answer_sums(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) -> tuple[Tensor, Tensor]:
@@ -158,11 +158,11 @@ def coupled_loss(
     preference: Preference, answers: Answers, *, mean_chosen_tokens: float, kl: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of each pair of a whole batch, and its mean's gradients to weighed and plain sums, each [2 P]."""
-    weighed, plain = (one.detach().requires_grad_(True) for one in (answers.weighed, answers.plain))
+    weighed, plain = (tensor.detach().requires_grad_(True) for tensor in (answers.weighed, answers.plain))
     leaves = Answers(plain, weighed, answers.reference, answers.lengths)
     losses = preference.per_pair(leaves, mean_chosen_tokens=mean_chosen_tokens, kl=kl)
-    found = torch.autograd.grad(losses.mean(), (weighed, plain), allow_unused=True)
-    gradients = [torch.zeros_like(plain) if one is None else one for one in found]
+    grads = torch.autograd.grad(losses.mean(), (weighed, plain), allow_unused=True)
+    gradients = [torch.zeros_like(plain) if tensor is None else tensor for tensor in grads]
     return losses.detach(), gradients[0], gradients[1]
 
 
@@ -191,11 +191,11 @@ def mean_metrics(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
     counts = {"chosen": sums["num_chosen"], "rejected": sums["num_rejected"]}
     if set(counts.values()) == {float(num_pairs)}:
         return {name: value / num_pairs for name, value in sums.items() if "/" in name}
-    found = {
+    means = {
         name: value / counts[side]
         for name, value in sums.items()
         if (side := name.rpartition("/")[2]) in counts and "/" in name and counts[side]
     }
     if all(counts.values()):
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means

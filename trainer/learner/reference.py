@@ -33,10 +33,12 @@ def park(module: nn.Module, device: torch.device) -> None:
 class _Hooks:
     def __init__(self, part: nn.Module, device: torch.device) -> None:
         self._part, self._device = part, device
-        self._parked = {name: one for name, one in part._parameters.items() if one is not None}
+        self._parked = {name: weight for name, weight in part._parameters.items() if weight is not None}
         for parameter in self._parked.values():
-            found = parameter.data.to("cpu")
-            parameter.data = found.pin_memory() if (device.type == "cuda") and not found.is_pinned() else found
+            host_copy = parameter.data.to("cpu")
+            parameter.data = (
+                host_copy.pin_memory() if (device.type == "cuda") and not host_copy.is_pinned() else host_copy
+            )
 
     def fetch(self, *_: object) -> None:
         for name, parked in self._parked.items():

@@ -82,7 +82,7 @@ class Shard:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"{one.name}#{kind}": t for one in self.fragments for kind, t in one.tensors.items()}
+        tensors = {f"{part.name}#{kind}": t for part in self.fragments for kind, t in part.tensors.items()}
         document = {
             "format": _FORMAT if not self.parts else _FORMAT_OF_PARTS,
             "rank": self.rank,
@@ -92,7 +92,7 @@ class Shard:
             "state": dict(self.state),
         }
         if self.parts:
-            document["parts"] = {name: [one.cut.dim, one.cut.count, one.index] for name, one in self.parts.items()}
+            document["parts"] = {name: [part.cut.dim, part.cut.count, part.index] for name, part in self.parts.items()}
         header: dict[str, Any] = {"__metadata__": {"shard": json.dumps(document)}}
         end = 0
         for key, tensor in tensors.items():
@@ -159,12 +159,13 @@ class ShardFiles:
         shape = self.shapes[name]
         if cut is None:
             return self._read(f"{name}#{kind}", 0, math.prod(shape)).view(shape)
-        own = list(shape)
-        own[cut.dim] //= cut.count
-        found = [
-            self._read(f"{_of_part(name, number)}#{kind}", 0, math.prod(own)).view(own) for number in range(cut.count)
+        part_shape = list(shape)
+        part_shape[cut.dim] //= cut.count
+        pieces = [
+            self._read(f"{_of_part(name, number)}#{kind}", 0, math.prod(part_shape)).view(part_shape)
+            for number in range(cut.count)
         ]
-        return torch.cat(found, dim=cut.dim)
+        return torch.cat(pieces, dim=cut.dim)
 
     def _read(self, key: str, start: int, num: int) -> Tensor:
         parts = [
@@ -268,9 +269,9 @@ class CaptureSlot:
 
 
 class CheckpointWriter:
-    def __init__(self, own: CaptureSlot, ranks: Ranks | None) -> None:
+    def __init__(self, slot: CaptureSlot, ranks: Ranks | None) -> None:
         """``own`` is this rank's copy. Made on all ``ranks``, of which those but 0 only answer; None: one process is alone."""
-        self._orders = RankOrders(own, ranks, "checkpoint", OSError)
+        self._orders = RankOrders(slot, ranks, "checkpoint", OSError)
 
     def write(self, folder: Path) -> None:
         """Write them below a shared folder (rank 0); raises OSError naming ranks, or RankUnresponsive."""

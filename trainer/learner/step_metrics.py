@@ -55,8 +55,8 @@ def layer_groups(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
 
     A tied output head is in ``embedding``. A parameter that no rule knows is in ``other``.
     """
-    found = {name: _BLOCK.search(name) for name in names}
-    blocks = {name: int(block[1]) if block else None for name, block in found.items()}
+    matches = {name: _BLOCK.search(name) for name in names}
+    blocks = {name: int(block[1]) if block else None for name, block in matches.items()}
     num_blocks = max((number for number in blocks.values() if number is not None), default=-1) + 1
     return {
         name: (_kind(name, in_block=number is not None), *([] if number is None else [_range(number, num_blocks)]))
@@ -117,7 +117,7 @@ class StepWatch:
         """Watch AdamW; ``is_left_out`` is asked once for each step that is about to be made."""
         self._optimizer, self._places, self._groups = optimizer, places, groups
         self._is_left_out = is_left_out
-        self._names = sorted({group for own in groups.values() for group in own})
+        self._names = sorted({group for assigned in groups.values() for group in assigned})
         self._squares: dict[str, list[float]] = {}  # of gradient, update and weights, by group
         self._leaves_out: bool | None = None
         self._taken: list[list[Any]] = []
@@ -136,7 +136,7 @@ class StepWatch:
         """Return what the step since `begin` did, over all ranks; ``norm`` is that of the whole gradient, before clipping."""
         flat = add_up([value for name in self._names for value in self._squares[name]])
         by_name = {name: flat[3 * number : 3 * number + 3] for number, name in enumerate(self._names)}
-        kinds = {own[0] for own in self._groups.values()}  # every parameter is in exactly one of these
+        kinds = {assigned[0] for assigned in self._groups.values()}  # every parameter is in exactly one of these
         by_name[ALL] = [sum(by_name[kind][number] for kind in kinds) for number in range(3)]
         total = by_name[ALL][0]
         return {
@@ -228,7 +228,7 @@ class KeptRows:
     @classmethod
     def joined(cls, parts: Sequence[KeptRows]) -> KeptRows:
         empty = [np.empty(0, dtype) for dtype in _KEPT_DTYPES]
-        columns = zip(empty, *((one.rows, one.counts, one.logprobs, one.outcomes) for one in parts), strict=True)
+        columns = zip(empty, *((part.rows, part.counts, part.logprobs, part.outcomes) for part in parts), strict=True)
         arrays: list[Any] = list(map(np.concatenate, columns))
         return cls(*arrays)
 
@@ -337,8 +337,8 @@ def batch_metrics(passes: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
 
 
 def _mean_layers(steps: Sequence[Mapping[str, LayerMetrics]]) -> dict[str, LayerMetrics]:
-    found = {}
+    means = {}
     for name in steps[0]:
         ratios = [ratio for step in steps if (ratio := step[name].update_ratio) is not None]
-        found[name] = LayerMetrics(fmean(step[name].grad_norm for step in steps), fmean(ratios) if ratios else None)
-    return found
+        means[name] = LayerMetrics(fmean(step[name].grad_norm for step in steps), fmean(ratios) if ratios else None)
+    return means

@@ -164,15 +164,15 @@ def make_plan(
         BatchDoesNotFit: A trajectory is longer than a micro-batch may be.
     """
     scored = [group.trained for group in groups]
-    found = credit(scored)
+    batch_credit = credit(scored)
     counts = [n for group in scored for n in group.lengths]
-    kept = [n if w > 0 else 0 for n, w in zip(counts, found.weights, strict=True)]
+    kept = [n if w > 0 else 0 for n, w in zip(counts, batch_credit.weights, strict=True)]
     by_group = _sums(scored, kept)
-    trained = _sums(scored, [int(weight > 0.0) for weight in found.weights])
+    trained = _sums(scored, [int(weight > 0.0) for weight in batch_credit.weights])
     passes = split([place for place, num in enumerate(trained) if num]) if split else None
     parts = passes.groups if passes else (tuple(range(len(groups))),)
     part_of = {group: number for number, part in enumerate(parts) for group in part}
-    totals = [_totals(part, scored, kept, found.rewards, max_completion_tokens) for part in parts]
+    totals = [_totals(part, scored, kept, batch_credit.rewards, max_completion_tokens) for part in parts]
     packs: dict[str, int] = {}
     references: list[BlobRef] = []
     rows: list[PlannedRow] = []
@@ -186,7 +186,7 @@ def make_plan(
         summary = group.scored.generated
         turns = group.group.turns
         for own_rows in group.group.rows_of[: summary.num_trained]:
-            factor, reward = found.weights[position], found.rewards[position]
+            factor, reward = batch_credit.weights[position], batch_credit.rewards[position]
             if factor > 0.0:
                 denominators, success_tokens = totals[part_of[group_number]]
                 weight = factor * sequence_weight(
@@ -195,8 +195,8 @@ def make_plan(
                 sft = sft_coefficient / success_tokens if sft_coefficient and reward > 0 and success_tokens else 0.0
                 for place in own_rows:
                     rows_of_part[part_of[group_number]].append(len(rows))
-                    by_turn = found.of_turns(position, [turn.number for turn in turns[place]])
-                    advantage = found.advantages[position]
+                    by_turn = batch_credit.of_turns(position, [turn.number for turn in turns[place]])
+                    advantage = batch_credit.advantages[position]
                     rows.append(
                         PlannedRow(packs[group.pack.key], summary.row_group, place, advantage, weight, sft, by_turn)
                     )
@@ -209,7 +209,7 @@ def make_plan(
             share += [tuple(part[place] for place in piece) for piece in pieces]
         if passes:
             passes = replace(passes, sizes=(*passes.sizes, len(cut[0])))
-    skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
+    skipped = tuple(sorted((str(reason), count) for reason, count in batch_credit.skipped.items()))
     shares = tuple(map(tuple, micro_batches))
     return StepPlan(tuple(references), tuple(rows), shares, version, skipped, passes=passes)
 
@@ -283,17 +283,20 @@ class PackStore(Protocol):
 
 def groups_of(plan: StepPlan, share: int, ready: Iterable[ReadyGroup], packs: PackStore) -> dict[Place, Group]:
     numbers = {reference.key: number for number, reference in enumerate(plan.packs)}
-    found = {(numbers[one.pack.key], one.scored.generated.row_group): one.group for one in ready}
+    by_place = {
+        (numbers[ready_group.pack.key], ready_group.scored.generated.row_group): ready_group.group
+        for ready_group in ready
+    }
     rows = [plan.rows[number] for numbers_of_rows in plan.micro_batches[share] for number in numbers_of_rows]
     missing: dict[int, set[int]] = {}
     for row in rows:
-        if (row.pack, row.row_group) not in found:
+        if (row.pack, row.row_group) not in by_place:
             missing.setdefault(row.pack, set()).add(row.row_group)
     for pack, row_groups in missing.items():
         order = sorted(row_groups)
         groups = group_pack.decode(packs.get(plan.packs[pack]), order)
-        found |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
-    return found
+        by_place |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
+    return by_place
 
 
 def micro_batches_of(

@@ -49,9 +49,9 @@ def text_body(model: Any) -> Any:
 def saved_name(model: Any, name: str) -> str:
     if tower_of(model) is None:
         return name
-    for own, saved in (("model.visual.", "visual."), ("model.language_model.", "model.")):
-        if name.startswith(own):
-            return saved + name.removeprefix(own)
+    for prefix, saved in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return saved + name.removeprefix(prefix)
     return name
 
 
@@ -96,8 +96,8 @@ class ImageEmbeddings:
 
     def _features(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         dtype = self._tower.patch_embed.proj.weight.dtype
-        found: Tensor = self._tower(pixel_values.to(dtype), grid_thw=grid_thw).pooler_output
-        return found
+        features: Tensor = self._tower(pixel_values.to(dtype), grid_thw=grid_thw).pooler_output
+        return features
 
     def _nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
         config = self._tower.config
@@ -150,13 +150,13 @@ class ImageReader:
         """Return an image's patches, [P, values]; raises ImageRefused if it is not what its row says, and BlobError."""
         ref = image.ref
         with self._lock:
-            found = self._processed.get(ref.sha256)
-        if found is None:
-            found = self._processor.process(self._file(image))
+            processed = self._processed.get(ref.sha256)
+        if processed is None:
+            processed = self._processor.process(self._file(image))
             with self._lock:
-                self._processed.put(ref.sha256, found)
-        self._processor.check(ref, found)
-        return found.pixel_values
+                self._processed.put(ref.sha256, processed)
+        self._processor.check(ref, processed)
+        return processed.pixel_values
 
     def _check_tokens(self, row: Trajectory, known: int) -> None:
         """Refuse other tokens in the place of an image, and tokens of an image that the row does not name among those not sampled.
@@ -180,8 +180,8 @@ class ImageReader:
         if kept is None:
             key = blob_keys.image(image.run_id, ref.sha256)
             kept = self._get(BlobRef(key=key, size_bytes=ref.size_bytes, sha256=ref.sha256))
-            if (found := hashlib.sha256(kept).hexdigest()) != ref.sha256:
-                raise ImageRefused(f"{key} has the sha256 {found}, expected {ref.sha256}: it is another image")
+            if (digest := hashlib.sha256(kept).hexdigest()) != ref.sha256:
+                raise ImageRefused(f"{key} has the sha256 {digest}, expected {ref.sha256}: it is another image")
             with self._lock:
                 self._files.put(ref.sha256, kept)
         return kept

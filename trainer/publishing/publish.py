@@ -210,7 +210,7 @@ class Publisher:
         }
 
     def _announced(self) -> dict[PolicyVersion, WeightsPublished]:
-        found: dict[PolicyVersion, WeightsPublished] = {}
+        announced: dict[PolicyVersion, WeightsPublished] = {}
         subject = subjects.weights_published(self._run_id)
         for message in self._bus.read_stream(f"{self._run_id}-weights", subject).wait():
             try:
@@ -218,8 +218,8 @@ class Publisher:
             except WireError as err:
                 log.warning("message that is no announcement of weights skipped", error=str(err))
                 continue
-            found[PolicyVersion(fact.version)] = fact
-        return found
+            announced[PolicyVersion(fact.version)] = fact
+        return announced
 
     def unpin(self, version: PolicyVersion) -> None:
         with self._changed:

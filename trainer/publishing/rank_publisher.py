@@ -106,8 +106,8 @@ class RankPublisher:
             word_bytes = copy.layout.buckets[number].word_bytes
             self._changes[number] = encoded = bucket_codec.encode(base.raw[number], raw, word_bytes, bucket=number)
             copy.set_xxh3(number, base.xxh3(number) if encoded.codec == "none" else None)
-        found = self._changes.values()
-        return PatchSize(num_bytes=sum(len(e.data) for e in found), num_changed=sum(e.num_changed for e in found))
+        changes = self._changes.values()
+        return PatchSize(num_bytes=sum(len(e.data) for e in changes), num_changed=sum(e.num_changed for e in changes))
 
     @order
     def store_patch(self, copy_id: int, version: PolicyVersion, attempt: str) -> StoredBuckets:
@@ -210,11 +210,11 @@ class StoredObjects:
 class PublishCoordinator:
     """Has every rank publish its buckets. Used by one thread; `store_retained` may run at the same time in another."""
 
-    def __init__(self, own: RankPublisher, ranks: Ranks | None = None) -> None:
+    def __init__(self, publisher: RankPublisher, ranks: Ranks | None = None) -> None:
         """``own`` is this rank's publisher. Made on all ``ranks``, of which those but 0 only answer; without them one process is alone."""
-        self._own = own
-        self._orders = RankOrders(own, ranks, "publisher", PublicationFailed)
-        self._in_background = RankOrders(own, ranks, "full-snapshot", PublicationFailed)
+        self._own = publisher
+        self._orders = RankOrders(publisher, ranks, "publisher", PublicationFailed)
+        self._in_background = RankOrders(publisher, ranks, "full-snapshot", PublicationFailed)
 
     def hold(self, buckets: WeightBuckets) -> None:
         self._own.hold(buckets)
@@ -239,8 +239,8 @@ class PublishCoordinator:
 
     def store_whole(self, copy_id: int, version: PolicyVersion, *, file_name: str = "") -> StoredObjects:
         attempt = secrets.token_hex(4)
-        found = self._orders.ask(RankPublisher.store_whole, "copy", version, attempt, copy_id, file_name)
-        return _joined(attempt, found)
+        stored = self._orders.ask(RankPublisher.store_whole, "copy", version, attempt, copy_id, file_name)
+        return _joined(attempt, stored)
 
     def store_committed(self, version: PolicyVersion) -> StoredObjects:
         attempt = secrets.token_hex(4)

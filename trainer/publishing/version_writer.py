@@ -135,8 +135,8 @@ class VersionWriter:
 
     def small_files(self, dtype: str, *, again: bool = False) -> tuple[ModelFile, ...]:
         if again or dtype not in self._small:
-            found = small_files(self._model_folder, dtype)
-            self._small[dtype] = tuple(self.small_file(name, data) for name, data in found.items())
+            files = small_files(self._model_folder, dtype)
+            self._small[dtype] = tuple(self.small_file(name, data) for name, data in files.items())
         return self._small[dtype]
 
     def small_file(self, name: str, data: bytes) -> ModelFile:
@@ -193,13 +193,13 @@ class AdapterVersions:
         if reference.state_root != base.root:
             return None
         try:
-            found = self._writer.reader().manifest(reference.manifest, PolicyVersion(reference.version))
+            manifest = self._writer.reader().manifest(reference.manifest, PolicyVersion(reference.version))
         except UNUSABLE as err:
             log.warning("the base of the head's version is unreadable", error=str(err))
             return None
-        if found.kind != "anchor":
+        if manifest.kind != "anchor":
             return None
-        self._base = Written(found, reference.manifest)
+        self._base = Written(manifest, reference.manifest)
         return self._base.as_anchor
 
     def store_base(self, base: AdapterBase, label: Label, files: tuple[ModelFile, ...]) -> AnchorRef:

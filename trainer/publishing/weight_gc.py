@@ -74,7 +74,7 @@ class KeptVersionsKey:
 
     def unwritten(self) -> set[PolicyVersion]:
         with self._lock:
-            return {PolicyVersion(one.version) for one in self._unwritten}
+            return {PolicyVersion(kept.version) for kept in self._unwritten}
 
     def update(self, stored: Stored) -> KeptVersions:
         """Add what is due and return the record: results not written yet, milestones, and where the versions are stored.
@@ -149,12 +149,12 @@ def _with_milestones(kept: KeptVersions, stored: Stored, rule: KeepRule) -> Kept
 def _located(kept: KeptVersions, stored: Stored) -> KeptVersions:
     """Add the manifests of the best versions; one that was not found before and is not stored is left out."""
     best, newest = list[KeptVersion](), max(stored, default=PolicyVersion(0))
-    for one in kept.best:
-        version = PolicyVersion(one.version)
-        if one.manifest is not None or is_newer(version, newest):  # published since the head was read
-            best.append(one)
+    for evaluated in kept.best:
+        version = PolicyVersion(evaluated.version)
+        if evaluated.manifest is not None or is_newer(version, newest):  # published since the head was read
+            best.append(evaluated)
         elif version in stored:
-            best.append(one.model_copy(update={"manifest": stored[version][1]}))
+            best.append(evaluated.model_copy(update={"manifest": stored[version][1]}))
         else:
             kept_log.warning("an evaluated version is not stored any more: it is not kept", policy_version=version)
     return kept.model_copy(update={"best": tuple(best)})
@@ -295,13 +295,13 @@ class WeightGc:
 
 
 def _stored(head: BlobRef, chain: Iterable[VersionManifest]) -> Stored:
-    found: dict[PolicyVersion, tuple[int, BlobRef]] = {}
+    stored: dict[PolicyVersion, tuple[int, BlobRef]] = {}
     reference = head
     for manifest in chain:
-        found[PolicyVersion(manifest.version)] = (manifest.step, reference)
+        stored[PolicyVersion(manifest.version)] = (manifest.step, reference)
         if manifest.parent is not None:
             reference = manifest.parent.manifest
-    return found
+    return stored
 
 
 def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:

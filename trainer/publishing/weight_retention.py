@@ -74,7 +74,7 @@ def best_versions(evaluated: Iterable[KeptVersion], *, measure: str, most: int) 
 
     Scores of another measure than ``measure``, that of the newest evaluation, cannot be compared with it and come last.
     """
-    by_version = {one.version: one for one in evaluated}  # a repeated evaluation replaces the earlier one
+    by_version = {kept.version: kept for kept in evaluated}  # a repeated evaluation replaces the earlier one
     ranked = sorted(by_version.values(), key=lambda one: (one.measure == measure, one.score, one.version), reverse=True)
     return tuple(ranked[:most])
 
@@ -94,18 +94,18 @@ def milestone_versions(stored: Iterable[PolicyVersion], rule: KeepRule) -> list[
 
 def assembled_from(kept: Iterable[KeptVersion], manifests: Mapping[str, VersionManifest]) -> set[PolicyVersion]:
     whole = {(m.version, m.state_root) for m in manifests.values() if m.kind == "anchor"}
-    found: set[PolicyVersion] = set()
-    for one in kept:
-        manifest = None if one.manifest is None else manifests.get(one.manifest.key)
+    versions: set[PolicyVersion] = set()
+    for kept_version in kept:
+        manifest = None if kept_version.manifest is None else manifests.get(kept_version.manifest.key)
         start = None if manifest is None else manifest.start
         while manifest is not None:
-            found.add(PolicyVersion(manifest.version))
+            versions.add(PolicyVersion(manifest.version))
             if manifest.base is not None:
-                found.add(PolicyVersion(manifest.base.version))
+                versions.add(PolicyVersion(manifest.base.version))
             if (manifest.version, manifest.state_root) in whole or manifest.version == start or manifest.parent is None:
                 break
             manifest = manifests.get(manifest.parent.manifest.key)
-    return found
+    return versions
 
 
 def expired(retired_at: Mapping[PolicyVersion, float], *, now: float, grace_s: float) -> set[PolicyVersion]:

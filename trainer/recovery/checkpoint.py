@@ -86,13 +86,13 @@ def verify_files(folder: Path, state: CheckpointState) -> None:
     if not state.files:
         log.warning("checkpoint has no hashes of its files; they are not verified", checkpoint=str(folder))
         return
-    found = hash_files(folder)
-    problems = [f"{path}: missing" for path in sorted(state.files.keys() - found.keys())]
-    problems += [f"{path}: not part of the checkpoint" for path in sorted(found.keys() - state.files.keys())]
+    hashes = hash_files(folder)
+    problems = [f"{path}: missing" for path in sorted(state.files.keys() - hashes.keys())]
+    problems += [f"{path}: not part of the checkpoint" for path in sorted(hashes.keys() - state.files.keys())]
     problems += [
-        f"{path}: expected sha256 {state.files[path]}, got {found[path]}"
-        for path in sorted(state.files.keys() & found.keys())
-        if state.files[path] != found[path]
+        f"{path}: expected sha256 {state.files[path]}, got {hashes[path]}"
+        for path in sorted(state.files.keys() & hashes.keys())
+        if state.files[path] != hashes[path]
     ]
     if problems:
         raise CheckpointError(
@@ -105,12 +105,12 @@ def verify_files(folder: Path, state: CheckpointState) -> None:
 def path_of(folder: Path, path: str) -> Path:
     """Return where a file of a checkpoint is; raises CheckpointError for one that its state names outside of the folder."""
     inside = folder.resolve()
-    if not (found := (inside / path).resolve()).is_relative_to(inside):
+    if not (resolved := (inside / path).resolve()).is_relative_to(inside):
         raise CheckpointError(
             f"{folder / STATE_FILE} names the file {path[:200]!r}, which is not in that folder: it was altered, or a folder in it "
             "is a link; restore the folder from a copy"
         )
-    return found
+    return resolved
 
 
 def missing_files(folder: Path, state: CheckpointState) -> list[str]:
@@ -179,7 +179,7 @@ def has_weights_of(root: Path, state: CheckpointState) -> bool:
     folder = root / folder_name(state.step)
     if not folder.exists():
         return False
-    return _is_ours(found := read_state(folder), state, folder) and not missing_files(folder, found)
+    return _is_ours(existing := read_state(folder), state, folder) and not missing_files(folder, existing)
 
 
 def partial_of(root: Path, state: CheckpointState) -> Path:
@@ -191,15 +191,15 @@ def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
     for leftover in root.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover)
     try:
-        found = committed(root)
+        checkpoints = committed(root)
     except (OSError, MalformedFact) as err:
         raise CheckpointError(
             f"a checkpoint is not readable ({err}); restore it from a copy, or remove its folder below {root} and "
             "set trainer.resume_older_step to the step of the one before it"
         ) from None
-    if not found:
+    if not checkpoints:
         return None
-    folder, state = found[-1]
+    folder, state = checkpoints[-1]
     if state.run_id != run_id:
         raise CheckpointError(
             f"{folder} belongs to run {state.run_id}, this is run {run_id}; set run.id to that, or run.dir to another folder"
@@ -221,13 +221,13 @@ def _to_json(state: CheckpointState, files: Mapping[str, str]) -> bytes:
     return data
 
 
-def _is_ours(found: CheckpointState, state: CheckpointState, folder: Path) -> bool:
+def _is_ours(existing: CheckpointState, state: CheckpointState, folder: Path) -> bool:
     """Return True if a folder holds the same weights, written by this session or the one it resumed."""
-    if found.epoch > state.epoch:
+    if existing.epoch > state.epoch:
         raise LeaseLost(
-            f"{folder} was written by a newer trainer (epoch {found.epoch}, this is {state.epoch}); this one exits"
+            f"{folder} was written by a newer trainer (epoch {existing.epoch}, this is {state.epoch}); this one exits"
         )
-    return found.weights_digest == state.weights_digest and found.chapter + 1 == state.chapter
+    return existing.weights_digest == state.weights_digest and existing.chapter + 1 == state.chapter
 
 
 def _replace_state(folder: Path, data: bytes, confirm: Callable[[], None]) -> None:

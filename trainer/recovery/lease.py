@@ -233,11 +233,11 @@ def acquire(
                     "NATS was unreachable while the lease was awaited; its time to expire starts again", run_id=run_id
                 )
                 watched = None  # the holder could not renew either
-            found = None if entry is None else decode(entry.value, Lease)
-            if entry is not None and found is not None and found.holder == mine.holder:
-                return _begin(state, found, entry.revision)  # the answer to this trainer's swap was lost
-            if entry is None or found is None or found.released or _has_expired(watched, entry, found.ttl_s):
-                mine = mine.model_copy(update={"epoch": 1 if found is None else found.epoch + 1})
+            lease = None if entry is None else decode(entry.value, Lease)
+            if entry is not None and lease is not None and lease.holder == mine.holder:
+                return _begin(state, lease, entry.revision)  # the answer to this trainer's swap was lost
+            if entry is None or lease is None or lease.released or _has_expired(watched, entry, lease.ttl_s):
+                mine = mine.model_copy(update={"epoch": 1 if lease is None else lease.epoch + 1})
                 revision = state.swap(streams.LEASE_KEY, encode(mine), entry.revision if entry else None).wait()
                 return _begin(state, mine, revision)
         except (BusUnreachable, CompareAndSwapFailed) as err:
@@ -250,13 +250,13 @@ def acquire(
                 watched = Unchanged(entry.revision, time.monotonic())
                 log.info(
                     "lease held by another trainer; checking whether it is alive",
-                    ttl_s=found.ttl_s,
-                    holder=_describe(found),
+                    ttl_s=lease.ttl_s,
+                    holder=_describe(lease),
                 )
             elif entry.revision != watched.revision:
                 raise RunIsHeld(
-                    f"the lease of run {run_id} is held by {_describe(found)}, which is alive; stop that trainer (kill -TERM "
-                    f"{found.pid} on {found.host}), or set another run.id"
+                    f"the lease of run {run_id} is held by {_describe(lease)}, which is alive; stop that trainer (kill -TERM "
+                    f"{lease.pid} on {lease.host}), or set another run.id"
                 )
         time.sleep(_POLL_S)
 
@@ -326,9 +326,9 @@ def fence(state: KeyValue, epoch: int) -> FencedKey:
     return FencedKey(state, streams.CHECKPOINT_KEY, rewrite_checkpoint)
 
 
-def _refuse_older(found: int, epoch: int) -> None:
-    if found > epoch:
-        raise LeaseLost(f"a trainer of epoch {found} has started since this one (epoch {epoch}) got its lease")
+def _refuse_older(stored_epoch: int, epoch: int) -> None:
+    if stored_epoch > epoch:
+        raise LeaseLost(f"a trainer of epoch {stored_epoch} has started since this one (epoch {epoch}) got its lease")
 
 
 def _begin(state: KeyValue, lease: Lease, revision: int) -> HeldLease:

@@ -88,15 +88,15 @@ def named_code(document: bytes) -> list[str]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:
     """Return nested settings by dotted key, without the addresses of servers."""
-    found: Flat = {}
+    flattened: Flat = {}
     for key, value in values.items():
         if not prefix and key in _CONNECTIONS:
             continue
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flattened |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flattened[f"{prefix}{key}"] = value
+    return flattened
 
 
 def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) -> list[str]:
@@ -106,9 +106,9 @@ def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) ->
     ]
 
 
-def _differing(one: Flat, other: Flat, ignoring: Iterable[str] = ()) -> list[str]:
-    keys = sorted((one.keys() | other.keys()) - set(ignoring))
-    return [key for key in keys if _value(one, key) != _value(other, key)]
+def _differing(recorded: Flat, other: Flat, ignoring: Iterable[str] = ()) -> list[str]:
+    keys = sorted((recorded.keys() | other.keys()) - set(ignoring))
+    return [key for key in keys if _value(recorded, key) != _value(other, key)]
 
 
 def _value(settings: Flat, key: str) -> Any:
@@ -179,7 +179,9 @@ def check_same_ranks(run_folder: Path, num_ranks: int) -> None:
 
     Every rank wrote its random state into it. A checkpoint without any is refused when it is loaded.
     """
-    folders = sorted(one for one in (run_folder / "checkpoints").glob("step*") if not one.name.endswith(PARTIAL))
+    folders = sorted(
+        folder for folder in (run_folder / "checkpoints").glob("step*") if not folder.name.endswith(PARTIAL)
+    )
     if not folders or any(folders[-1].rglob("rank*.safetensors")):
         return
     written_by = len({file.name for file in folders[-1].rglob("random_state_*.bin")})
@@ -222,10 +224,10 @@ def finished_notice(settings: TrainerSettings) -> str | None:
 
     A run is finished when its trainer made all ``trainer.steps``, exported the model, evaluated it and exited.
     """
-    found = _complete_run(settings.run.folder / SUMMARY_FILE, settings.run.id)
-    if found is None or not settings.trainer.resume:
+    completed = _complete_run(settings.run.folder / SUMMARY_FILE, settings.run.id)
+    if completed is None or not settings.trainer.resume:
         return None
-    done, early = found
+    done, early = completed
     folder = settings.run.folder
     steps = settings.trainer.steps if settings.trainer.epochs is None else _counted_steps(settings)
     if steps is None:
@@ -300,19 +302,19 @@ def makes_same_steps(recorded: Path, config: bytes) -> bool:
     return what_steps_read(before) == what_steps_read(flat(json.loads(config)["settings"]))
 
 
-def describe_rolled_back(found: RolledBack, *, resumed_step: int | None, num_again: int = 0) -> str:
-    if resumed_step is None and not found.steps:
+def describe_rolled_back(rolled_back: RolledBack, *, resumed_step: int | None, num_again: int = 0) -> str:
+    if resumed_step is None and not rolled_back.steps:
         return ""
     start = (
         f"resumed at step {resumed_step}"
         if resumed_step is not None
         else "no checkpoint was made yet: training starts again at step 0"
     )
-    if not found.steps:
+    if not rolled_back.steps:
         return f"{start}; no step was lost"
     again = f"; {num_again} steps are made again of the groups they had" if num_again else ""
     return (
-        f"{start}: rolled back {found.steps} steps, {found.groups} groups ({found.seconds:.0f} s of training) since the last "
+        f"{start}: rolled back {rolled_back.steps} steps, {rolled_back.groups} groups ({rolled_back.seconds:.0f} s of training) since the last "
         f"checkpoint; trainer.checkpoint_every_s limits this{again}"
     )
 

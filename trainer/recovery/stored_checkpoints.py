@@ -75,11 +75,11 @@ class StoredCheckpoints:
 
         def send(key: str) -> None:
             self._read_keys.discard(key)
-            found = self._blobs.put_file(key, folder / paths[key]).sha256
-            if found != (expected := state.files[paths[key]]):
+            digest = self._blobs.put_file(key, folder / paths[key]).sha256
+            if digest != (expected := state.files[paths[key]]):
                 self._blobs.delete([key])
                 raise CheckpointError(
-                    f"{folder / paths[key]}: expected sha256 {expected}, got {found}: it was altered after it was committed. "
+                    f"{folder / paths[key]}: expected sha256 {expected}, got {digest}: it was altered after it was committed. "
                     "The checkpoint before it is unchanged in the object store; start the trainer again"
                 )
 
@@ -134,7 +134,7 @@ class StoredCheckpoints:
             if self._epoch_of(key) <= epoch and key not in kept and key.rpartition("/")[0] + "/" not in kept
         )
 
-    def fetch(self, known: bytes | None, found: CheckpointState | None) -> bool:
+    def fetch(self, known: bytes | None, checkpoint: CheckpointState | None) -> bool:
         """Copy the checkpoint that NATS names into the folder, if it is newer; True if it was copied.
 
         Every file is verified against ``state.json``, and that against NATS, before the folder gets its name. Raises BlobError for an
@@ -143,7 +143,7 @@ class StoredCheckpoints:
         wanted = decode(known, CheckpointCommitted) if known is not None else None
         if wanted is None or wanted.step is None or wanted.chapter is None or wanted.state_sha256 is None:
             return False  # no checkpoint was committed
-        if found is not None and found.chapter >= wanted.chapter:
+        if checkpoint is not None and checkpoint.chapter >= wanted.chapter:
             return False
         sizes = self._listed()
         last = next((key for key in sizes if key.endswith(f"/{wanted.state_sha256}/{STATE_FILE}")), None)
@@ -182,8 +182,8 @@ class StoredCheckpoints:
             size = files[key].stat().st_size
             ref = BlobRef(key=key, size_bytes=size, sha256=hashlib.sha256().hexdigest())  # each part has its own
             try:
-                if (found := sizes.get(key)) != size:
-                    raise BlobCorrupt(f"{key}: {found} bytes, expected {size}")
+                if (stored_size := sizes.get(key)) != size:
+                    raise BlobCorrupt(f"{key}: {stored_size} bytes, expected {size}")
                 with files[key].open("rb") as file:
                     for offset in range(0, size, _READ_BACK_BYTES):
                         part = file.read(_READ_BACK_BYTES)

@@ -74,10 +74,10 @@ class LogprobWriter:
             self._lose(numbers.step, f"{_MAX_WAITING} steps wait for the object store")
 
     def _work(self) -> None:
-        while (found := self._waiting.get()) is not None:
-            step = found.header.step
+        while (record := self._waiting.get()) is not None:
+            step = record.header.step
             try:
-                data = step_logprobs.encode(found)
+                data = step_logprobs.encode(record)
                 key = blob_keys.step_logprobs(self._run_id, step, self._epoch, hashlib.sha256(data).hexdigest())
                 self._blobs.put(key, data)
             except PenstockError as err:

@@ -166,16 +166,16 @@ def _by_pass(metrics: StepMetrics) -> dict[str, Any]:
 def layer_fields(by_group: Mapping[str, LayerMetrics]) -> dict[str, Any]:
     layers = dict(by_group)
     whole = layers.pop(ALL, None)
-    ratios = {name: one.update_ratio for name, one in layers.items() if one.update_ratio is not None}
+    ratios = {name: layer.update_ratio for name, layer in layers.items() if layer.update_ratio is not None}
     return {
-        **({"grad_norm_by_layers": {name: one.grad_norm for name, one in layers.items()}} if layers else {}),
+        **({"grad_norm_by_layers": {name: layer.grad_norm for name, layer in layers.items()}} if layers else {}),
         **({"update_ratio": whole.update_ratio} if whole and whole.update_ratio is not None else {}),
         **({"update_ratio_by_layers": ratios} if ratios else {}),
     }
 
 
 def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: sums[key] / num_tokens
         for name, key in (
             ("policy_entropy", "entropy"),
@@ -189,12 +189,12 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
         name.removeprefix("rejected_"): n / num_tokens for name, n in sums.items() if name.startswith("rejected_")
     }
     if by_rule:
-        found["rejected_by"] = by_rule
+        fields["rejected_by"] = by_rule
     if sums.get("ess_weight_squared"):
-        found["ess_lr"] = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+        fields["ess_lr"] = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
     if sums.get("routed"):
-        found["rerouted_fraction"] = sums["rerouted"] / sums["routed"]
-    return found
+        fields["rerouted_fraction"] = sums["rerouted"] / sums["routed"]
+    return fields
 
 
 def environment_metrics(batch: Sequence[ReadyGroup]) -> dict[str, dict[str, Any]]:

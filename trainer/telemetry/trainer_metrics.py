@@ -238,14 +238,14 @@ class QueueReader:
     def read(self) -> None:
         store = self._bus.store_state()
         states = {spec: self._bus.consumer_state(spec) for spec in self._specs}
-        found = {(spec.stream, spec.durable): pending.wait() for spec, pending in states.items()}
+        by_consumer = {(spec.stream, spec.durable): pending.wait() for spec, pending in states.items()}
         self._metrics.queues = {
             names: {
                 "pending": state.num_pending,
                 "ack_pending": state.num_ack_pending,
                 "redelivered": state.num_redelivered,
             }
-            for names, state in found.items()
+            for names, state in by_consumer.items()
         }
         self._metrics.nats_store = store.wait()
 

@@ -34,9 +34,9 @@ class MlflowWriter(TrackerWriter):
         self._entities = library("mlflow.entities")
         self._client = self._mlflow.MlflowClient(tracking_uri=str(uri))
         experiment = self._experiment(destination)
-        found = self._client.search_runs([experiment], f"tags.`{_KEY_TAG}` = '{destination.key}'")
+        runs = self._client.search_runs([experiment], f"tags.`{_KEY_TAG}` = '{destination.key}'")
         tags = {_KEY_TAG: destination.key, **dict.fromkeys(destination.tags, "")}
-        run = found[0] if found else self._client.create_run(experiment, tags=tags, run_name=destination.name)
+        run = runs[0] if runs else self._client.create_run(experiment, tags=tags, run_name=destination.name)
         self._id = run.info.run_id
         self._last_event = int(run.data.metrics.get(EVENT, 0))
         if not run.data.params:
@@ -70,7 +70,7 @@ class MlflowWriter(TrackerWriter):
         """Do nothing: a row is stored when its request returns."""
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
-        """Store a table as MLflow's own tables are stored."""
+        """Store a table as MLflow stores its tables."""
         self._client.log_dict(self._id, {"columns": list(columns), "data": [list(row) for row in rows]}, f"{name}.json")
 
     def file(self, path: Path) -> None:

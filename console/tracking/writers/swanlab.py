@@ -1,7 +1,7 @@
 """SwanLab. Its library can neither be asked what it holds nor flushed.
 
 A figure with the name and step of an earlier one is ignored by the server, so a row that is written again after a kill
-stays one row there; offline (``SWANLAB_MODE=offline``) each session writes a folder of its own, and a row may be in two.
+stays one row there; offline (``SWANLAB_MODE=offline``) each session writes a separate folder, and a row may be in two.
 """
 
 from __future__ import annotations

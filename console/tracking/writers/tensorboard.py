@@ -93,7 +93,11 @@ class TensorBoardWriter(TrackerWriter):
         for path in folder.glob("events.out.tfevents.*"):
             for record in records(path):
                 event = self._proto.Event.FromString(record)
-                numbers = [one.tensor.int64_val for one in event.summary.value if one.tag == EVENT]
+                numbers = [
+                    summary_value.tensor.int64_val
+                    for summary_value in event.summary.value
+                    if summary_value.tag == EVENT
+                ]
                 newest = max([newest, *(number[0] for number in numbers if number)])
         return newest
 

@@ -1,4 +1,4 @@
-"""trackio: a SQLite file where trackio keeps its own (``trackio show``), or in the folder that was chosen.
+"""trackio: a SQLite file where trackio keeps its files (``trackio show``), or in the folder that was chosen.
 
 What the file holds is read back: every row is there exactly once, also after SIGKILL. With options.space_id or
 options.server_url rows go to a server, which is not asked: rows that were on their way at a kill may be there twice.
@@ -40,7 +40,7 @@ class TrackioWriter(TrackerWriter):
         self._last_event: int | None = None
         if self._is_local:
             held = self._storage.get_metric_values(self._project, self._name, EVENT)
-            self._last_event = max((int(one["value"]) for one in held), default=0)
+            self._last_event = max((int(row["value"]) for row in held), default=0)
             self._num_rows = self._storage.get_log_count(self._project, self._name)
         self._run = self._trackio.init(project=self._project, name=self._name, resume="allow", **options)
 

@@ -1,6 +1,6 @@
 """Weights & Biases. What a server holds is asked when a run is resumed: every row is there exactly once.
 
-Offline (``WANDB_MODE=offline``) the library has no way to ask or to flush: each session writes a folder of its own, and
+Offline (``WANDB_MODE=offline``) the library has no way to ask or to flush: each session writes a separate folder, and
 rows that were on their way when all of its processes were killed are missing.
 """
 
@@ -50,7 +50,7 @@ class WandbWriter(TrackerWriter):
         self._run.log({"step": row.step, **row.values}, step=row.event, commit=True)
 
     def flush(self) -> None:
-        """Do nothing: rows are with the library's own process, which survives this one's kill."""
+        """Do nothing: rows are with the library's process, which survives this one's kill."""
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
         """Store a table as an artifact; a row of history for it would take the number of an event."""

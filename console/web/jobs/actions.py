@@ -1,6 +1,6 @@
 """Create, start, pause, resume, stop and remove a run. Each action may be repeated, and returns the run's state.
 
-Run files are checked by the settings code of every service, in a process of its own.
+Run files are checked by the settings code of every service, in a separate process.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def check(
 
 def hidden(document: dict[str, Any], hide: Path) -> dict[str, Any]:
     """Return the document that `penstock config show --json` prints without the folder ``hide``."""
-    own = [key for key in document.get("unread", []) if document["origins"][key].startswith(f"{hide}/")]
-    return json.loads(json.dumps({**document, "unread": own}).replace(f"{hide}/", ""))
+    unread_keys = [key for key in document.get("unread", []) if document["origins"][key].startswith(f"{hide}/")]
+    return json.loads(json.dumps({**document, "unread": unread_keys}).replace(f"{hide}/", ""))
 
 
 def create(web: WebContext, request: RunRequest) -> Path:
@@ -237,14 +237,14 @@ def read_state(folder: Path, *, ask: bool = True) -> RunState:
 def config(folder: Path) -> dict[str, Any]:
     """Return the settings with their origins: those the trainer was last started with, or those that were checked."""
     started = job_file.read_document(folder / "config.json")
-    found = started or job_file.read_document(folder / runs.PLANNED)
-    if found is None:
+    document = started or job_file.read_document(folder / runs.PLANNED)
+    if document is None:
         raise Problem(404, f"run {folder.name} has no stored settings", fix="start it once")
-    return {"run": folder.name, "source": "started" if started else "planned", **found}
+    return {"run": folder.name, "source": "started" if started else "planned", **document}
 
 
 def _left_nothing(web: WebContext, folder: Path) -> bool:
-    """Return True if a run has no store of its own and no servers are configured: it failed before it made either."""
+    """Return True if a run has no local store and no servers are configured: it failed before it made either."""
     if (folder / "store").is_dir():
         return False
     with contextlib.suppress(ConfigError):
@@ -253,14 +253,14 @@ def _left_nothing(web: WebContext, folder: Path) -> bool:
 
 
 def _refuse_services(request: RunRequest, command: str) -> None:
-    given = [name for name in ("workers", "serve") if name in request.model_fields_set]
-    if given:
+    fields = [name for name in ("workers", "serve") if name in request.model_fields_set]
+    if fields:
         raise Problem(
             422,
-            f"{given[0]} comes with {command}",
+            f"{fields[0]} comes with {command}",
             expected=f"{command} without workers and reward files: it trains on given answers",
-            got=f"{given[0]} = {getattr(request, given[0])}",
-            fix=f"leave {given[0]} out",
+            got=f"{fields[0]} = {getattr(request, fields[0])}",
+            fix=f"leave {fields[0]} out",
         )
 
 

@@ -84,11 +84,11 @@ class Launch(BaseModel):
 
 def read(folder: Path) -> Job | None:
     """Return the job of a run's folder; None if the API did not create the run. Raises ConfigError for a damaged file."""
-    found = _read(folder / JOB)
-    if found is None:
+    content = _read(folder / JOB)
+    if content is None:
         return None
     try:
-        return Job.model_validate_json(found)
+        return Job.model_validate_json(content)
     except ValidationError as err:
         raise ConfigError(
             f"{folder / JOB} cannot be read ({err.error_count()} errors); restore it, or remove it and start the run by hand"
@@ -115,11 +115,11 @@ def intent_of(folder: Path) -> Intent:
 
 
 def read_launch(folder: Path) -> Launch | None:
-    found = _read(folder / LAUNCH)
-    if found is None:
+    content = _read(folder / LAUNCH)
+    if content is None:
         return None
     try:
-        return Launch.model_validate_json(found)
+        return Launch.model_validate_json(content)
     except ValidationError:
         return None
 
@@ -129,9 +129,9 @@ def write(folder: Path, job: Job) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    found = _read(path)
+    content = _read(path)
     try:
-        document = json.loads(found or b"null")
+        document = json.loads(content or b"null")
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
@@ -203,27 +203,27 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     if job is None:
         return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped")
     launch = read_launch(folder)
-    found = Found("absent")
+    process = Found("absent")
     launcher = launcher_of(job.launcher)
     if launcher is not None and (ask or launcher.uses_this_machine):
-        found = launcher.find(folder, scheduler_options(job.options, launcher.options), job.handle)
+        process = launcher.find(folder, scheduler_options(job.options, launcher.options), job.handle)
     elif launch is not None and launch.start == job.starts and launch.ended_at is None:
-        found = Found("running")
-    if held and not found.is_alive:
-        found = Found("running", "started outside of this API")
+        process = Found("running")
+    if held and not process.is_alive:
+        process = Found("running", "started outside of this API")
     is_run = job.command == TRAIN
     is_finished = runs.is_finished(folder) if is_run else curves.is_training_finished(folder, job.command)
-    return decide(job, launch, found, is_finished=is_finished)
+    return decide(job, launch, process, is_finished=is_finished)
 
 
 def is_launched(job: Job, launch: Launch | None) -> bool:
     return job.handle_start >= job.starts or (launch is not None and launch.start >= job.starts)
 
 
-def decide(job: Job, launch: Launch | None, found: Found, *, is_finished: bool) -> RunState:
+def decide(job: Job, launch: Launch | None, process: Found, *, is_finished: bool) -> RunState:
     """Return the state that a job, its newest process and its launcher add up to."""
-    if found.is_alive:
-        return _alive(job, found)
+    if process.is_alive:
+        return _alive(job, process)
     if job.error:
         return RunState("failed", job.error)
     if job.intent == "run" and not is_launched(job, launch):
@@ -233,22 +233,22 @@ def decide(job: Job, launch: Launch | None, found: Found, *, is_finished: bool) 
     if job.starts == 0:
         return RunState("created")
     if launch is None or launch.start < job.starts:
-        return RunState("stopped", found.detail)
-    return _ended(job, launch, found)
+        return RunState("stopped", process.detail)
+    return _ended(job, launch, process)
 
 
-def _alive(job: Job, found: Found) -> RunState:
+def _alive(job: Job, process: Found) -> RunState:
     if job.intent == "pause":
         return RunState("pausing", "trains what is under way, then writes a checkpoint and exits")
     if job.intent == "stop":
         return RunState("stopping", "writes a checkpoint and exits")
-    return RunState("waiting" if found.state == "waiting" else "running", found.detail)
+    return RunState("waiting" if process.state == "waiting" else "running", process.detail)
 
 
-def _ended(job: Job, launch: Launch, found: Found) -> RunState:
+def _ended(job: Job, launch: Launch, process: Found) -> RunState:
     code = launch.exit_code
     if code is None:
-        what = found.detail or "its process was killed, or the machine restarted"
+        what = process.detail or "its process was killed, or the machine restarted"
         return RunState("stopped" if job.intent in {"stop", "pause"} else "failed", what)
     if code == 0:
         return RunState("paused" if job.intent == "pause" else "stopped", exit_code=code)

@@ -6,7 +6,7 @@ Pure.
 |---|---|
 | `name` | `run.id`, in the letters that a run's name may have |
 | `model_path`, `train_data_path`, `eval_data_path` | `model.path`, `data.train`, `data.eval` |
-| `algorithm` | `algorithm.name`; `sft`, `dpo` and `rm` are commands of their own |
+| `algorithm` | `algorithm.name`; `sft`, `dpo` and `rm` are separate commands |
 | `learning_rate`, `batch_size`, `rollout_n`, `kl_coef` | `trainer.lr`, `rollout.groups_per_step`, `rollout.group_size`, `algorithm.kl_coefficient` |
 | `num_epochs` | `trainer.epochs` |
 | `context_length` | `data.max_prompt_tokens`: what `rollout.max_new_tokens` leaves of it |
@@ -130,12 +130,12 @@ class RunRequest(BaseModel):
 def run_file_text(request: RunRequest) -> str:
     fields = [name for name in (*_DIRECT, *_COMPUTED[1:3]) if getattr(request, name) is not None]
     if request.run_file is not None:
-        if given := [*fields, *(["settings"] if request.settings is not None else [])]:
+        if conflicts := [*fields, *(["settings"] if request.settings is not None else [])]:
             raise Problem(
                 422,
-                f"run_file comes with {', '.join(given)}",
+                f"run_file comes with {', '.join(conflicts)}",
                 expected="run_file alone, or settings with job fields",
-                got=f"run_file and {', '.join(given)}",
+                got=f"run_file and {', '.join(conflicts)}",
                 fix="write these settings into run_file",
             )
         return request.run_file
@@ -165,8 +165,8 @@ def run_file_text(request: RunRequest) -> str:
 def _keys(command: Command) -> dict[str, tuple[str, str]]:
     if command == "train":
         return _DIRECT
-    own = {name: (command, key) for name, key in _OF_SECTION.items()}
-    return {"model_path": _DIRECT["model_path"], **own}
+    section_keys = {name: (command, key) for name, key in _OF_SECTION.items()}
+    return {"model_path": _DIRECT["model_path"], **section_keys}
 
 
 def _refuse_rollouts(request: RunRequest, command: Command) -> None:
@@ -219,13 +219,13 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _length(sections: dict[str, Any], section: str) -> None:
-    own = sections.get(section)
-    if isinstance(own, dict) and {"steps", "epochs"} <= own.keys():
+    table = sections.get(section)
+    if isinstance(table, dict) and {"steps", "epochs"} <= table.keys():
         raise Problem(
             422,
             "the request has steps and epochs",
             expected=f"the length of the run once: {section}.steps, or {section}.epochs or the job field num_epochs",
-            got=f"{section}.steps = {own['steps']}, {section}.epochs = {own['epochs']}",
+            got=f"{section}.steps = {table['steps']}, {section}.epochs = {table['epochs']}",
             fix="leave one out",
         )
 

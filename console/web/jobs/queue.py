@@ -34,18 +34,18 @@ QUEUE_LOCK = ".console-queue.lock"
 
 def folders(runs_dir: Path) -> list[Path]:
     try:
-        found = list(runs_dir.iterdir())
+        paths = list(runs_dir.iterdir())
     except OSError:
         return []
-    named = [path for path in found if RUN_ID.fullmatch(path.name) and not path.is_symlink()]
+    named = [path for path in paths if RUN_ID.fullmatch(path.name) and not path.is_symlink()]
     return [path for path in named if (path / job_file.JOB).exists()]
 
 
 def remove_unfinished(runs_dir: Path) -> None:
     """Remove what a killed API left of runs that it was creating for more than an hour."""
-    for one in runs_dir.glob(f"{UNFINISHED}*"):
-        if one.is_dir() and not one.is_symlink() and time.time() - one.stat().st_mtime > _UNFINISHED_S:
-            shutil.rmtree(one, ignore_errors=True)
+    for folder in runs_dir.glob(f"{UNFINISHED}*"):
+        if folder.is_dir() and not folder.is_symlink() and time.time() - folder.stat().st_mtime > _UNFINISHED_S:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def queued(runs_dir: Path) -> list[tuple[Path, Job]]:
@@ -108,8 +108,10 @@ def run_arguments(arguments: Sequence[str], run_file: Path, run: str, runs_dir: 
     A training on given answers takes the run files of the console alone: overrides such as nats.url are for services, and
     its command refuses what it does not read.
     """
-    given = arguments if command == job_file.TRAIN else [str(file) for file in split_arguments(arguments)[0]]
-    return [*given, str(run_file), f"run.id={run}", f"run.dir={runs_dir}"]
+    console_arguments = (
+        arguments if command == job_file.TRAIN else [str(file) for file in split_arguments(arguments)[0]]
+    )
+    return [*console_arguments, str(run_file), f"run.id={run}", f"run.dir={runs_dir}"]
 
 
 def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
@@ -125,9 +127,9 @@ def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
 
 def _num_running(runs_dir: Path) -> int:
     return sum(
-        run_folder.is_locked(one / LOCK) or run_folder.is_lock_held(one)
-        for one in runs_dir.iterdir()
-        if RUN_ID.fullmatch(one.name)
+        run_folder.is_locked(folder / LOCK) or run_folder.is_lock_held(folder)
+        for folder in runs_dir.iterdir()
+        if RUN_ID.fullmatch(folder.name)
     )
 
 

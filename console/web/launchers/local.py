@@ -1,4 +1,4 @@
-"""A process on this machine, in a session of its own: it goes on when the API is killed, and is found by the lock it holds."""
+"""A process on this machine, in a separate session: it goes on when the API is killed, and is found by the lock it holds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Local(Launcher):
                 start_new_session=True,
             )
         deadline = time.monotonic() + _START_S
-        while (found := job_file.read_launch(start.folder)) is None or found.start < start.number:
+        while (launch := job_file.read_launch(start.folder)) is None or launch.start < start.number:
             if (code := process.poll()) is not None or time.monotonic() > deadline:
                 what = f"ended with exit code {code}" if code is not None else f"did not begin within {_START_S:.0f} s"
                 raise Problem(409, f"the process of run {start.run} {what}", fix=f"read {logs / LOG}")
@@ -66,7 +66,7 @@ class Local(Launcher):
         launch = job_file.read_launch(folder)
         if launch is None or not is_locked(folder / LOCK):
             return
-        if force:  # the run's own process: its children end with it, and run_process records its end
+        if force:  # the process of the run itself: its children end with it, and run_process records its end
             send(launch.child, launch.child_started, signal.SIGKILL)
         elif not send(launch.pid, launch.pid_started, signal.SIGINT):
             send(launch.child, launch.child_started, signal.SIGINT)  # run_process was killed

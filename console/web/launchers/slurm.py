@@ -82,10 +82,10 @@ class Slurm(Launcher):
 
     def stop(self, folder: Path, options: BaseModel, handle: str, *, force: bool) -> None:
         """Cancel a pending job; a running one gets SIGINT, and writes a checkpoint."""
-        found = self.find(folder, options, handle)
-        if not found.is_alive:
+        job = self.find(folder, options, handle)
+        if not job.is_alive:
             return
-        gently = found.state == "running" and not force
+        gently = job.state == "running" and not force
         ask(["scancel", *(["--signal=INT", "--batch"] if gently else []), handle], absent=_NO_JOB)
 
 

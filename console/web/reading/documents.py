@@ -81,18 +81,18 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
 def bands(view: PageView, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the newest value of each figure that has a healthy band, and a sentence for those outside."""
     diagnosed = {diagnose.key: f"{diagnose.what} {diagnose.cure}" for diagnose in snapshot.diagnoses}
-    found = []
+    rows = []
     for name, (low, high, key) in BANDS.items():
         value = view.series.latest(name)
         if value is None:
             continue
         is_healthy = (low is None or value >= low) and (high is None or value <= high)
         sentence = "" if is_healthy else diagnosed.get(key, _OUTSIDE.get(name, _generic(name, value, low, high)))
-        found.append(
+        rows.append(
             {"name": name, "label": LABELS.get(name, name), "value": value, "low": low, "high": high,
              "is_healthy": is_healthy, "sentence": sentence}
         )  # fmt: skip
-    return found
+    return rows
 
 
 def _generic(name: str, value: float, low: float | None, high: float | None) -> str:
@@ -104,11 +104,11 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
     splits: dict[str, list[Any]] = {}
     for point in view.evals:
         splits.setdefault(point.split, []).append(point)
-    found = []
+    rows = []
     for split, points in splits.items():
         newest = points[-_MAX_EVALUATIONS:]
         measured = held_out([Evaluation(p.step, p.accuracy, p.reward) for p in newest])
-        found.append(
+        rows.append(
             {
                 "split": split,
                 "measure": measured.measure,
@@ -120,7 +120,7 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
                 ],
             }
         )  # fmt: skip
-    return found
+    return rows
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
         alive = [line for line in lines if line["role"] == role and line["alive"]]
         named: dict[str, list[float]] = {}
         for line in alive:
-            own = {n: line[n] for n in ("tokens_per_s", "idle_share", "lag", "version") if line[n] is not None}
-            for name, value in {**line["figures"], **own}.items():
+            numbers = {n: line[n] for n in ("tokens_per_s", "idle_share", "lag", "version") if line[n] is not None}
+            for name, value in {**line["figures"], **numbers}.items():
                 named.setdefault(name, []).append(float(value))
         spread[role] = {name: _spread(values) for name, values in sorted(named.items())}
     now = {"newest_version": snapshot.newest_version, "queues": asdict(snapshot.queues)}
@@ -227,10 +227,10 @@ def distribution(values: Sequence[float]) -> dict[str, Any]:
 def flat(settings: Any, prefix: str = "") -> dict[str, str]:
     """Return every setting as ``section.key`` and its value as JSON; a list is one value."""
     if isinstance(settings, Mapping) and settings:
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         for key, value in settings.items():
-            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-        return found
+            values |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+        return values
     return {prefix: json.dumps(settings, ensure_ascii=False)[:MAX_VALUE]} if prefix else {}
 
 

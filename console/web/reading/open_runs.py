@@ -51,15 +51,15 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
     """Return the runs of the folder, and those on the configured NATS server, newest first. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     folder = loaded.settings.run.dir
-    found = {path: _describe(path) for path in runs.run_folders(folder)[:_MAX_RUNS]}
-    lines = [one.line for one in found.values()]
+    known_runs = {path: _describe(path) for path in runs.run_folders(folder)[:_MAX_RUNS]}
+    lines = [known_run.line for known_run in known_runs.values()]
     if connections.is_configured(loaded) and connections.may_answer(loaded.settings.nats.url):
         try:
             with Bus.connect(loaded.settings.nats, name="console-runs", deadline_s=_BROKER_S) as bus:
                 lines = runs.merge(lines, runs.list_broker(bus))
         except BusError:
             pass  # those of the folder are listed; the page shows each of them from its files
-    curve_of = {one.line.run: one.curve for one in found.values()}
+    curve_of = {known_run.line.run: known_run.curve for known_run in known_runs.values()}
     lines = sorted(lines, key=lambda line: line.when, reverse=True)[:_MAX_RUNS]
     return [
         {name: value for name, value in asdict(line).items() if name in _FIELDS} | {"curve": curve_of.get(line.run, [])}
@@ -78,12 +78,12 @@ def _describe(path: Path) -> _Known:
     values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
     size = bucket_size(len(values), _POINTS)
     buckets = [values[at : at + size] for at in range(0, len(values), size)]
-    found = _Known(seen, line, [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets])
+    description = _Known(seen, line, [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets])
     with _lock:
         if len(_known) > 2 * _MAX_RUNS:
             _known.clear()
-        _known[path] = found
-    return found
+        _known[path] = description
+    return description
 
 
 class UnknownRun(PenstockError):
@@ -91,7 +91,7 @@ class UnknownRun(PenstockError):
 
 
 class OpenRuns:
-    """Watches at most `MAX_OPEN` runs in one thread of its own, which starts with the first of them."""
+    """Watches at most `MAX_OPEN` runs in one separate thread, which starts with the first of them."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class OpenRuns:
     def get(self, run_id: str) -> RunReading:
         """Return a run, opening it first if need be. Raises UnknownRun, ConfigError."""
         check_run_id(run_id)
-        found = self._used(run_id)
-        if found is not None:
-            return found
+        open_reading = self._used(run_id)
+        if open_reading is not None:
+            return open_reading
         with self._opening:
-            found = self._used(run_id)
-            if found is not None:
-                return found
+            open_reading = self._used(run_id)
+            if open_reading is not None:
+                return open_reading
             reading = RunReading(NamedRun(run_id, self._arguments, self._environ))
             reading.step()
             if not reading.exists:
@@ -153,11 +153,11 @@ class OpenRuns:
 
     def _used(self, run_id: str) -> RunReading | None:
         with self._lock:
-            found = self._open.get(run_id)
-            if found is None:
+            entry = self._open.get(run_id)
+            if entry is None:
                 return None
-            self._open[run_id] = (found[0], self._monotonic())
-            return found[0]
+            self._open[run_id] = (entry[0], self._monotonic())
+            return entry[0]
 
     def _keep(self, run_id: str, reading: RunReading) -> None:
         with self._lock:

@@ -33,12 +33,12 @@ _MAX_SERVICES = 2000
 
 
 def step_metrics(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return every finite number of a step event by name: its own fields, those named in `report/learning.py`, and tokens/s."""
-    own = {name: found for name, value in data.items() if (found := number(value)) is not None}
-    figures = {name: value for name, value in own.items() if name not in _NOT_A_FIGURE and not name.startswith("_")}
-    seconds = sum(own.get(name, 0.0) for name in ("wait_s", "step_s", "publish_s"))
-    if "tokens_trained" in own and "step_s" in own and seconds > 0:
-        figures.setdefault("tokens_per_s", own["tokens_trained"] / seconds)
+    """Return every finite number of a step event by name: its fields, those named in `report/learning.py`, and tokens/s."""
+    fields = {name: finite for name, value in data.items() if (finite := number(value)) is not None}
+    figures = {name: value for name, value in fields.items() if name not in _NOT_A_FIGURE and not name.startswith("_")}
+    seconds = sum(fields.get(name, 0.0) for name in ("wait_s", "step_s", "publish_s"))
+    if "tokens_trained" in fields and "step_s" in fields and seconds > 0:
+        figures.setdefault("tokens_per_s", fields["tokens_trained"] / seconds)
     return {name[:_MAX_NAME]: value for name, value in (figures | learning.read(data)).items()}
 
 
@@ -183,12 +183,12 @@ def _shown(value: float) -> float | None:
 def histogram(values: Sequence[float], *, bins: int = 20) -> dict[str, Sequence[float]]:
     """Return counts of values between equally spaced edges; of at most eight different values, the counts of each."""
     counts = Counter(values)
-    found = sorted(counts)
-    if not found:
+    distinct = sorted(counts)
+    if not distinct:
         return {"edges": [], "counts": []}
-    low, high = found[0], found[-1]
-    if len(found) <= 8 or max(-low, high) > 1e300:  # such a range has no width that a float can hold
-        return {"edges": found[:bins], "counts": [counts[value] for value in found[:bins]]}
+    low, high = distinct[0], distinct[-1]
+    if len(distinct) <= 8 or max(-low, high) > 1e300:  # such a range has no width that a float can hold
+        return {"edges": distinct[:bins], "counts": [counts[value] for value in distinct[:bins]]}
     edges = [low + (high - low) * number / bins for number in range(bins)]
     inside = [0] * bins
     for value, count in counts.items():
@@ -286,12 +286,12 @@ class PageView(RunView):
             self.beats[beat.role, beat.service_id] = beat
 
     def _version(self, version: int) -> VersionNotes:
-        found = self.versions.get(version)
-        if found is None:
-            found = self.versions[version] = VersionNotes()
+        notes = self.versions.get(version)
+        if notes is None:
+            notes = self.versions[version] = VersionNotes()
             if len(self.versions) > _MAX_VERSIONS:
                 del self.versions[min(self.versions)]
-        return found
+        return notes
 
     def _errors(self, reason: str) -> ErrorNotes:
         if reason not in self.reward_errors and len(self.reward_errors) >= _MAX_REASONS:

@@ -129,9 +129,9 @@ def entries(chapter: LineageChapter, *, is_last: bool = False) -> Iterator[Entry
                 scored=group.scored, staleness=step.staleness(group),
             )  # fmt: skip
     packs = chapter.closed_packs
-    for one in chapter.evaluated:
-        pack = packs[one.pack] if one.pack is not None and one.pack < len(packs) else None
-        yield Entry(one.group_id, "evaluated", chapter.number, "eval", one.num_tokens, pack)
+    for evaluated in chapter.evaluated:
+        pack = packs[evaluated.pack] if evaluated.pack is not None and evaluated.pack < len(packs) else None
+        yield Entry(evaluated.group_id, "evaluated", chapter.number, "eval", evaluated.num_tokens, pack)
     for gone in chapter.dropped:
         pack = packs[gone.pack] if gone.pack is not None and gone.pack < len(packs) else None
         yield Entry(gone.group_id, "dropped", chapter.number, gone.split, gone.num_tokens, pack, gone.reason)
@@ -142,10 +142,10 @@ def entries(chapter: LineageChapter, *, is_last: bool = False) -> Iterator[Entry
 
 
 def parse_cursor(cursor: str) -> tuple[int, int]:
-    found = _CURSOR.fullmatch(cursor)
-    if found is None:
+    match = _CURSOR.fullmatch(cursor)
+    if match is None:
         raise QueryRefused(f"cursor {cursor[:40]!r} is none that a list returned; begin again without it")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def group_row(entry: Entry) -> dict[str, Any]:
@@ -297,9 +297,11 @@ def group_document(entry: Entry, group: Group | None, current: Current | None, p
 
 
 def _trajectory(index: int, entry: Entry, group: Group, rows: range) -> dict[str, Any]:
-    own = [group.trajectories[row] for row in rows]
-    logprobs = [value for one in own for value in one.behaviour_logprobs[one.loss_mask].tolist()]
-    text = own[0].completion_text
+    token_rows = [group.trajectories[row] for row in rows]
+    logprobs = [
+        value for token_row in token_rows for value in token_row.behaviour_logprobs[token_row.loss_mask].tolist()
+    ]
+    text = token_rows[0].completion_text
     scored = entry.scored
     document: dict[str, Any] = {
         "index": index,
@@ -308,14 +310,14 @@ def _trajectory(index: int, entry: Entry, group: Group, rows: range) -> dict[str
         if scored
         else {},
         "finish_reason": group.finish_reasons[index],
-        "is_baseline": own[0].is_baseline,
+        "is_baseline": token_rows[0].is_baseline,
         "completion": text[:MAX_TEXT],
         "is_cut": len(text) > MAX_TEXT,
         "tokens": len(logprobs),
-        "rows": [len(one.token_ids) for one in own],
+        "rows": [len(token_row.token_ids) for token_row in token_rows],
         "logprob_mean": round(mean(logprobs), 5) if logprobs else None,
         "logprob_min": round(min(logprobs), 5) if logprobs else None,
-        "versions": sorted({int(run.version) for one in own for run in one.version_runs}),
+        "versions": sorted({int(run.version) for token_row in token_rows for run in token_row.version_runs}),
         "turns": [],
         "messages": [],
     }
@@ -339,9 +341,9 @@ def _messages(text: str) -> list[dict[str, str]]:
     """Return the conversation as roles and texts; what is no message is shown as JSON."""
     if len(text) > _MAX_MESSAGES_CHARS:
         return [{"role": "", "content": f"{len(text)} characters of conversation; read the pack to see them"}]
-    found = json.loads(text)
+    messages = json.loads(text)
     shown = []
-    for message in found[:MAX_MESSAGES]:
+    for message in messages[:MAX_MESSAGES]:
         is_chat = isinstance(message, dict) and isinstance(message.get("content"), str)
         content = message["content"] if is_chat else json.dumps(message)
         role = str(message.get("role", ""))[:40] if isinstance(message, dict) else ""
@@ -361,24 +363,24 @@ def token_document(
         raise QueryRefused(
             f"trajectory {trajectory} of {group.group_id} has {len(rows)} rows, from 0; there is no {row}"
         )
-    found = group.trajectories[rows[row]]
-    end = min(len(found.token_ids), first + min(count, MAX_TOKENS))
+    token_row = group.trajectories[rows[row]]
+    end = min(len(token_row.token_ids), first + min(count, MAX_TOKENS))
     part = slice(min(first, end), end)
-    ids = found.token_ids[part].tolist()
+    ids = token_row.token_ids[part].tolist()
     trained = current.columns(group, rows[row])
     return {
         "group_id": group.group_id,
         "trajectory": trajectory,
         "row": row,
         "first": part.start,
-        "total": len(found.token_ids),
+        "total": len(token_row.token_ids),
         "ids": ids,
         "texts": texts(ids) if texts is not None else None,
-        "logprobs": [round(value, 5) for value in found.behaviour_logprobs[part].tolist()],
-        "loss_mask": found.loss_mask[part].tolist(),
+        "logprobs": [round(value, 5) for value in token_row.behaviour_logprobs[part].tolist()],
+        "loss_mask": token_row.loss_mask[part].tolist(),
         **{name: trained[name][part] if trained else None for name in ("current_logprobs", "ratios", "outcomes")},
         "current_problem": "" if trained else current.problem or NOT_THIS_ONE,
-        "versions": _versions(found)[part],
+        "versions": _versions(token_row)[part],
         "turns": [list(turn[:3]) for turn in group.turns[rows[row]]][:MAX_MESSAGES],
     }
 

@@ -99,15 +99,15 @@ class RunReading:
 
     def summary(self) -> dict[str, Any]:
         with self._lock:
-            found = documents.summary(
+            document = documents.summary(
                 self._view, self._snapshot(), state=self._state(), is_live=self._watcher is not None
             )
-            return found | {"problem": self.problem, "evaluations": documents.evaluations(self._view)}
+            return document | {"problem": self.problem, "evaluations": documents.evaluations(self._view)}
 
     def metrics(self, names: Sequence[str] | None, *, first: int, last: int | None, points: int) -> dict[str, Any]:
         with self._lock:
-            found = self._view.series.sampled(names, first=first, last=last, points=points)
-            return {"run_id": self.run_id, **found, "names": self._view.series.names}
+            series = self._view.series.sampled(names, first=first, last=last, points=points)
+            return {"run_id": self.run_id, **series, "names": self._view.series.names}
 
     def fleet(self) -> dict[str, Any]:
         with self._lock:
@@ -141,14 +141,14 @@ class RunReading:
             with self.groups() as groups:
                 text = groups.config()
         try:
-            found = json.loads(text or b"null")
+            document = json.loads(text or b"null")
         except (ValueError, RecursionError) as err:
             raise ConfigError(f"the settings of run {self.run_id} cannot be read: {err}") from None
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             raise ConfigError(
                 f"run {self.run_id} has no settings in its folder, and none in the newest part of its record"
             )
-        return found
+        return document
 
     def known_config(self) -> dict[str, Any]:
         if time.monotonic() - self._config[0] > _CONFIG_S:

@@ -78,8 +78,8 @@ def _find(dead: DeadLetters, number: int) -> Letter:
 
 
 def _document(letter: Letter) -> dict[str, Any]:
-    found = letter_document(letter) | {"detail": letter.fact.detail[:_MAX_TEXT]}
-    return found | {"group_ids": found["group_ids"][:_MAX_GROUPS], "num_groups": len(letter.fact.group_ids)}
+    document = letter_document(letter) | {"detail": letter.fact.detail[:_MAX_TEXT]}
+    return document | {"group_ids": document["group_ids"][:_MAX_GROUPS], "num_groups": len(letter.fact.group_ids)}
 
 
 def _cut(group: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,9 @@ def _cut(group: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, str):
             cut[name] = value[:_MAX_TEXT]
         elif isinstance(value, list):
-            cut[name] = [one[:_MAX_TEXT] if isinstance(one, str) else one for one in value[:_MAX_GROUPS]]
+            cut[name] = [
+                element[:_MAX_TEXT] if isinstance(element, str) else element for element in value[:_MAX_GROUPS]
+            ]
         else:
             cut[name] = value
     return cut

@@ -180,10 +180,10 @@ class StoredGroups:
         self._chapters.set_end(self._end(), budget)
         numbers = range(self._chapters.last, 0, -1) if chapter is None else (chapter,)
         for number in numbers:
-            found = self._chapters.chapter(number, budget)
-            if found is None:
+            lineage_chapter = self._chapters.chapter(number, budget)
+            if lineage_chapter is None:
                 break
-            for entry in entries(found, is_last=number == self._chapters.last):
+            for entry in entries(lineage_chapter, is_last=number == self._chapters.last):
                 if entry.group_id == group_id:
                     return entry
         raise QueryRefused(
@@ -201,10 +201,10 @@ class StoredGroups:
             if entry.scored is not None:
                 generated = entry.scored.generated
                 return group_pack.decode(data, [generated.row_group], described=[generated])[0], ""
-            found = [group for group in group_pack.decode(data) if group.group_id == entry.group_id]
+            groups = [group for group in group_pack.decode(data) if group.group_id == entry.group_id]
         except (BlobError, PackError, QueryRefused) as err:
             return None, str(err)
-        return (found[0], "") if found else (None, f"its pack {entry.pack.key} does not hold it")
+        return (groups[0], "") if groups else (None, f"its pack {entry.pack.key} does not hold it")
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:
         """Return the rewards and parts of the newest trained trajectories by name, and from how many steps they are."""
@@ -239,12 +239,12 @@ class StoredGroups:
             return self._blobs.get(ref)
 
         record = StoredRecord.read(self._run_id, self._end(), fetch)
-        found = version_lineage(record, record.last_version if version is None else version)
-        document = asdict(found)
+        full_lineage = version_lineage(record, record.last_version if version is None else version)
+        document = asdict(full_lineage)
         document["chain"] = document["chain"][:500]
-        document["num_links"] = len(found.chain)
+        document["num_links"] = len(full_lineage.chain)
         document["chapters"] = {
-            step.step: c.number for c in record.chapters for step in c.steps if step.step == found.link.step
+            step.step: c.number for c in record.chapters for step in c.steps if step.step == full_lineage.link.step
         }
         return document
 
@@ -290,19 +290,19 @@ class StoredGroups:
         return (number - 1, 0) if number > 1 else None
 
     def _rows(self, entry: Entry, wanted: GroupFilter, budget: ReadBudget, *, texts: bool) -> Iterable[dict[str, Any]]:
-        found = self._texts(entry, budget) if texts or wanted.text else None
+        group_texts = self._texts(entry, budget) if texts or wanted.text else None
         rows = trajectory_rows(entry, wanted) if wanted.each_trajectory else [group_row(entry)]
         needle = wanted.text.casefold()
         kept = []
         for row in rows:
             index = row.get("index")
-            completions: Sequence[str] = () if found is None else found.completions
+            completions: Sequence[str] = () if group_texts is None else group_texts.completions
             if index is not None:
                 completions = completions[index : index + 1]
-            if needle and (found is None or not _contains(needle, found.prompt_text, *completions)):
+            if needle and (group_texts is None or not _contains(needle, group_texts.prompt_text, *completions)):
                 continue
-            if found is not None:
-                row["prompt"] = found.prompt_text[:_EXCERPT]
+            if group_texts is not None:
+                row["prompt"] = group_texts.prompt_text[:_EXCERPT]
                 if index is not None and completions:
                     row["completion"] = completions[0][:_EXCERPT]
             kept.append(row)

@@ -38,17 +38,17 @@ class Current:
 
     def summary(self, group: Group, numbers: range) -> dict[str, Any] | None:
         """Return mean, least and greatest ratio of a trajectory's tokens, and how many the loss clipped or rejected; None: none kept."""
-        own = [(group.trajectories[number], self.rows[number]) for number in numbers if number in self.rows]
-        if not own:
+        pairs = [(group.trajectories[number], self.rows[number]) for number in numbers if number in self.rows]
+        if not pairs:
             return None
-        found = np.concatenate([_ratios(row, kept) for row, kept in own])
-        if not len(found):
+        ratios = np.concatenate([_ratios(row, kept) for row, kept in pairs])
+        if not len(ratios):
             return None
-        outcomes = np.concatenate([kept.outcomes for _, kept in own])
+        outcomes = np.concatenate([kept.outcomes for _, kept in pairs])
         return {
-            "mean": float(f"{found.mean():.5g}"),
-            "min": float(f"{found.min():.5g}"),
-            "max": float(f"{found.max():.5g}"),
+            "mean": float(f"{ratios.mean():.5g}"),
+            "min": float(f"{ratios.min():.5g}"),
+            "max": float(f"{ratios.max():.5g}"),
             "num_clipped": int((outcomes & (CLIPPED | DUAL_CLIPPED) > 0).sum()),
             "num_rejected": int((outcomes & REJECTED > 0).sum()),
         }
@@ -62,15 +62,15 @@ def _ratios(row: Trajectory, kept: KeptRow) -> npt.NDArray[np.float64]:
 def _columns(row: Trajectory, kept: KeptRow) -> dict[str, list[Any]]:
     """Return log-probability, ratio and outcome of every token of a row, None where none was sampled."""
     places = np.flatnonzero(row.loss_mask).tolist()
-    found: dict[str, list[Any]] = {
+    columns: dict[str, list[Any]] = {
         name: [None] * len(row.token_ids) for name in ("current_logprobs", "ratios", "outcomes")
     }
     values = zip(places, kept.logprobs.tolist(), _ratios(row, kept).tolist(), kept.outcomes.tolist(), strict=True)
     for place, logprob, ratio, outcome in values:
-        found["current_logprobs"][place] = round(logprob, 5)
-        found["ratios"][place] = float(f"{ratio:.5g}")
-        found["outcomes"][place] = ", ".join(text for bit, text in OUTCOMES.items() if outcome & bit)
-    return found
+        columns["current_logprobs"][place] = round(logprob, 5)
+        columns["ratios"][place] = float(f"{ratio:.5g}")
+        columns["outcomes"][place] = ", ".join(text for bit, text in OUTCOMES.items() if outcome & bit)
+    return columns
 
 
 class RecentObjects(Generic[K, V]):
@@ -108,15 +108,15 @@ class StoredLogprobs:
         if entry.step is None or entry.epoch is None or entry.pack is None:
             return Current(problem=NOT_TRAINED.get(entry.status, "The record has no step of this group."))
         try:
-            found = self._read(entry.step, entry.epoch)
-            if found is None:
+            logprobs = self._read(entry.step, entry.epoch)
+            if logprobs is None:
                 return Current(problem=why_absent(entry.step, storing))
             versions = entry.trained_version, entry.made_version
-            if (found.header.trained_version, found.header.made_version) != versions:
+            if (logprobs.header.trained_version, logprobs.header.made_version) != versions:
                 return Current(problem=f"What is stored of step {entry.step} is of other versions than the record's.")
-            rows = found.group(entry.group_id, entry.pack.sha256)
+            rows = logprobs.group(entry.group_id, entry.pack.sha256)
             if rows is None:
-                return Current(problem=why_not_this_group(entry.step, len(found.header.groups), storing))
+                return Current(problem=why_not_this_group(entry.step, len(logprobs.header.groups), storing))
             _check(rows, group)
         except (BlobError, PackError) as err:
             return Current(problem=str(err))
@@ -138,9 +138,9 @@ class StoredLogprobs:
             reference = BlobRef(key=stats[0].key, size_bytes=size, sha256=sha256)
         except ValueError:
             raise PackError(f"{stats[0].key}: its name is no sha256; remove it") from None
-        found = step_logprobs.decode(self._blobs.get(reference), run_id=self._run_id, step=step)
-        self._cache.put(prefix, found, size)
-        return found
+        logprobs = step_logprobs.decode(self._blobs.get(reference), run_id=self._run_id, step=step)
+        self._cache.put(prefix, logprobs, size)
+        return logprobs
 
 
 def _check(rows: Mapping[int, KeptRow], group: Group) -> None:

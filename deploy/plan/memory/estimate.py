@@ -72,17 +72,17 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
     is_offloaded = method.offload != "none"
     master, width = FLOAT32 * trained // method.zero_ranks, method.width
     bucket = min(trained, REDUCE_BUCKET)
-    own = method.gradient_width * trained // method.zero_ranks
+    gradient_shard = method.gradient_width * trained // method.zero_ranks
     accumulated: Mapping[str, int] = {}  # on the host, where it is offloaded
     if method.zero_stage == 1:
         passes = backward = {"gradients": method.gradient_width * trained}
         reduction = {**backward, "copy for the reduction": method.gradient_width * bucket}
         if method.sums_apart:
-            reduction["own gradients"] = own
+            reduction["own gradients"] = gradient_shard
     else:
-        passes = {} if is_offloaded and not method.sums_apart else {"own gradients": own}
+        passes = {} if is_offloaded and not method.sums_apart else {"own gradients": gradient_shard}
         if is_offloaded and several and not method.sums_apart:
-            accumulated = {"accumulated gradients": own}
+            accumulated = {"accumulated gradients": gradient_shard}
         backward = {**(passes if several else {}), "reduction bucket": width * bucket}
         copies = width + (FLOAT32 if method.sums_apart else 0)  # as it is, and in the dtype of the sums
         reduction = {**passes, **backward, "copies for the reduction": copies * bucket}
@@ -95,7 +95,9 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
             later_passes=Needs(passes),
             backward=Needs(backward),
             reduction=Needs(reduction),
-            step=Needs({**left, **({"own gradients": own} if method.sums_apart else {})}, _temporary(master)),
+            step=Needs(
+                {**left, **({"own gradients": gradient_shard} if method.sums_apart else {})}, _temporary(master)
+            ),
         )
     return ZeroStates(
         held=Needs(_optimizer(master)),
@@ -110,20 +112,20 @@ def _of_stage_3(trained: int, method: Method) -> ZeroStates:
     """The bucket and the own share of the gradients are never freed."""
     master = FLOAT32 * trained // method.zero_ranks
     bucket = {"reduction bucket": method.gradient_width * min(trained, REDUCE_BUCKET)}
-    own = {"gradients": method.gradient_width * trained // method.zero_ranks}
+    gradient_shard = {"gradients": method.gradient_width * trained // method.zero_ranks}
     copied = bucket["reduction bucket"]
     reduction = Needs({"copy for the reduction": copied}, cpu={"copy that gloo makes": copied})
     in_float32 = {"gradients in float32": master}
     if method.offload != "none":
         return ZeroStates(
-            held=Needs(bucket, {**_optimizer(master), **own, **in_float32}),
+            held=Needs(bucket, {**_optimizer(master), **gradient_shard, **in_float32}),
             later_passes=Needs(),
             backward=Needs(),
             reduction=reduction,
             step=Needs({}, _temporary(master)),
         )
     return ZeroStates(
-        held=Needs({**_optimizer(master), **own, **bucket}),
+        held=Needs({**_optimizer(master), **gradient_shard, **bucket}),
         later_passes=Needs(),
         backward=Needs(),
         reduction=reduction,

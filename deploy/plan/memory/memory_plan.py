@@ -186,14 +186,14 @@ def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggest
         return Suggestion(change.settings, MemoryPlan(change.inputs).peak(on_gpu=on_gpu))
 
     kinds = list(_changes(inputs, on_gpu=on_gpu))
-    alone = [found for changes in kinds if (found := _first(map(tried, changes), limit))]
+    alone = [suggestion for changes in kinds if (suggestion := _first(map(tried, changes), limit))]
     if alone:
         return alone
     combined = _Change((), inputs)
     for number in range(len(kinds)):
         steps = [combined.then(step) for step in list(_changes(combined.inputs, on_gpu=on_gpu))[number]]
-        if found := _first(map(tried, steps), limit):
-            return [found]
+        if suggestion := _first(map(tried, steps), limit):
+            return [suggestion]
         combined = min([combined, *steps], key=lambda change: tried(change).peak)
     return []
 

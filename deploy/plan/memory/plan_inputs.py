@@ -92,16 +92,16 @@ class PlanInputs:
         passes = (2 if method.lora_rank else 4) + (4 if method.checkpointing else 2)
         pair_passes = 4 if method.checkpointing else 3
         of_head = (4 if method.lora_rank else 6) * shape.table
-        found = []
+        num_operations = []
         for bins in self._passes:
-            tokens, predictors = sum(one for one, _ in bins), sum(sampled for _, sampled in bins)
+            tokens, predictors = sum(num_tokens for num_tokens, _ in bins), sum(sampled for _, sampled in bins)
             pairs = tokens * self.row_tokens / 2
-            found.append(
+            num_operations.append(
                 passes * shape.active_body * tokens
                 + of_head * predictors
                 + pair_passes * 4 * shape.layers * shape.query * pairs
             )
-        return max(found) / method.sequence_parallel
+        return max(num_operations) / method.sequence_parallel
 
 
 def plan_inputs(
@@ -117,9 +117,9 @@ def plan_inputs(
     that a model does not allow.
     """
     lora, algorithm = settings.model.lora, settings.algorithm
-    for one, where in ((shape, "model.path"), (reference, "algorithm.reference_path"), (critic, "critic.path")):
-        if one is not None:
-            settings.trainer.layout.check(one.config, where)
+    for model_shape, where in ((shape, "model.path"), (reference, "algorithm.reference_path"), (critic, "critic.path")):
+        if model_shape is not None:
+            settings.trainer.layout.check(model_shape.config, where)
     for key in ("kl_form", "reward_kl_form"):
         if algorithm.needs_reference and getattr(algorithm, key) == "full":
             raise NotEstimated(

@@ -23,10 +23,10 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / _GB:.2f} GB" if num_bytes >= _GB else f"{num_bytes / 1e6:.0f} MB"
 
 
-def parse_size(given: str, flag: str) -> int:
-    size = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([MGT]i?B)", given)
+def parse_size(text: str, flag: str) -> int:
+    size = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([MGT]i?B)", text)
     if size is None or float(size[1]) == 0.0:
-        raise ConfigError(f"{flag} {given}: expected a size such as 24GB, 80GiB or 900MB")
+        raise ConfigError(f"{flag} {text}: expected a size such as 24GB, 80GiB or 900MB")
     return int(float(size[1]) * _UNITS[size[2]])
 
 

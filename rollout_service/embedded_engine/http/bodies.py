@@ -181,41 +181,41 @@ class ImageReader:
             source = text if text.startswith("data:") or ":" in text[:16] else {"base64": text}
             data = admission.image_bytes(source)
             name = hashlib.sha256(data).hexdigest()
-            found = self._kept.pop(name, None)
-            if found is None:
-                found = await asyncio.to_thread(_processed, data, self.processor, next(self._numbers))
+            image = self._kept.pop(name, None)
+            if image is None:
+                image = await asyncio.to_thread(_processed, data, self.processor, next(self._numbers))
         except ImageRefused as error:
             raise RequestRefused(f"image_data: {error}") from None
         previous = self._kept.pop(name, None)  # another request may have sent it meanwhile: both have its number then
-        found = previous or found
-        self._kept[name] = found
-        self._num_bytes = sum(one.num_bytes for one in self._kept.values())
+        image = previous or image
+        self._kept[name] = image
+        self._num_bytes = sum(kept.num_bytes for kept in self._kept.values())
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
-        return found
+        return image
 
 
 def _listed(body: GenerateBody) -> list[list[str]]:
-    given = body.image_data
+    image_data = body.image_data
     prompts = body.input_ids if body.text is None else body.text
     is_batch = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
     num_prompts = len(prompts) if is_batch and prompts is not None else 1
-    if given is None:
+    if image_data is None:
         return [[] for _ in range(num_prompts)]
     if not is_batch:
-        listed = [[given] if isinstance(given, str) else given]
-    elif isinstance(given, list) and len(given) == num_prompts:
-        listed = [[one] if isinstance(one, str) else one or [] for one in given]
+        listed = [[image_data] if isinstance(image_data, str) else image_data]
+    elif isinstance(image_data, list) and len(image_data) == num_prompts:
+        listed = [[entry] if isinstance(entry, str) else entry or [] for entry in image_data]
     else:
         raise RequestRefused(f"image_data must be a list with an entry for each of {num_prompts} prompts")
-    found: list[list[str]] = []
+    texts_by_prompt: list[list[str]] = []
     for texts in listed:
         if len(texts) > MAX_IMAGES or not all(isinstance(text, str) for text in texts):
             raise RequestRefused(
                 f"image_data must have up to {MAX_IMAGES} texts for a prompt, got {len(texts)} entries"
             )
-        found.append([text for text in texts if isinstance(text, str)])
-    return found
+        texts_by_prompt.append([text for text in texts if isinstance(text, str)])
+    return texts_by_prompt
 
 
 def with_images(
@@ -234,13 +234,15 @@ def with_images(
                 f"image_positions must rise, and be of tokens {token} of the prompt, got {list(positions)[:16]}"
             )
         places = set(positions)
-        prompt = tuple(_HIDDEN if one == token and at not in places else one for at, one in enumerate(prompt))
+        prompt = tuple(
+            _HIDDEN if token_id == token and at not in places else token_id for at, token_id in enumerate(prompt)
+        )
     try:
-        ids, found = expanded(prompt, [image.admitted for image in images], processor)
+        ids, row_images = expanded(prompt, [image.admitted for image in images], processor)
     except ImageRefused as error:
         raise RequestRefused(f"image_data: {error}") from None
-    whole = tuple(token if one == _HIDDEN else one for one in ids)
-    return whole, None if found is None else Images(found, tuple(image.image for image in images))
+    whole = tuple(token if token_id == _HIDDEN else token_id for token_id in ids)
+    return whole, None if row_images is None else Images(row_images, tuple(image.image for image in images))
 
 
 def _processed(data: bytes, processor: ImageProcessor, number: int) -> ReadImage:

@@ -122,13 +122,13 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
     adapters = _adapters(body.lora_path, len(prompts), model)
     positions = _image_positions(body.image_positions, len(prompts), model)
     sequences = []
-    for given, shown, places, requested, rid, adapter in zip(
+    for raw_prompt, shown, places, requested, rid, adapter in zip(
         prompts, images or [()] * len(prompts), positions, params, rids, adapters, strict=True
     ):
-        prompt, placed = given, None
+        prompt, placed = raw_prompt, None
         if model.image_processor is not None:
-            _check_prompt(given, model)  # while a number below 0 is the sender's
-            prompt, placed = with_images(given, shown, places, model.image_processor)
+            _check_prompt(raw_prompt, model)  # while a number below 0 is the sender's
+            prompt, placed = with_images(raw_prompt, shown, places, model.image_processor)
         _check_prompt(prompt, model)
         start = _input_logprob_start(body, prompt)
         for index in range(num_samples):
@@ -202,17 +202,17 @@ def _adapters(named: str | list[str | None] | None, num_prompts: int, model: Ser
 
 
 def _image_positions(
-    given: list[int] | list[list[int]] | None, num_prompts: int, model: ServedModel
+    positions: list[int] | list[list[int]] | None, num_prompts: int, model: ServedModel
 ) -> Sequences[list[int] | None]:
-    if given is None:
+    if positions is None:
         return [None] * num_prompts
     if model.image_processor is None:
         raise RequestRefused("image_positions: the served model reads no images")
-    lists = [one for one in given if isinstance(one, list)]
-    if len(lists) == num_prompts == len(given):
+    lists = [entry for entry in positions if isinstance(entry, list)]
+    if len(lists) == num_prompts == len(positions):
         return lists
-    numbers = [one for one in given if isinstance(one, int)]
-    if num_prompts == 1 and len(numbers) == len(given):
+    numbers = [entry for entry in positions if isinstance(entry, int)]
+    if num_prompts == 1 and len(numbers) == len(positions):
         return [numbers]
     raise RequestRefused(f"image_positions must hold a list for each of {num_prompts} prompts")
 

@@ -160,7 +160,7 @@ def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
         stop=body.stop,
         sampling_seed=body.seed,
     )
-    input_ids = model.text.encode(rendered, special=False)  # the template writes its own special tokens
+    input_ids = model.text.encode(rendered, special=False)  # the template writes the special tokens itself
     return build_job(GenerateBody(input_ids=input_ids, sampling_params=params), model)
 
 

@@ -79,10 +79,10 @@ def prepare_adapter(
 
     def fuse(index: int, parts: Sequence[tuple[str, int]]) -> LowRank | None:
         pairs = {part: factors.get(f"model.layers.{index}.{part}") for part, _ in parts}
-        given = {part: pair for part, pair in pairs.items() if pair is not None}
-        if not given:
+        adapted_parts = {part: pair for part, pair in pairs.items() if pair is not None}
+        if not adapted_parts:
             return None
-        down = torch.cat([pair.down for pair in given.values()])
+        down = torch.cat([pair.down for pair in adapted_parts.values()])
         up = torch.zeros(sum(width for _, width in parts), down.shape[0])
         row = column = 0
         for part, width in parts:
@@ -116,10 +116,10 @@ class AdapterMix:
         column = numbers.unsqueeze(1)
         return RowAdapters(self._layers, {site: owners != column for site, owners in self._owners.items()})
 
-    def _join(self, given: Sequence[tuple[int, Mapping[Site, LowRank]]]) -> Mapping[Site, LowRank]:
+    def _join(self, numbered_layers: Sequence[tuple[int, Mapping[Site, LowRank]]]) -> Mapping[Site, LowRank]:
         joined: dict[Site, LowRank] = {}
         for site in _SITES:
-            pairs = [(number, layer[site]) for number, layer in given if site in layer]
+            pairs = [(number, layer[site]) for number, layer in numbered_layers if site in layer]
             if not pairs:
                 continue
             device = pairs[0][1].down.device
@@ -155,7 +155,7 @@ class RowAdapters:
 def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str, LowRank]:
     """Return the factors of every adapted layer by its name in the model, multiplied by the scale; raises CheckpointRefused.
 
-    Each ``down`` is [rank, in] in the file's own dtype, each ``up`` [out, rank] in float32.
+    Each ``down`` is [rank, in] in the file's dtype, each ``up`` [out, rank] in float32.
     """
     try:
         raw = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))

@@ -177,10 +177,12 @@ class Transformer:
                 pairs = pairs.repeat_interleave(torch.tensor(copies, device=qkv.device), dim=0)
             stored[row : row + pairs.shape[0], :, :, start : start + length] = pairs
             if start:
-                own = stored[row : row + len(pairs)]
+                cache_rows = stored[row : row + len(pairs)]
                 if len(pairs) != num:  # of each prompt one of its rows
-                    own = own[torch.tensor([0, *copies[:-1]], device=qkv.device).cumsum(0), :, :, : start + length]
-                out = self._attend_behind(query, own[:, :, :, : start + length], start)
+                    cache_rows = cache_rows[
+                        torch.tensor([0, *copies[:-1]], device=qkv.device).cumsum(0), :, :, : start + length
+                    ]
+                out = self._attend_behind(query, cache_rows[:, :, :, : start + length], start)
             else:
                 out = functional.scaled_dot_product_attention(
                     query, key, value, is_causal=True, enable_gqa=heads != kv_heads

@@ -1,6 +1,6 @@
-"""The adapter for the vision tower of transformers: pixel values → what the decoder is given of an image.
+"""The adapter for the vision tower of transformers: pixel values → what the decoder receives of an image.
 
-The modules are transformers' own, built from the model's ``vision_config``: the trainer computes an image with the same ones. Only this
+The modules are those of transformers, built from the model's ``vision_config``: the trainer computes an image with the same ones. Only this
 file of the engine imports transformers, and only for a model with images.
 """
 
@@ -21,7 +21,7 @@ _MODULE_PREFIXES = {"model.visual.": PREFIX, "model.language_model.": "model."}
 
 
 def hub_name(name: str) -> str:
-    """Return a tensor's name as the model hub has it and `save_pretrained` writes it, given it or that in transformers' module."""
+    """Return a tensor's name as the model hub has it and `save_pretrained` writes it, from that name or the one in transformers' module."""
     for prefix, stored in _MODULE_PREFIXES.items():
         if name.startswith(prefix):
             return stored + name.removeprefix(prefix)
@@ -46,14 +46,14 @@ class VisionTower:
         the image processor; ``grid`` is patches in time, height and width.
         """
         dtype = next(iter(tensors.values())).dtype
-        given = pixel_values.to(device=self._device, dtype=dtype)
+        pixels = pixel_values.to(device=self._device, dtype=dtype)
         sizes = torch.tensor([grid], dtype=torch.int64, device=self._device)
         options = {"grid_thw": sizes, "return_dict": True}
-        return torch.func.functional_call(self._module, dict(tensors), (given,), options).pooler_output
+        return torch.func.functional_call(self._module, dict(tensors), (pixels,), options).pooler_output
 
 
 def tower_shapes(vision: Vision) -> dict[str, tuple[int, ...]]:
-    return {f"{PREFIX}{name}": tuple(one.shape) for name, one in _on_meta(vision.tower).state_dict().items()}
+    return {f"{PREFIX}{name}": tuple(tensor.shape) for name, tensor in _on_meta(vision.tower).state_dict().items()}
 
 
 def tower_tensors(

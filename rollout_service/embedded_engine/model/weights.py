@@ -83,7 +83,7 @@ def _experts(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Read every tensor of the model from ``folder``: one model.safetensors, or shards named by the index.
 
-    The tensors are on the CPU in the file's own dtype, each with the expected shape and all numbers finite, by the names in the file: those of
+    The tensors are on the CPU in the file's dtype, each with the expected shape and all numbers finite, by the names in the file: those of
     `expected_shapes`, or all of a model with images by their names in transformers' module (`hub_name`). Raises CheckpointRefused, which
     names the file, the tensor, what was expected and what was found.
     """
@@ -137,8 +137,8 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointRefused(f"{path} is truncated or not a safetensors file: {error}") from error
 
 
-def _check_names(folder: Path, expected: Set[str], found: Set[str]) -> None:
-    missing, unknown = sorted(expected - found), sorted(found - expected)
+def _check_names(folder: Path, expected: Set[str], actual: Set[str]) -> None:
+    missing, unknown = sorted(expected - actual), sorted(actual - expected)
     if missing or unknown:
         parts = []
         if missing:

@@ -102,7 +102,7 @@ class SglangClient(HttpEngineClient):
         redundancy: Redundancy,
         adapter: PolicyVersion | None = None,
     ) -> list[KeptCompletions]:
-        """Sample more completions of every prompt than are kept, each in a request of its own; see `GeneratesRedundantly`."""
+        """Sample more completions of every prompt than are kept, each in a separate request; see `GeneratesRedundantly`."""
         return await generate_redundantly(
             self._sampler, prompts, sampling, redundancy, adapter, self.limits, self._abort
         )
@@ -112,15 +112,15 @@ class SglangClient(HttpEngineClient):
 
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         n, num_aborts = request.n, self._num_aborts
-        prompts = [[*one.prompt, *one.sampled] for one in sequences[::n]]
-        params = [_sampling_params(request.sampling, n, one) for one in sequences[::n]]
+        prompts = [[*resumption.prompt, *resumption.sampled] for resumption in sequences[::n]]
+        params = [_sampling_params(request.sampling, n, resumption) for resumption in sequences[::n]]
         body: dict[str, Any] = {
             "rid": [uuid.uuid4().hex for _ in prompts] if request.single is None else [request.single.name],
             "input_ids": prompts,
             "sampling_params": params[0] if all(param == params[0] for param in params) else params,
             "return_logprob": True,
         }
-        shown = [one.prompt for one in sequences[::n]]
+        shown = [resumption.prompt for resumption in sequences[::n]]
         body |= image_fields(prompts, shown, self.limits.images, takes_positions=self.takes_image_positions)
         has_images = "image_data" in body
         if has_images:

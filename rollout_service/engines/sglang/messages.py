@@ -59,8 +59,8 @@ def read_metrics(exposition: str) -> dict[str, float]:
 
 def patched_bytes(message: str) -> int:
     """Return the bytes that a server's plugin says it touched to apply a patch."""
-    found = re.search(r"penstock: .*\bbytes=(\d+)", message)
-    return 0 if found is None else int(found[1])
+    match = re.search(r"penstock: .*\bbytes=(\d+)", message)
+    return 0 if match is None else int(match[1])
 
 
 def report_of(info: Mapping[str, Any]) -> ServerReport:
@@ -190,15 +190,15 @@ def image_fields(
     others may have the same id. Raises TaskRefused if the model reads no images, or the policy sampled the image token's id, and the server
     would take it for a placeholder.
     """
-    images = [one.images if isinstance(one, ImagePrompt) else None for one in shown]
+    images = [prompt.images if isinstance(prompt, ImagePrompt) else None for prompt in shown]
     if tokens is None:
         refuse_images(shown, "an engine whose model reads text alone")
         return {}
     extra = [
-        sum(token == tokens.image for token in ids) - (found.num_tokens if found is not None else 0)
-        for ids, found in zip(prompts, images, strict=True)
+        sum(token == tokens.image for token in ids) - (row_images.num_tokens if row_images is not None else 0)
+        for ids, row_images in zip(prompts, images, strict=True)
     ]
-    has_images = any(found is not None for found in images)
+    has_images = any(row_images is not None for row_images in images)
     if not has_images and not (takes_positions and any(extra)):
         return {}
     if any(extra) and not takes_positions:
@@ -207,12 +207,14 @@ def image_fields(
             f"the policy sampled token {tokens.image}, which stands for images, in a prompt with images: SGLang would take it for another "
             "image; train the token away, or use the embedded engine",
         )
-    fields: dict[str, Any] = {"input_ids": [collapsed(ids, found) for ids, found in zip(prompts, images, strict=True)]}
+    fields: dict[str, Any] = {
+        "input_ids": [collapsed(ids, row_images) for ids, row_images in zip(prompts, images, strict=True)]
+    }
     if has_images:
-        fields["image_data"] = [_data(one) for one in shown]
+        fields["image_data"] = [_data(prompt) for prompt in shown]
         fields["return_prompt_token_ids"] = True
     if takes_positions:
-        fields["image_positions"] = [_positions(found) for found in images]
+        fields["image_positions"] = [_positions(row_images) for row_images in images]
     return fields
 
 
@@ -224,7 +226,7 @@ def check_expanded(row: Any, expected: Sequence[int]) -> None:
     if token_ids == list(expected):
         return
     pairs = enumerate(zip(token_ids, expected, strict=False))
-    at = next((at for at, (one, other) in pairs if one != other), min(len(token_ids), len(expected)))
+    at = next((at for at, (computed, other) in pairs if computed != other), min(len(token_ids), len(expected)))
     raise ReplyRefused(
         f"the engine computed a prompt of {len(token_ids)} tokens, the row has {len(expected)}; they differ from token {at} on: {token_ids[at : at + 8]} "
         f"and {list(expected[at : at + 8])}. Engine and trainer process images differently: give both the model folder's own "
@@ -249,14 +251,14 @@ def sight_requests(tokens: ImageTokens) -> list[dict[str, Any]]:
 
 def sees(replies: Sequence[Any]) -> bool:
     """Return True if the replies to `sight_requests` show that the pictures were looked at; raises ReplyRefused for other replies."""
-    found: list[list[float]] = []
+    logprobs: list[list[float]] = []
     for reply in replies:
         try:
             triples = reply["meta_info"]["input_token_logprobs"]
-            found.append([float(triple[0]) for triple in triples[-2:]])
+            logprobs.append([float(triple[0]) for triple in triples[-2:]])
         except (KeyError, TypeError, IndexError, ValueError) as err:
             raise ReplyRefused(f"a reply has no log-probabilities of its prompt ({err!r}): {shorten(reply)}") from None
-    return found[0] != found[1]
+    return logprobs[0] != logprobs[1]
 
 
 def _data(prompt: Sequence[int]) -> list[str]:

@@ -26,11 +26,11 @@ class Turns:
 
     def returns(self, discount: float) -> Tensor:
         """Return the discounted sum of each turn's reward and all later ones of its trajectory, [K]."""
-        found = self.rewards.clone()
-        for turn in range(len(found) - 2, -1, -1):
+        discounted = self.rewards.clone()
+        for turn in range(len(discounted) - 2, -1, -1):
             if self.trajectory[turn] == self.trajectory[turn + 1]:
-                found[turn] += discount * found[turn + 1]
-        return found
+                discounted[turn] += discount * discounted[turn + 1]
+        return discounted
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,10 +36,12 @@ def main() -> int:
         query = torch.empty(1, 2 * ratio, 1, size, device=device, dtype=torch.bfloat16)
         key = torch.empty(1, 2, 1, size, device=device, dtype=torch.bfloat16)
         try:
-            found = backends.choose(query, key, key, _TOKENS).name
+            backend = backends.choose(query, key, key, _TOKENS).name
         except NoAttentionKernel as err:
-            found, failed = f"none: {err}", True
-        sys.stdout.write(f"{size:>4} dimensions, {ratio} query heads a key head, bfloat16 on {device.type}: {found}\n")
+            backend, failed = f"none: {err}", True
+        sys.stdout.write(
+            f"{size:>4} dimensions, {ratio} query heads a key head, bfloat16 on {device.type}: {backend}\n"
+        )
     return int(failed)
 
 

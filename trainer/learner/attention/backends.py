@@ -265,9 +265,9 @@ def why_not_exact(backend: Backend, query: Tensor, value: Tensor, ratio: int) ->
     It is computed on a small tree in the dtype of ``query``; the definition in float64 from the same numbers. Raises
     OutOfMemoryError if the device has no memory for the comparison, which says nothing about the backend.
     """
-    layout, given = _small_tree(query, value, ratio)
+    layout, tensors = _small_tree(query, value, ratio)
     try:
-        found = _results(backend, given, layout)
+        computed = _results(backend, tensors, layout)
     except torch.OutOfMemoryError:
         raise
     except (
@@ -280,9 +280,9 @@ def why_not_exact(backend: Backend, query: Tensor, value: Tensor, ratio: int) ->
         AssertionError,
     ) as err:
         return f"it failed ({type(err).__name__}: {str(err).strip()[:300]})"  # a kernel of another torch or device
-    exact = _results(DENSE, [held.double() for held in given], layout)
+    exact = _results(DENSE, [held.double() for held in tensors], layout)
     limit = _LIMITS.get(query.dtype, _LIMIT_OF_OTHERS)
-    for what, some, true in zip(_COMPARED, found, exact, strict=True):
+    for what, some, true in zip(_COMPARED, computed, exact, strict=True):
         error = float((some.double() - true).norm() / true.norm()) / torch.finfo(query.dtype).eps
         if not error <= limit:
             return f"it is not exact: its {what} is {error:.1f} roundings from the true one, and {limit:g} are allowed"
@@ -304,15 +304,15 @@ def _small_tree(query: Tensor, value: Tensor, ratio: int) -> tuple[Layout, list[
     layout = pack(rows, [len(prompt) for prompt in prompts]).layout
     draw = torch.Generator().manual_seed(1)  # of its own: the state of torch's is part of a checkpoint
     kinds = ((2 * ratio, query), (2, query), (2, value), (2 * ratio, value))
-    given = [
+    tensors = [
         torch.randn(1, heads, layout.num_tokens, like.shape[-1], generator=draw).to(query.device, query.dtype)
         for heads, like in kinds
     ]
-    return layout, given
+    return layout, tensors
 
 
-def _results(backend: Backend, given: list[Tensor], layout: Layout) -> list[Tensor]:
-    *inputs, upstream = (held.detach() for held in given)
+def _results(backend: Backend, tensors: list[Tensor], layout: Layout) -> list[Tensor]:
+    *inputs, upstream = (held.detach() for held in tensors)
     scale = inputs[0].shape[-1] ** -0.5
     # A first call inside a checkpointed layer must not save tensors through the layer's hooks: reading them computes it again.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):

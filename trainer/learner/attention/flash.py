@@ -91,8 +91,8 @@ class _CpuAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: _CpuParts, scale: float) -> Tensor:
         out, lse = _token_major(query, _wide(parts, query)), None
         for batch in parts.batches:
-            given = (batch.gather(query), batch.gather(key), batch.gather(value))
-            some, some_lse = _cpu_kernel(*given, scale, batch.mask is None, batch.mask)
+            tensors = (batch.gather(query), batch.gather(key), batch.gather(value))
+            some, some_lse = _cpu_kernel(*tensors, scale, batch.mask is None, batch.mask)
             lse = _like_lse(query, some_lse) if lse is None else lse
             batch.scatter(out, some)
             batch.scatter(lse, some_lse)
@@ -117,21 +117,21 @@ class _CpuAttention(torch.autograd.Function):
         parts, scale, grad = ctx.parts, ctx.scale, grads[0]
         into = [_token_major(held, _wide(parts, held)) for held in (query, key, value)]
         for batch in parts.batches:
-            given = list(map(batch.gather, (grad, query, key, value, out, lse)))
-            for held, found in zip(
-                into, _cpu_kernel_backward(given, scale, batch.mask is None, batch.mask), strict=True
+            tensors = list(map(batch.gather, (grad, query, key, value, out, lse)))
+            for held, gradient in zip(
+                into, _cpu_kernel_backward(tensors, scale, batch.mask is None, batch.mask), strict=True
             ):
-                batch.scatter(held, found)
+                batch.scatter(held, gradient)
         for start, end in parts.spans:
-            given = [held[:, :, start:end] for held in (grad, query, key, value, out, lse)]
-            for held, found in zip(into, _cpu_kernel_backward(given, scale, True), strict=True):
-                held[:, :, start:end] = found
+            tensors = [held[:, :, start:end] for held in (grad, query, key, value, out, lse)]
+            for held, gradient in zip(into, _cpu_kernel_backward(tensors, scale, True), strict=True):
+                held[:, :, start:end] = gradient
         for link in parts.links:
             below, above = slice(link.end, link.subtree_end), slice(link.start, link.end)
             where = (below, below, above, above, below, below)
-            given = [h[:, :, at] for h, at in zip((grad, query, key, value, out, lse), where, strict=True)]
-            found = _cpu_kernel_backward(given, scale, False)
-            for held, at, some in zip(into, (below, above, above), found, strict=True):
+            tensors = [h[:, :, at] for h, at in zip((grad, query, key, value, out, lse), where, strict=True)]
+            gradient = _cpu_kernel_backward(tensors, scale, False)
+            for held, at, some in zip(into, (below, above, above), gradient, strict=True):
                 held[:, :, at] += some
         return *(held.to(query.dtype) for held in into), None, None
 
@@ -143,9 +143,9 @@ def _cpu_kernel(
     return flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
-def _cpu_kernel_backward(given: Sequence[Tensor], scale: float, is_causal: bool, mask: Tensor | None = None) -> Any:
+def _cpu_kernel_backward(tensors: Sequence[Tensor], scale: float, is_causal: bool, mask: Tensor | None = None) -> Any:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return flash(*given, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return flash(*tensors, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -207,15 +207,17 @@ def _mask(tree: Sequence[Node]) -> np.ndarray:
 
 
 def _alike(ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    found: list[list[tuple[int, int]]] = []
+    batches: list[list[tuple[int, int]]] = []
     for some in sorted(ranges, key=lambda r: (r[0] - r[1], r)):
-        longest = found[-1][0][1] - found[-1][0][0] if found else 0
-        fits = found and some[1] - some[0] >= _LEAST_FILL * longest and (len(found[-1]) + 1) * longest <= _BATCH_TOKENS
+        longest = batches[-1][0][1] - batches[-1][0][0] if batches else 0
+        fits = (
+            batches and some[1] - some[0] >= _LEAST_FILL * longest and (len(batches[-1]) + 1) * longest <= _BATCH_TOKENS
+        )
         if fits:
-            found[-1].append(some)
+            batches[-1].append(some)
         else:
-            found.append([some])
-    return found
+            batches.append([some])
+    return batches
 
 
 def _batch(ranges: Sequence[tuple[int, int]], mask: Tensor | None) -> _Batch:
@@ -278,8 +280,8 @@ class _CudaAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: list[_CudaPart], scale: float) -> Tensor:
         total, lse = torch.empty(0), torch.empty(0)
         for number, part in enumerate(parts):
-            given = (_take(query, part.queries), _take(key, part.keys), _take(value, part.keys))
-            out, out_lse = _cuda_kernel(*given, part, scale)
+            tensors = (_take(query, part.queries), _take(key, part.keys), _take(value, part.keys))
+            out, out_lse = _cuda_kernel(*tensors, part, scale)
             if number == 0:
                 total, lse = (out.float() if len(parts) > 1 else out), out_lse  # lse: [H, T] float32
                 continue
@@ -301,10 +303,15 @@ class _CudaAttention(torch.autograd.Function):
         into = [torch.zeros_like(held, dtype=dtype) for held in (query, key, value)]
         for part in ctx.parts:
             queries, keys = part.queries, part.keys
-            given = (_take(grads[0].contiguous(), queries), _take(query, queries), _take(key, keys), _take(value, keys))
+            tensors = (
+                _take(grads[0].contiguous(), queries),
+                _take(query, queries),
+                _take(key, keys),
+                _take(value, keys),
+            )
             own_lse = lse if queries is None else lse.index_select(1, queries)
-            found = _cuda_kernel_backward(*given, _take(out, queries), own_lse, part, ctx.scale)
-            for held, some, at in zip(into, found, (queries, keys, keys), strict=True):
+            gradients = _cuda_kernel_backward(*tensors, _take(out, queries), own_lse, part, ctx.scale)
+            for held, some, at in zip(into, gradients, (queries, keys, keys), strict=True):
                 if at is None:
                     held += some
                 else:
@@ -316,18 +323,18 @@ def _cuda_kernel(query: Tensor, key: Tensor, value: Tensor, part: _CudaPart, sca
     """Return attention [Q, H, D] and its log-sum-exp [H, Q] float32."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: PLC0415  not in every torch; `backends` says so
 
-    found: Any = varlen_attn(
+    output_and_lse: Any = varlen_attn(
         *(query, key, value, part.query_bounds, part.key_bounds, part.longest_query, part.longest_key),
         return_aux=AuxRequest(lse=True),
         scale=scale,
         window_size=_CAUSAL if part.is_causal else _FULL,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return found
+    return output_and_lse
 
 
-def _cuda_kernel_backward(*given: Any) -> Any:
-    *tensors, part, scale = given
+def _cuda_kernel_backward(*arguments: Any) -> Any:
+    *tensors, part, scale = arguments
     bounds = (part.query_bounds, part.key_bounds, part.longest_query, part.longest_key)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
     unused = torch.empty(0, device=tensors[0].device)

@@ -149,8 +149,8 @@ def read_rows(
         assert embedded is None, "models that read images are computed as packed rows"
         return _read_padded(body, input_ids, layout)
     layout.num_calls = 0
-    given = {"layout": layout, "shares": shares, **experts.given(routing)}
-    hidden = body(**tokens, position_ids=position_ids, use_cache=False, **given).last_hidden_state
+    options = {"layout": layout, "shares": shares, **experts.given(routing)}
+    hidden = body(**tokens, position_ids=position_ids, use_cache=False, **options).last_hidden_state
     expected = body.config.get_text_config().num_hidden_layers
     if layout.num_calls != expected:
         raise UnsupportedModel(
@@ -205,14 +205,16 @@ def _attention(
 
 
 def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
-    given = {name: value for name, value in options.items() if value is not None and name not in _HARMLESS}
-    if given.get("is_causal", False) is True:
-        del given["is_causal"]
-    if given.get("sliding_window", layout.longest_row) >= layout.longest_row:
-        given.pop("sliding_window", None)
-    if given.get("dropout") == 0.0:
-        del given["dropout"]
-    return [f"{name} = {value}" if isinstance(value, (int, float)) else name for name, value in sorted(given.items())]
+    unsupported = {name: value for name, value in options.items() if value is not None and name not in _HARMLESS}
+    if unsupported.get("is_causal", False) is True:
+        del unsupported["is_causal"]
+    if unsupported.get("sliding_window", layout.longest_row) >= layout.longest_row:
+        unsupported.pop("sliding_window", None)
+    if unsupported.get("dropout") == 0.0:
+        del unsupported["dropout"]
+    return [
+        f"{name} = {value}" if isinstance(value, (int, float)) else name for name, value in sorted(unsupported.items())
+    ]
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:

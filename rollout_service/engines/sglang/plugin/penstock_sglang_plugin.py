@@ -74,17 +74,17 @@ def _update(original: Any, updater: Any, model_path: str, load_format: str, *arg
 
 
 def _probe(updater: Any, model: Any, folder: str, prefix: str) -> str:
-    problem, found = "", ParameterMap()
+    problem, parameter_map = "", ParameterMap()
     try:
         _check_server(updater, model)
-        found = build_map(model, folder_tensors(folder))
-        check_map(model, found, folder_tensors(folder))
-        write_map(model, found, f"{prefix}.{updater.tp_rank}.json")
+        parameter_map = build_map(model, folder_tensors(folder))
+        check_map(model, parameter_map, folder_tensors(folder))
+        write_map(model, parameter_map, f"{prefix}.{updater.tp_rank}.json")
     except Exception as error:  # noqa: BLE001  (every rank must reach the agreement)
         problem = reason_of(error)
     if refusals := _agree(bool(problem)):
         raise Refused(problem or f"{refusals} other ranks refuse")
-    return f"penstock: {len(found.blocks)} blocks."
+    return f"penstock: {len(parameter_map.blocks)} blocks."
 
 
 def _check_server(updater: Any, model: torch.nn.Module) -> None:

@@ -59,10 +59,10 @@ class ParameterMap:
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name, each storage once: a tied head is its embedding."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    by_storage: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.setdefault(_storage(tensor), (name, tensor.detach()))
-    return dict(found.values())
+        by_storage.setdefault(_storage(tensor), (name, tensor.detach()))
+    return dict(by_storage.values())
 
 
 def signature(tensor: torch.Tensor) -> str:
@@ -81,8 +81,8 @@ def build_map(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Parame
 
     Only a copy of a view of a tensor is mapped; what a loader computes first is named instead.
     """
-    own = parameters(model)
-    recorder = _Recorder({_storage(tensor): name for name, tensor in own.items()})
+    model_params = parameters(model)
+    recorder = _Recorder({_storage(tensor): name for name, tensor in model_params.items()})
     names: list[str] = []
 
     def feed() -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,7 +96,7 @@ def build_map(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Parame
     with torch.no_grad(), recorder:
         model.load_weights(feed())
     if {name: _storage(tensor) for name, tensor in parameters(model).items()} != {
-        name: _storage(tensor) for name, tensor in own.items()
+        name: _storage(tensor) for name, tensor in model_params.items()
     }:
         raise Refused("a load replaces parameters instead of writing into them")
     seen = {block.tensor for block in recorder.found.blocks}
@@ -107,11 +107,11 @@ def build_map(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Parame
 class _Recorder(TorchDispatchMode):
     """Note each write into a parameter instead of executing it."""
 
-    def __init__(self, own: dict[int, str]) -> None:
+    def __init__(self, name_by_storage: dict[int, str]) -> None:
         super().__init__()
         self.sources: dict[int, tuple[str, torch.Tensor]] = {}
         self.found = ParameterMap()
-        self._own = own
+        self._own = name_by_storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         target = self._written(func, args, kwargs or {})
@@ -155,13 +155,15 @@ def _block(name: str, tensor: torch.Tensor, source: torch.Tensor, parameter: str
     return Block(name, parameter, offset, int(target.storage_offset()), dims or [(1, 1, 1)])
 
 
-def write_map(model: torch.nn.Module, found: ParameterMap, path: str) -> None:
-    own = parameters(model)
+def write_map(model: torch.nn.Module, parameter_map: ParameterMap, path: str) -> None:
+    model_params = parameters(model)
     document = {
-        "signatures": {name: signature(own[name]) for name in sorted({block.parameter for block in found.blocks})},
-        "blocks": [[b.tensor, b.parameter, b.tensor_offset, b.offset, b.dims] for b in found.blocks],
-        "computed": found.computed,
-        "unmapped": found.unmapped,
+        "signatures": {
+            name: signature(model_params[name]) for name in sorted({block.parameter for block in parameter_map.blocks})
+        },
+        "blocks": [[b.tensor, b.parameter, b.tensor_offset, b.offset, b.dims] for b in parameter_map.blocks],
+        "computed": parameter_map.computed,
+        "unmapped": parameter_map.unmapped,
     }
     Path(path).write_text(json.dumps(document), encoding="utf-8")
 
@@ -174,16 +176,16 @@ def folder_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def check_map(model: torch.nn.Module, found: ParameterMap, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_map(model: torch.nn.Module, parameter_map: ParameterMap, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Compare every mapped word with the folder, read-only; raise Refused unless the map explains the parameters whole."""
-    own = parameters(model)
-    covered = dict(found.padding)
+    model_params = parameters(model)
+    covered = dict(parameter_map.padding)
     by_tensor: dict[str, list[Block]] = {}
-    for block in found.blocks:
+    for block in parameter_map.blocks:
         by_tensor.setdefault(block.tensor, []).append(block)
         covered[block.parameter] = covered.get(block.parameter, 0) + block.num_words
-    trained = {name for name, _ in model.named_parameters()} & own.keys()
-    wrong = [n for n in trained - found.computed.keys() if covered.get(n, 0) != own[n].numel()]
+    trained = {name for name, _ in model.named_parameters()} & model_params.keys()
+    wrong = [n for n in trained - parameter_map.computed.keys() if covered.get(n, 0) != model_params[n].numel()]
     if wrong:
         raise Refused(f"{len(wrong)} parameters are not loaded whole from the folder, such as {min(wrong)}")
     for name, tensor in tensors:
@@ -191,7 +193,7 @@ def check_map(model: torch.nn.Module, found: ParameterMap, tensors: Iterable[tup
             sizes = [length for length, _, _ in block.dims]
             offset = tensor.storage_offset() + block.tensor_offset
             there = torch.as_strided(tensor, sizes, [stride for _, stride, _ in block.dims], offset)
-            parameter = own[block.parameter]
+            parameter = model_params[block.parameter]
             here = torch.as_strided(words_of(parameter), sizes, [stride for _, _, stride in block.dims], block.offset)
             if not torch.equal(here, _as_served(there, parameter)):
                 raise Refused(f"{block.parameter} does not hold the words of {name}")
@@ -257,8 +259,8 @@ def read_patch(path: str) -> Patch:
 class _Write:
     """One segment on the device: what is there is gathered and compared first; then it may be written, and undone."""
 
-    def __init__(self, segment: Segment, own: dict[str, torch.Tensor]) -> None:
-        parameter = own.get(segment.parameter)
+    def __init__(self, segment: Segment, model_params: dict[str, torch.Tensor]) -> None:
+        parameter = model_params.get(segment.parameter)
         if parameter is None or signature(parameter) != segment.signature:
             raise Refused(f"{segment.parameter} is not what was mapped")
         self._words = words_of(parameter)
@@ -314,8 +316,8 @@ def apply_patch(model: Any, path: str, served: str, agree: Agree) -> str:
         patch = read_patch(path)
         if served != patch.base:
             raise Refused(f"the patch is of version {patch.base}, the engine serves {served}")
-        own = parameters(model)
-        writes = [_Write(segment, own) for segment in patch.segments]
+        model_params = parameters(model)
+        writes = [_Write(segment, model_params) for segment in patch.segments]
         num_bytes = patch.num_bytes + sum(write.num_bytes for write in writes)
         if strange := int(sum(write.num_strange for write in writes)):
             raise Refused(f"{strange} words are neither those of version {patch.base} nor of {patch.version}")
