@@ -32,6 +32,10 @@ log = structlog.get_logger("rollout.episode")
 _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told so
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
+# The limits of an episode by the codes of their refusals.
+_LIMITS = {
+    "max_turns": "max_turns", "max_stored_tokens": "max_stored_tokens", "context_length_exceeded": "context", "expired": "expired",
+}  # fmt: skip
 
 
 class EpisodeLimits(Section):
@@ -100,7 +104,8 @@ class EpisodeSession:
         self.counts: Counter[str] = Counter()
         self.messages: tuple[Message, ...] = ()  # of the conversation that was answered last, with the answer
         self.versions: tuple[PolicyVersion, PolicyVersion] | None = None  # oldest and newest that sampled a token
-        self.truncated_by = ""  # the limit that refused a request
+        # The limit that refused the last request, or the error code of its failure; empty once one that was begun later is answered.
+        self.truncated_by = self.failed_by = ""
         self.ended = False
         self._model = model
         self._sampler = sampler
@@ -112,6 +117,7 @@ class EpisodeSession:
         self._seed = seed
         self._images = images
         self._num_sampled = 0  # answers begun, each with a seed of its own
+        self._num_requests = self._refused_request = 0  # requests begun; which of them was refused last
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
@@ -141,6 +147,25 @@ class EpisodeSession:
         return build_rows(self.tree.turns)
 
     async def _sample(self, request: AgentRequest) -> SampledTurn:
+        self._num_requests += 1
+        number = self._num_requests
+        try:
+            turn = await self._sampled(request)
+        except RequestRefused as refused:
+            self._note_refusal(refused, number)
+            raise
+        if self.truncated_by == "context" or (number > self._refused_request and self.truncated_by != "expired"):
+            self.truncated_by = self.failed_by = ""
+        return turn
+
+    def _note_refusal(self, refused: RequestRefused, number: int) -> None:
+        if self.truncated_by == "expired" or (refused.code not in _LIMITS and refused.status < 500):
+            return
+        self._refused_request = max(self._refused_request, number)
+        self.truncated_by = _LIMITS.get(refused.code, "")
+        self.failed_by = "" if self.truncated_by else refused.code
+
+    async def _sampled(self, request: AgentRequest) -> SampledTurn:
         self._check_limits()
         self._num_running += 1
         try:
@@ -170,24 +195,21 @@ class EpisodeSession:
         return turn
 
     def _check_limits(self) -> None:
+        limit = self._limits.max_staleness
+        if limit is not None and self.versions is not None and not is_fresh(self.versions[1], self.versions[0], limit):
+            raise RequestRefused(
+                400,
+                "expired",
+                f"episode {self.id} has tokens of version {self.versions[0]}, and version {self.versions[1]} is served; more than "
+                f"{limit} versions apart are not trained: end it",
+            )
         if len(self.tree.turns) + self._num_running >= self._limits.max_turns:
-            self.truncated_by = "max_turns"
             raise RequestRefused(
                 400, "max_turns", f"episode {self.id} has had its {self._limits.max_turns} answers: end it"
             )
         if self._num_running >= self._limits.max_running:
             raise RequestRefused(
                 429, "too_many_requests", f"{self._num_running} requests of episode {self.id} are running: wait for one"
-            )
-
-        limit = self._limits.max_staleness
-        if limit is not None and self.versions is not None and not is_fresh(self.versions[1], self.versions[0], limit):
-            self.truncated_by = "expired"
-            raise RequestRefused(
-                400,
-                "expired",
-                f"episode {self.id} has tokens of version {self.versions[0]}, and version {self.versions[1]} is served; more than "
-                f"{limit} versions apart are not trained: end it",
             )
 
     def _note_versions(self, runs: Sequence[VersionRun]) -> None:
@@ -243,7 +265,6 @@ class EpisodeSession:
         own, context = self._sampling, self._model.context_tokens
         room = own.max_new_tokens if context is None else context - prompt_tokens
         if room < 1:
-            self.truncated_by = "context"
             raise RequestRefused(
                 400,
                 "context_length_exceeded",
@@ -252,7 +273,6 @@ class EpisodeSession:
             )
         max_new = min(own.max_new_tokens, room, request.max_tokens or own.max_new_tokens)
         if self.tree.num_stored_tokens + prompt_tokens + max_new > self._limits.max_stored_tokens:
-            self.truncated_by = "max_stored_tokens"
             raise RequestRefused(
                 400,
                 "max_stored_tokens",
