@@ -232,7 +232,7 @@ async def _answer(
     started = time.monotonic()
     mark = RetryMark(b"turn:%d" % len(session.tree.turns))
     try:
-        turn = await session.answer(AgentRequest(messages, play.tools), mark)
+        turn = await session.answer(AgentRequest(messages, play.tools, conversation="main"), mark)
     except RequestRefused as err:
         if session.truncated_by and session.tree.turns:
             played.problem = str(err) if session.truncated_by == "expired" else ""

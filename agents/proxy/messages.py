@@ -12,13 +12,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.images.admission import AdmittedImage
 
 _KEY_BYTES = 16
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
+Conversation: TypeAlias = Literal["", "main", "side"]  # as an agent declares that of a request; empty: it does not
 Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
 
 
@@ -196,6 +197,7 @@ class AgentRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     reads_calls: bool = True  # False: tool_choice is "none"
+    conversation: Conversation = ""
     overruled: tuple[str, ...] = ()  # fields whose values the task's own sampling replaces, or that have no effect here
 
 

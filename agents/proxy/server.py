@@ -13,14 +13,14 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.messages import AgentRequest, RequestRefused, RetryMark, invalid
+from penstock.agents.proxy.messages import AgentRequest, Conversation, RequestRefused, RetryMark, invalid
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 from penstock.serving import web_server
@@ -102,7 +102,7 @@ class ProxyApp:
         data = await _read_body(receive, limits.max_body_bytes, limits.body_deadline_s)
         try:
             body = _parse(data)
-            request = api.read(body, episode.temperature)
+            request = replace(api.read(body, episode.temperature), conversation=_conversation(scope["headers"]))
             _check_messages(request, limits.max_messages)
         except RequestRefused as refused:
             episode.counts[f"refused.{refused.code}"] += 1
@@ -220,6 +220,13 @@ def _check_messages(request: AgentRequest, most: int) -> None:
         )
     if request.messages[-1].role == "system" and len(request.messages) == 1:
         raise invalid("a system message alone has no answer: add a user's message", "messages")
+
+
+def _conversation(headers: Sequence[tuple[bytes, bytes]]) -> Conversation:
+    declared = next((value.decode("latin-1") for key, value in headers if key == b"x-penstock-conversation"), "")
+    if declared not in ("", "main", "side"):
+        raise invalid(f"x-penstock-conversation is {declared[:40]!r}, expected main or side", "x-penstock-conversation")
+    return declared
 
 
 def _mark(headers: Sequence[tuple[bytes, bytes]], name: str, data: bytes) -> RetryMark:

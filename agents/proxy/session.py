@@ -14,7 +14,8 @@ from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
-from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
+from penstock.agents.proxy.conversations import TrainedConversations, messages_of, scored_turn
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid, root_key
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.rows import TreeRows, build_rows
 from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
@@ -44,6 +45,7 @@ class EpisodeLimits(Section):
         description="When a client's copy of an answer is that answer: strict (equal texts), json (arguments equal as JSON), "
         "echo (outer white space may differ, and the reasoning may be left out).",
     )
+    trained_conversations: TrainedConversations = "all"
     max_turns: int = Field(1000, ge=1, description="Answers of one episode.")
     max_running: int = Field(64, ge=1, description="Requests of one episode that are sampled at once.")
     max_messages: int = Field(4096, ge=1, description="Messages of one request.")
@@ -102,11 +104,11 @@ class EpisodeSession:
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
-        self.messages: tuple[Message, ...] = ()  # of the conversation that was answered last, with the answer
         self.versions: tuple[PolicyVersion, PolicyVersion] | None = None  # oldest and newest that sampled a token
         # The limit that refused the last request, or the error code of its failure; empty once one that was begun later is answered.
         self.truncated_by = self.failed_by = ""
         self.ended = False
+        self._made: TreeRows | None = None  # at its end
         self._model = model
         self._sampler = sampler
         self._sampling = sampling
@@ -141,10 +143,19 @@ class EpisodeSession:
         self.counts["retries_joined"] += joined
         return turn
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The main conversation up to its last answer; once the episode has ended, up to the one that is scored."""
+        turns = self.tree.turns
+        number = self._made.scored if self._made is not None else scored_turn(turns, range(len(turns)))
+        return () if number is None else messages_of(turns[number])
+
     def end(self) -> TreeRows:
         self.ended = True
         self.calls.cancel()
-        return build_rows(self.tree.turns)
+        self._made = made = build_rows(self.tree.turns, self._limits.trained_conversations)
+        self.counts["last_answer_not_scored"] = int(made.scored != made.last)
+        return made
 
     async def _sample(self, request: AgentRequest) -> SampledTurn:
         self._num_requests += 1
@@ -180,14 +191,16 @@ class EpisodeSession:
             raise episode_ended(self.id)
         for name in request.overruled:
             self.counts[f"overruled.{name}"] += 1
-        answer, in_reasoning, num_unparsed = self._read(completion, sampling, plan, reads_calls=request.reads_calls)
+        answer, in_reasoning, num_unparsed = self._read(
+            completion, sampling, plan, reads_calls=request.reads_calls and bool(request.tools)
+        )
         try:
             turn = self.tree.commit(plan, completion, answer, in_reasoning=in_reasoning)
         except ReplyRefused as err:
             self.counts["orphaned_tokens.refused"] += len(completion.token_ids)
             log.warning("an answer was refused", episode=self.id, error=str(err))
             raise RequestRefused(500, "answer_refused", str(err)) from None
-        self.messages = (*plan.found.messages, answer)
+        turn.tools_key, turn.declared = root_key("", request.tools) if request.tools else b"", request.conversation
         self._note_versions(completion.version_runs)
         self.counts["unparsed_calls"] += num_unparsed
         if plan.fork:

@@ -54,6 +54,11 @@ class EpisodeSettings(Section):
         "keep",
         description="What the policy sees of its earlier reasoning: keep all of it, tool_cycle until the next user message, strip it.",
     )
+    trained_conversations: Literal["all", "main"] = Field(
+        "all",
+        description="What is trained of a program's requests: all of its conversations, or the main one alone, without side requests (titles, "
+        "summaries) and sub-agents.",
+    )
     answer_format: str = Field(
         "hermes",
         description="How the model writes calls of tools: hermes, llama, mistral, deepseek, kimi_k2, plain (none), or one of your own.",

@@ -64,10 +64,15 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str, bool]:
     return reasoning.strip("\n"), rest.lstrip("\n"), not end
 
 
-def read_call(value: Any, *, arguments_keys: tuple[str, ...] = ("arguments",)) -> Call | None:
+def read_call(value: Any) -> Call | None:
+    """Return the call of a JSON object with ``name`` and one of ``arguments`` and ``parameters``; None: it is none.
+
+    Without arguments it is none: a tool would run with others than the policy wrote under a key that is not read.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    arguments = next((value[key] for key in arguments_keys if key in value), {})
+    written = [value[key] for key in ("arguments", "parameters") if key in value]
+    arguments = written[0] if len(written) == 1 else None
     if not isinstance(arguments, dict):
         return None
     return Call(value["name"], json.dumps(arguments, ensure_ascii=False))

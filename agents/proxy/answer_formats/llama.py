@@ -21,7 +21,7 @@ class Llama(AnswerFormat):
         calls: list[Call] = []
         while body:
             value, body = _first_value(body)
-            call = read_call(value, arguments_keys=("parameters", "arguments"))
+            call = read_call(value)
             if call is None:
                 return ParsedAnswer(text, num_unparsed=1)
             calls.append(call)

@@ -28,12 +28,23 @@ def test_hermes_reads_every_valid_call_and_leaves_the_others_in_the_text() -> No
     assert [call.name for call in parsed.calls] == ["a"]
     assert parsed.content == f"one  two {bad} three"
     assert parsed.num_unparsed == 1
-    assert calls('<tool_call>{"name": "a"}', "hermes") == [("a", {})]
+    for key in ("arguments", "parameters"):
+        assert calls(f'<tool_call>{{"name": "a", "{key}": {{"x": 1}}}}', "hermes") == [("a", {"x": 1})]
 
 
 @pytest.mark.parametrize(
     "text",
-    ['{"name": 5}', "[]", '{"name": "a", "arguments": "x"}', '{"name": "a", "arguments": {"x": NaN}}', "[" * 100_000],
+    [
+        '{"name": 5}',
+        "[]",
+        '{"name": "a"}',
+        '{"name": "a", "args": {"x": 1}}',
+        '{"name": "a", "arguments": null}',
+        '{"name": "a", "arguments": {}, "parameters": {"x": 1}}',
+        '{"name": "a", "arguments": "x"}',
+        '{"name": "a", "arguments": {"x": NaN}}',
+        "[" * 100_000,
+    ],
 )
 def test_an_invalid_call_stays_text(text: str) -> None:
     whole = f"<tool_call>{text}</tool_call>"
