@@ -237,7 +237,7 @@ class Program(EpisodeEnvironment):
             "PENSTOCK_RESULT": str(folder / "result.json"),
             "PENSTOCK_SEED": str(begun.seed),
             "PENSTOCK_DEADLINE": f"{time.time() + self.settings.episode_deadline_s:.3f}",
-            program_process.MARK: program_process.mark(),
+            program_process.MARK: program_process.episode_mark(),
         }
 
 

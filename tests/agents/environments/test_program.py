@@ -241,6 +241,62 @@ def test_programs_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
     sweeper.close()
 
 
+_LEAVES = {  # how a program leaves a process; PENSTOCK_LEFT is its name
+    "new session": "setsid sleep $NAME &",
+    "nohup": "nohup sleep $NAME >/dev/null 2>&1 &",
+    "double fork": "(setsid sh -c '(sleep '$NAME') & (sleep '$NAME') &' &)",
+    "without its mark": "env -i setsid sleep $NAME </dev/null >/dev/null 2>&1 &",
+    "daemon that starts others": "setsid sh -c 'while :; do env -i sleep '$NAME' & sleep 0.02; done' >/dev/null 2>&1 &",
+    "kills its parent": "env -u X setsid sleep $NAME & kill -9 $PPID",
+    "stops": "setsid sh -c 'kill -STOP $$; sleep 1' $NAME & sh -c 'kill -STOP $$' & setsid sleep $NAME & kill -STOP $!",
+}
+_RUNS_SHELL = """
+import asyncio, os, pathlib, sys
+from penstock.agents.environments import program_process as p
+variables = {"PATH": os.environ["PATH"], p.MARK: p.episode_mark()}
+print(asyncio.run(p.run(["sh", "-c", sys.argv[1]], pathlib.Path("/"), variables, float(sys.argv[2]))), flush=True)
+"""
+
+
+@pytest.mark.parametrize("leaves", _LEAVES.values(), ids=_LEAVES)
+async def test_nothing_outlives_its_episode(leaves: str) -> None:
+    for status, end, deadline_s in ((3, "sleep 0.1; exit 3", 60.0), (None, "sleep 700", 1.0)):
+        name = f"700.{os.getpid()}"
+        variables = {"PATH": os.environ["PATH"], program_process.MARK: program_process.episode_mark()}
+        shell = f"{leaves.replace('$NAME', name)}\n{end}"
+        ended = await program_process.run(["sh", "-c", shell], Path("/"), variables, deadline_s)
+        assert sleeping(name) == []
+        assert ended.status == (-9 if "kill -9" in leaves else status)
+
+
+async def test_nothing_is_left_after_many_episodes() -> None:
+    name, shells = f"710.{os.getpid()}", [one for key, one in _LEAVES.items() if key != "stops"]
+
+    async def episode(number: int) -> None:
+        variables = {"PATH": os.environ["PATH"], program_process.MARK: program_process.episode_mark()}
+        shell = shells[number % len(shells)].replace("$NAME", name)
+        await program_process.run(["sh", "-c", f"{shell}\nexit 0"], Path("/"), variables, 60.0)
+
+    for start in range(0, 200, 8):
+        await asyncio.gather(*map(episode, range(start, start + 8)))
+    assert sleeping(name) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_nothing_outlives_the_program_of_a_worker_that_was_killed_or_stopped(number: int) -> None:
+    """A worker that is stopped ends nothing: the program's end does, or its deadline."""
+    name = f"720.{os.getpid()}"
+    shell = f"{_LEAVES['without its mark'].replace('$NAME', name)} sleep {name}"
+    worker = subprocess.Popen([sys.executable, "-c", _RUNS_SHELL, shell, "1"], stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(sleeping(name)) == 2, "both processes")
+        worker.send_signal(number)
+        wait_for(lambda: not sleeping(name), "the end of the processes")
+    finally:
+        worker.kill()
+        worker.wait(60.0)
+
+
 needs_bubblewrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
 )
