@@ -29,7 +29,7 @@ from penstock.agents.proxy.rows import TreeRows, counts_of, messages_json, store
 from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
-from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
+from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings, RequestRules
 from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.groups import Task, derived_seed
@@ -210,7 +210,7 @@ class EpisodeEnvironment(Environment):
         deadline_s = self.settings.episode_deadline_s
         return EpisodeLimits(  # pyright: ignore[reportCallIssue]
             max_turns=self.settings.max_turns, answer_deadline_s=deadline_s,
-            trained_conversations=self.settings.trained_conversations,
+            **{name: getattr(self.settings, name) for name in RequestRules.model_fields},
         )  # fmt: skip
 
     def _record(self, begun: Begun, index: int, attempt: Attempt) -> Episode | None:

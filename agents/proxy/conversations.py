@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from penstock.agents.proxy.messages import Message, next_key
 from penstock.agents.proxy.tree import SampledTurn
 
-TrainedConversations = Literal["all", "main"]
 _OBJECT = r"(?:titles?|headlines?|topics?|summar(?:y|ies)|subject lines?|tags?|labels?|keywords?|commit messages?|follow-?up questions?)\b"
 _TALK = (
     r"(?:conversations?|chats?|sessions?|threads?|dialogues?|discussions?|exchanges?|messages?|transcripts?|history)\b"

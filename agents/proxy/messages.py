@@ -202,6 +202,17 @@ class AgentRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Lenience:
+    """What a request may hold that has no counterpart here; it is left out, and named in `AgentRequest.overruled`."""
+
+    drops_unknown: bool = False  # kinds of tools and items
+    ignores_constraints: bool = False  # of decoding
+
+
+STRICT = Lenience()
+
+
+@dataclass(frozen=True, slots=True)
 class RetryMark:
     digest: bytes  # of path and body
     key: str | None = None  # the Idempotency-Key header

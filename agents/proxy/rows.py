@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.proxy.conversations import TrainedConversations, main_turns, scored_turn
+from penstock.agents.proxy.conversations import main_turns, scored_turn
 from penstock.agents.proxy.messages import Message
 from penstock.agents.proxy.tree import Float32s, Int32s, SampledTurn
 from penstock.protocol.episode import MAIN, MAX_JSON_BYTES, EpisodeRow, Turn
@@ -59,7 +59,7 @@ class TreeRows:
     last: int | None = None  # the last one that is trained
 
 
-def build_rows(turns: Sequence[SampledTurn], trained_conversations: TrainedConversations = "all") -> TreeRows:
+def build_rows(turns: Sequence[SampledTurn], trained_conversations: Literal["all", "main"] = "all") -> TreeRows:
     orphans = _find_orphans(turns)
     if trained_conversations == "main":
         orphans = _side_turns(turns) | orphans

@@ -14,12 +14,13 @@ from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
-from penstock.agents.proxy.conversations import TrainedConversations, messages_of, scored_turn
-from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid, root_key
+from penstock.agents.proxy.conversations import messages_of, scored_turn
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.rows import TreeRows, build_rows
+from penstock.agents.proxy.system_messages import merged, without_lines
 from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
-from penstock.protocol.config.connection import Section
+from penstock.protocol.config.environment_settings import RequestRules
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
 from penstock.protocol.groups import MAX_IMAGES, Sampling, derived_seed
 from penstock.protocol.images.processor import ImageProcessor
@@ -39,13 +40,12 @@ _LIMITS = {
 }  # fmt: skip
 
 
-class EpisodeLimits(Section):
+class EpisodeLimits(RequestRules):
     history_match: HistoryMatch = Field(
         "echo",
         description="When a client's copy of an answer is that answer: strict (equal texts), json (arguments equal as JSON), "
         "echo (outer white space may differ, and the reasoning may be left out).",
     )
-    trained_conversations: TrainedConversations = "all"
     max_turns: int = Field(1000, ge=1, description="Answers of one episode.")
     max_running: int = Field(64, ge=1, description="Requests of one episode that are sampled at once.")
     max_messages: int = Field(4096, ge=1, description="Messages of one request.")
@@ -101,6 +101,7 @@ class EpisodeSession:
         Images of messages are stored with ``images``; None: they are refused.
         """
         self.id = episode_id
+        self.temperature = sampling.temperature
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
@@ -126,10 +127,6 @@ class EpisodeSession:
         """Sampled tokens that are in no turn, by cause; those of turns that are in no row are counted by `build_rows`."""
         prefix = "orphaned_tokens."
         return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
-
-    @property
-    def temperature(self) -> float:
-        return self._sampling.temperature
 
     async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
         """Return the policy's answer, or that of the running or finished call which this request repeats.
@@ -176,8 +173,26 @@ class EpisodeSession:
         self.truncated_by = _LIMITS.get(refused.code, "")
         self.failed_by = "" if self.truncated_by else refused.code
 
+    async def count_tokens(self, request: AgentRequest) -> int:
+        """Return the number of tokens of the prompt that a request would have now; raises RequestRefused."""
+        if self.ended:
+            raise episode_ended(self.id)
+        self.counts["token_counts"] += 1
+        plan = await self._plan(self._prepared(request, Counter()), SeenRoots())
+        return len(plan.prompt_ids)
+
+    def _prepared(self, request: AgentRequest, counts: Counter[str]) -> AgentRequest:
+        """Return a request with the system messages that the policy sees."""
+        messages, num_stripped = without_lines(request.messages, self._limits.stripped_lines)
+        counts["stripped_lines"] += num_stripped
+        if any(message.role == "system" for message in messages[1:]) and self._model.planner.renderer.wants_one_system:
+            messages, num_merged = merged(messages)
+            counts["merged_system_messages"] += num_merged
+        return replace(request, messages=messages)
+
     async def _sampled(self, request: AgentRequest) -> SampledTurn:
         self._check_limits()
+        request = self._prepared(request, self.counts)
         self._num_running += 1
         try:
             plan = await self._plan(request)
@@ -191,18 +206,17 @@ class EpisodeSession:
             raise episode_ended(self.id)
         for name in request.overruled:
             self.counts[f"overruled.{name}"] += 1
-        answer, in_reasoning, num_unparsed = self._read(
-            completion, sampling, plan, reads_calls=request.reads_calls and bool(request.tools)
-        )
+        answer, in_reasoning, stop = self._read(completion, sampling, plan, request)
         try:
             turn = self.tree.commit(plan, completion, answer, in_reasoning=in_reasoning)
         except ReplyRefused as err:
             self.counts["orphaned_tokens.refused"] += len(completion.token_ids)
             log.warning("an answer was refused", episode=self.id, error=str(err))
             raise RequestRefused(500, "answer_refused", str(err)) from None
-        turn.tools_key, turn.declared = root_key("", request.tools) if request.tools else b"", request.conversation
+        turn.stop_sequence = stop
+        turn.tools_key, turn.declared = plan.found.root if request.tools else b"", request.conversation
         self._note_versions(completion.version_runs)
-        self.counts["unparsed_calls"] += num_unparsed
+        self.counts["unparsed_calls"] += answer.unparsed_calls
         if plan.fork:
             self.counts[f"forks.{plan.fork}"] += 1
         return turn
@@ -229,7 +243,7 @@ class EpisodeSession:
         before = [VersionRun(version, 0, 1) for version in self.versions or ()]
         self.versions = oldest([*before, *runs]), newest([*before, *runs])
 
-    async def _plan(self, request: AgentRequest) -> PromptPlan:
+    async def _plan(self, request: AgentRequest, roots: SeenRoots | None = None) -> PromptPlan:
         planner = self._model.planner
         try:
             messages, processor = await self._admitted(request.messages)
@@ -237,7 +251,7 @@ class EpisodeSession:
             raise invalid(str(err), "messages", code="image_refused") from None
         found = planner.find(self.tree, messages, request.tools)
         new = found.messages[found.num_matched if found.base is not None else 0 :]
-        arguments = (self.tree, self._roots, found, request.tools, processor)
+        arguments = (self.tree, self._roots if roots is None else roots, found, request.tools, processor)
         try:
             if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:
                 # Turns that are committed meanwhile are only added: the plan's own turn does not change.
@@ -320,22 +334,26 @@ class EpisodeSession:
         return completion
 
     def _read(
-        self, completion: Completion, sampling: Sampling, plan: PromptPlan, *, reads_calls: bool
-    ) -> tuple[Message, bool, int]:
+        self, completion: Completion, sampling: Sampling, plan: PromptPlan, request: AgentRequest
+    ) -> tuple[Message, bool, str | None]:
+        """Return an answer, whether it was cut in its reasoning, and which of the client's stop strings ended it."""
         ids = completion.token_ids
         ends = ids[-1] in sampling.stop_token_ids
         text = self._model.planner.renderer.text_of(ids[:-1] if ends else ids)
+        stopped: str | None = None
         for stop in sampling.stop:
-            text = text.partition(stop)[0]
+            text, matched, _ = text.partition(stop)
+            stopped = matched or stopped
         reasoning, rest, is_open = split_reasoning(text, opened=plan.opens_reasoning)
-        parsed = self._model.answer_format.parse(rest) if reads_calls else None
-        if parsed is None:
-            return Message("assistant", rest, reasoning), is_open, 0
+        stopped = stopped if stopped in request.stop else None
+        if not (request.reads_calls and request.tools):
+            return Message("assistant", rest, reasoning), is_open, stopped
+        parsed = self._model.answer_format.parsed(rest, request.tools)
         calls = tuple(
             ToolCall(call.id or f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in parsed.calls
         )
         answer = Message("assistant", parsed.content, reasoning, calls, unparsed_calls=parsed.num_unparsed)
-        return answer, is_open, parsed.num_unparsed
+        return answer, is_open, stopped
 
 
 def episode_ended(episode_id: str) -> RequestRefused:

@@ -77,6 +77,7 @@ class SampledTurn:
     in_reasoning: bool  # it was cut before its reasoning ended
     images: RowImages | None = None  # of its path, by their positions there
     delivered: bool = False  # the client received all of it
+    stop_sequence: str | None = None  # of the client's stop strings, the one that ended the answer
     new_messages: tuple[Message, ...] = ()  # of the request, behind the answer of the turn that it follows
     tools_key: bytes = b""  # tells the tools of the request apart; empty: it had none
     declared: Conversation = ""  # what the agent said of the conversation
@@ -145,6 +146,7 @@ class Found:
     key: bytes  # of all messages
     messages: tuple[Message, ...]  # with the answers that were sent in place of the client's copies
     is_edited: bool  # an answer stands where others were sampled, and is none of them
+    root: bytes = b""  # key of the tools
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +208,7 @@ class ConversationTree:
                 following.append(path)
             paths = following
         best = max(paths, key=lambda path: (path.num_matched, path.base.number if path.base else -1))
-        return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited)
+        return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited, root)
 
     def observe(self, prompt_ids: Int32s, images: RowImages | None = None) -> tuple[SampledTurn | None, int]:
         """Return the longest recorded path that a prompt with these images begins with, and its length; (None, 0): there is none."""
