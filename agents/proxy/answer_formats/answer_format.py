@@ -83,27 +83,27 @@ def read_call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     written = [value[key] for key in ("arguments", "parameters") if key in value]
-    arguments = written[0] if len(written) == 1 else None
-    if not isinstance(arguments, dict):
+    try:
+        return written_call(value["name"], written[0] if len(written) == 1 else None)
+    except ValueError:
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def read_json(text: str) -> Any:
     """Return a JSON value; raises ValueError for what is none, NaN and infinity included."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text, parse_constant=refuse_constant, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is too large")
     return number
 
 
-def _refuse_constant(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -153,7 +153,13 @@ def calls_between(pattern: re.Pattern[str], text: str, read: Callable[[str], Cal
 
 
 def call_of(name: str, arguments: str, call_id: str = "") -> Call:
-    value = read_json(arguments.strip())
-    if not name.strip() or not isinstance(value, dict):
+    return written_call(name.strip(), read_json(arguments.strip()), call_id)
+
+
+def written_call(name: str, arguments: Any, call_id: str = "") -> Call:
+    """Return a call; raises ValueError without a name and an object, and for half a surrogate pair, which no text can hold."""
+    if not name or not isinstance(arguments, dict):
         raise ValueError("expected a name and an object")
-    return Call(name.strip(), json.dumps(value, ensure_ascii=False), call_id)
+    text = json.dumps(arguments, ensure_ascii=False)
+    f"{name}{text}{call_id}".encode()
+    return Call(name, text, call_id)

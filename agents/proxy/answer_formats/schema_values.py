@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.agents.proxy.answer_formats.answer_format import Call, read_json
+from penstock.agents.proxy.answer_formats.answer_format import Call, read_json, written_call
 
 _INTEGER = re.compile(r"[+-]?\d{1,400}(?:\.0+)?")
 _MAX_DEPTH = 8
@@ -28,7 +27,7 @@ def typed_call(name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapp
             raise ValueError(f"{key} is written twice")
         declared = properties.get(key) if isinstance(properties, Mapping) else None
         arguments[key] = _value(text, declared, schema)
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    return written_call(name, arguments)
 
 
 def _value(text: str, declared: Any, root: Mapping[str, Any]) -> Any:
