@@ -34,7 +34,7 @@ from penstock.rollout_service.errors import EngineError, TaskRefused
 ROOT = Path(__file__).parents[3]
 
 AGENT = """
-import json, os, subprocess, sys, time, urllib.request
+import json, os, subprocess, sys, time, urllib.error, urllib.request
 task = json.load(open(os.environ["PENSTOCK_TASK"]))
 def ask(messages):
     body = json.dumps({"model": "policy", "messages": messages}).encode()
@@ -173,6 +173,43 @@ def test_the_end_of_the_turns_truncates(model: Path) -> None:
     """The refused request may end the program with an error; what was sampled is trained."""
     (episode,), _ = run(model, python(_ASKED + _ASKED), max_turns=1)
     assert (episode.status, len(episode.turns), episode.reward) == ("truncated", 1, 0.0)
+
+
+_OVERFLOWS = """
+ask(task["messages"])
+try:
+    ask([{"role": "user", "content": "hello " * 9000}])
+except urllib.error.HTTPError as err:
+    assert json.load(err)["error"]["code"] == "context_length_exceeded"
+"""
+_GOES_ON = _OVERFLOWS + 'ask([{"role": "user", "content": "so far: sun"}])\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (_GOES_ON + 'sys.exit("cannot reach docker daemon")', None),
+        (_GOES_ON + "os.kill(os.getpid(), 9)", None),
+        (_OVERFLOWS + "os.kill(os.getpid(), 9)", None),
+        (_GOES_ON + "result('{\"reward\": 1}')", "done"),
+        (_OVERFLOWS + "sys.exit(1)", "truncated"),
+    ],
+)
+def test_what_happened_last_decides(model: Path, code: str, status: str | None) -> None:
+    """A program that goes on after a refusal and then crashes has failed; one that ends because of it is trained."""
+    ended, _ = run(model, python(code), attempts=1)
+    if status is None:
+        assert isinstance(ended, TaskRefused)
+        return
+    (episode,) = ended
+    assert (episode.status, episode.reward) == (status, float(status == "done"))
+
+
+def test_a_title_is_not_scored(model: Path) -> None:
+    code = 'ask(task["messages"])\nask([{"role": "user", "content": "title: what is sun"}])'
+    (episode,), _ = run(model, python(code), ["star", "A title"], task=task_of("exact_match"))
+    assert episode.rows[0].trajectory.completion_text == "star"
+    assert dict(episode.counts)["last_answer_not_scored"] == 1
 
 
 def test_a_slow_program_is_no_slow_policy_and_all_of_its_processes_are_killed(model: Path, tmp_path: Path) -> None:
