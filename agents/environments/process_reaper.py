@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_S = 8.0  # a process in an uninterruptible system call ends later
+_LONGEST_S = 1e9
 
 
 class Stopped(BaseException):
@@ -35,7 +36,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGALRM, _stop)
-    signal.setitimer(signal.ITIMER_REAL, float(deadline_s))
+    signal.setitimer(signal.ITIMER_REAL, min(float(deadline_s), _LONGEST_S))
     if hasattr(ctypes.CDLL(None), "prctl"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if not end_with_parent(int(parent), signal.SIGTERM):

@@ -111,13 +111,3 @@ async def play(agent: Agent, events: list[str]) -> list[str]:
         except RequestRefused as err:
             became += [err.code] * (err.code != "invalid_request")
     return became
-
-
-async def test_an_episode_that_went_on_after_a_refusal_is_done(tmp_path: Path) -> None:
-    agent = Agent(bench(tmp_path, context_tokens=200))
-    refused = await play(agent, ["answered", "too_long", "answered"])
-    agent.end()
-    assert refused[2] == "context_length_exceeded"
-    ended = (b'{"reward": 1}', agent.episode)
-    assert outcome(Ended(0, ""), *ended, last_turn=1, needs_result=True, seconds=(1, 0)).status == "done"
-    assert outcome(Ended(1, ""), *ended, last_turn=1, needs_result=True, seconds=(1, 0)).rewards == {}

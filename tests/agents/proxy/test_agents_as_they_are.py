@@ -15,7 +15,7 @@ from tests.agents.proxy.test_proxy_http import ASK, served
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat, ParsedAnswer
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
 from penstock.agents.proxy.messages import Lenience, Message, RequestRefused
-from penstock.agents.proxy.system_messages import merged, without_lines
+from penstock.agents.proxy.system_messages import without_lines
 from penstock.protocol.config.environment_settings import EpisodeSettings
 
 END = "<|im_end|>"
@@ -79,11 +79,6 @@ async def test_late_system_messages_are_merged_for_templates_that_want_one(
     assert agent.episode.counts["merged_system_messages"] == 2 * merges
     assert [prompt.count("late") for prompt in prompts] == [1, 1]
     assert len(agent.end().rows) == 1
-
-
-def test_a_system_message_behind_the_last_answer_becomes_the_users() -> None:
-    messages = [Message("user", "a"), Message("assistant", "b"), Message("system", "c")]
-    assert merged(messages) == ((*messages[:2], Message("user", "c")), 1)
 
 
 async def test_tokens_are_counted_as_they_will_be_sent(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.agents.proxy.agent_model import bench
-from tests.agents.proxy.conversation import LOOK, Agent, result, system, user
+from tests.agents.proxy.conversation import LOOK, Agent, system, user
 from tests.rigs.fuzz_agents.model import store
 
 from penstock.agents.proxy.api import chat_completions
@@ -88,13 +88,3 @@ async def test_a_conversation_is_declared_by_a_header() -> None:
     assert _conversation([(b"x-penstock-conversation", b"side")]) == "side"
     with pytest.raises(Exception, match="expected main or side"):
         _conversation([(b"x-penstock-conversation", b"other")])
-
-
-async def test_a_call_in_the_main_conversation_goes_on(tmp_path: Path) -> None:
-    call = '<tool_call>{"name": "look", "arguments": {"word": "sun"}}</tool_call>' + END
-    agent = Agent(bench(tmp_path, script=[call, "a title" + END, "star" + END]), tools=[LOOK])
-    answer = await agent.ask()
-    await agent.sample([system(TITLE), user("hello")], tools=[])
-    await agent.ask(result(answer["tool_calls"][0], "star"))
-    made = agent.end()
-    assert (made.scored, made.last, agent.episode.counts["last_answer_not_scored"]) == (2, 2, 0)
