@@ -17,7 +17,7 @@ _SHELL_SIGNALS = range(129, 129 + signal.NSIG)  # exit statuses by which a shell
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """What happened in an episode. A refused request counts until a request that was begun after it is answered."""
+    """What happened in an episode. A refused request counts until a later one is accepted, a failed one until a later one is answered."""
 
     is_answered: bool = True  # an answer of the policy is trained
     limit: str = ""  # that refused the last request: max_turns, context, max_stored_tokens or expired

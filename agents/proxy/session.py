@@ -35,9 +35,9 @@ _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told 
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
 # The limits of an episode by the codes of their refusals.
-_LIMITS = {
-    "max_turns": "max_turns", "max_stored_tokens": "max_stored_tokens", "context_length_exceeded": "context", "expired": "expired",
-}  # fmt: skip
+_LIMITS = {"context_length_exceeded": "context"} | {
+    name: name for name in ("max_turns", "max_stored_tokens", "expired")
+}
 
 
 class EpisodeLimits(RequestRules):
@@ -106,7 +106,7 @@ class EpisodeSession:
         self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
         self.versions: tuple[PolicyVersion, PolicyVersion] | None = None  # oldest and newest that sampled a token
-        # The limit that refused the last request, or the error code of its failure; empty once one that was begun later is answered.
+        # The limit that refused the last request, until a later one is within it; the code of the last failure, until one is answered.
         self.truncated_by = self.failed_by = ""
         self.ended = False
         self._made: TreeRows | None = None  # at its end
@@ -120,7 +120,7 @@ class EpisodeSession:
         self._seed = seed
         self._images = images
         self._num_sampled = 0  # answers begun, each with a seed of its own
-        self._num_requests = self._refused_request = 0  # requests begun; which of them was refused last
+        self._num_requests = self._failed_request = 0  # requests begun; which of them failed last
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
@@ -162,16 +162,18 @@ class EpisodeSession:
         except RequestRefused as refused:
             self._note_refusal(refused, number)
             raise
-        if self.truncated_by == "context" or (number > self._refused_request and self.truncated_by != "expired"):
-            self.truncated_by = self.failed_by = ""
+        except Exception:
+            self.failed_by = "internal_error"
+            raise
+        self.truncated_by = "" if self.truncated_by == "context" else self.truncated_by
+        self.failed_by = "" if number > self._failed_request else self.failed_by
         return turn
 
     def _note_refusal(self, refused: RequestRefused, number: int) -> None:
-        if self.truncated_by == "expired" or (refused.code not in _LIMITS and refused.status < 500):
-            return
-        self._refused_request = max(self._refused_request, number)
-        self.truncated_by = _LIMITS.get(refused.code, "")
-        self.failed_by = "" if self.truncated_by else refused.code
+        if refused.code in _LIMITS and self.truncated_by != "expired":
+            self.truncated_by, self.failed_by = _LIMITS[refused.code], ""
+        elif refused.status >= 500:
+            self.failed_by, self._failed_request = refused.code, max(self._failed_request, number)
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of the prompt that a request would have now; raises RequestRefused."""
@@ -197,6 +199,8 @@ class EpisodeSession:
         try:
             plan = await self._plan(request)
             sampling = self._sampling_of(request, len(plan.prompt_ids))
+            if self.truncated_by != "expired":
+                self.truncated_by = ""  # the agent went on within the limits
             completion = await self._completion(plan, sampling)
         finally:
             self._num_running -= 1
@@ -263,8 +267,7 @@ class EpisodeSession:
             raise invalid(str(err), "messages", code="image_refused") from None
 
     async def _admitted(self, messages: Sequence[Message]) -> tuple[Sequence[Message], ImageProcessor | None]:
-        num_images = sum(len(message.images) for message in messages)
-        if not num_images:
+        if not (num_images := sum(len(message.images) for message in messages)):
             return messages, None
         if self._images is None:
             raise ImageRefused(f"{num_images} images, and this episode has nowhere to store them")
@@ -316,11 +319,8 @@ class EpisodeSession:
             async with asyncio.timeout(self._limits.answer_deadline_s):
                 prompts = [await self._prompt(plan)]
                 self._num_sampled += 1
-                if self._seed is None:
-                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1)
-                else:
-                    seeds = [derived_seed(self._seed, self._num_sampled)]
-                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1, seeds=seeds)
+                seeds = {} if self._seed is None else {"seeds": [derived_seed(self._seed, self._num_sampled)]}
+                ((completion,),) = await self._sampler.generate(prompts, sampling, 1, **seeds)
         except (TimeoutError, EngineTimeout):
             self.counts["engine_errors"] += 1
             raise RequestRefused(

@@ -111,3 +111,17 @@ async def play(agent: Agent, events: list[str]) -> list[str]:
         except RequestRefused as err:
             became += [err.code] * (err.code != "invalid_request")
     return became
+
+
+async def test_a_crash_while_a_request_runs_that_was_begun_after_a_refusal_has_failed(tmp_path: Path) -> None:
+    agent = Agent(bench(tmp_path, context_tokens=200))
+    await play(agent, ["answered", "too_long"])
+    assert agent.episode.truncated_by == "context"
+    agent.bench.engine.before = asyncio.Event().wait
+    running = asyncio.create_task(agent.turn([user("so far: hello")]))
+    await asyncio.sleep(0.05)
+    agent.end()
+    ended = outcome(Ended(1, ""), None, agent.episode, last_turn=0, needs_result=True, seconds=(1, 1))
+    assert ended.status == "failed"
+    with pytest.raises(RequestRefused):
+        await running
