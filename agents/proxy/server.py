@@ -111,7 +111,7 @@ class ProxyApp:
             request = replace(
                 api.read(body, episode.temperature, lenience), conversation=_conversation(scope["headers"])
             )
-            _check_messages(request, limits.max_messages)
+            _check_messages(request, limits.max_messages, is_counted=name == _COUNT_TOKENS)
         except RequestRefused as refused:
             episode.counts[f"refused.{refused.code}"] += 1
             raise
@@ -221,10 +221,10 @@ def _parse(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _check_messages(request: AgentRequest, most: int) -> None:
+def _check_messages(request: AgentRequest, most: int, *, is_counted: bool) -> None:
     if not 0 < len(request.messages) <= most:
         raise invalid(f"{len(request.messages)} messages, expected 1 to {most}", "messages")
-    if request.messages[-1].role == "assistant":
+    if request.messages[-1].role == "assistant" and not is_counted:
         raise invalid(
             "the last message is an answer, and nothing follows it that could be answered: end with a user's or a tool's message",
             "messages",

@@ -160,7 +160,8 @@ class EpisodeSession:
         try:
             turn = await self._sampled(request)
         except RequestRefused as refused:
-            self._note_refusal(refused, number)
+            if request.conversation != "side":
+                self._note_refusal(refused, number)
             raise
         except Exception:
             self.failed_by = "internal_error"
@@ -177,11 +178,13 @@ class EpisodeSession:
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of the prompt that a request would have now; raises RequestRefused."""
-        if self.ended:
-            raise episode_ended(self.id)
         self.counts["token_counts"] += 1
-        plan = await self._plan(self._prepared(request, Counter()), SeenRoots())
-        return len(plan.prompt_ids)
+        request = self._prepared(request, Counter())
+        if (
+            request.messages[-1].role == "assistant"
+        ):  # nothing could be sampled for it, but clients count the parts of a history too
+            request = replace(request, messages=(*request.messages, Message("user")))
+        return len((await self._plan(request, SeenRoots())).prompt_ids)
 
     def _prepared(self, request: AgentRequest, counts: Counter[str]) -> AgentRequest:
         """Return a request with the system messages that the policy sees."""
@@ -251,12 +254,9 @@ class EpisodeSession:
         planner = self._model.planner
         try:
             messages, processor = await self._admitted(request.messages)
-        except ImageRefused as err:
-            raise invalid(str(err), "messages", code="image_refused") from None
-        found = planner.find(self.tree, messages, request.tools)
-        new = found.messages[found.num_matched if found.base is not None else 0 :]
-        arguments = (self.tree, self._roots if roots is None else roots, found, request.tools, processor)
-        try:
+            found = planner.find(self.tree, messages, request.tools)
+            new = found.messages[found.num_matched if found.base is not None else 0 :]
+            arguments = (self.tree, self._roots if roots is None else roots, found, request.tools, processor)
             if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:
                 # Turns that are committed meanwhile are only added: the plan's own turn does not change.
                 return await asyncio.to_thread(planner.plan, *arguments)

@@ -93,8 +93,12 @@ async def test_tokens_are_counted_as_they_will_be_sent(tmp_path: Path) -> None:
             counted = (await client.post("messages/count_tokens", json=body)).json()
             reply = (await client.post("messages", json={**body, "max_tokens": 8})).json()
             assert counted == {"input_tokens": reply["usage"]["input_tokens"]}
-            body["messages"] += [{"role": "assistant", "content": reply["content"]}, user("more")]
-        assert (len(episode.tree.turns), episode.counts["token_counts"]) == (2, 2)
+            body["messages"] += [{"role": "assistant", "content": reply["content"]}]
+            assert (await client.post("messages/count_tokens", json=body)).json()["input_tokens"] > counted[
+                "input_tokens"
+            ]
+            body["messages"].append(user("more"))
+        assert (len(episode.tree.turns), episode.counts["token_counts"]) == (2, 4)
         for path, headers in (("messages/other", {}), ("nothing", {"anthropic-version": "2023-06-01"})):
             refused = await client.post(path, json=body, headers=headers)
             assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
