@@ -58,18 +58,20 @@ def main_turns(turns: Sequence[SampledTurn]) -> set[int]:
     declared = {turn.number for turn in turns if turn.declared == "main"}
     if declared:
         return declared
-    talks = _conversations([turn for turn in turns if turn.declared != "side"]) or _conversations(turns)
+    everything = _conversations(turns)
+    talks = [talk for talk in everything if any(turn.declared != "side" for turn in talk.turns)] or everything
     if not talks:
         return set()
     main = _first(talks)
     numbers = {turn.number for talk in talks if talk is main or _carries_on(talk, main) for turn in talk.turns}
     followed = {turn.follows.number for turn in turns if turn.follows is not None}
-    titles = {
+    aside = {
         turn.number
         for turn in turns
-        if turn.follows is not None and turn.number not in followed and asks_aside(turn.new_messages, _TITLE_OF_TALK)
+        if turn.declared == "side"
+        or (turn.follows is not None and turn.number not in followed and asks_aside(turn.new_messages, _TITLE_OF_TALK))
     }
-    return numbers - titles or numbers
+    return numbers - aside or numbers
 
 
 def scored_turn(turns: Sequence[SampledTurn], trained: Collection[int]) -> int | None:

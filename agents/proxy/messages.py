@@ -19,7 +19,9 @@ from penstock.protocol.images.admission import AdmittedImage
 
 _KEY_BYTES = 16
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-Conversation: TypeAlias = Literal["", "main", "side"]  # as an agent declares that of a request; empty: it does not
+Declared: TypeAlias = Literal[
+    "", "main", "side"
+]  # the conversation of a request, as the agent declares it; empty: it does not
 Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
 
 
@@ -197,7 +199,7 @@ class AgentRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     reads_calls: bool = True  # False: tool_choice is "none"
-    conversation: Conversation = ""
+    conversation: Declared = ""
     overruled: tuple[str, ...] = ()  # fields whose values the task's own sampling replaces, or that have no effect here
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.messages import AgentRequest, Conversation, Lenience, RequestRefused, RetryMark, invalid
+from penstock.agents.proxy.messages import AgentRequest, Declared, Lenience, RequestRefused, RetryMark, invalid
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 from penstock.serving import web_server
@@ -233,7 +233,7 @@ def _check_messages(request: AgentRequest, most: int, *, is_counted: bool) -> No
         raise invalid("a system message alone has no answer: add a user's message", "messages")
 
 
-def _conversation(headers: Sequence[tuple[bytes, bytes]]) -> Conversation:
+def _conversation(headers: Sequence[tuple[bytes, bytes]]) -> Declared:
     declared = next((value.decode("latin-1") for key, value in headers if key == b"x-penstock-conversation"), "")
     if declared not in ("", "main", "side"):
         raise invalid(f"x-penstock-conversation is {declared[:40]!r}, expected main or side", "x-penstock-conversation")

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.proxy.messages import Conversation, Message, ToolCall, next_key, same_arguments, similar_arguments
+from penstock.agents.proxy.messages import Declared, Message, ToolCall, next_key, same_arguments, similar_arguments
 from penstock.protocol.groups import FinishReason, RowImages
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.versions import VersionRun
@@ -80,7 +80,7 @@ class SampledTurn:
     stop_sequence: str | None = None  # of the client's stop strings, the one that ended the answer
     new_messages: tuple[Message, ...] = ()  # of the request, behind the answer of the turn that it follows
     tools_key: bytes = b""  # tells the tools of the request apart; empty: it had none
-    declared: Conversation = ""  # what the agent said of the conversation
+    declared: Declared = ""  # what the agent said of the conversation
     experts: ExpertChoices | None = (
         None  # of the tokens from `experts_start` on but the last, where they were asked for
     )

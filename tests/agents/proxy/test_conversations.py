@@ -55,6 +55,7 @@ Request = tuple[
         ([([TASK], NONE), (["the one that counts"], {"declared": "main"}), ([TASK, 0, "more"], NONE)], 1),
         ([([TASK], {"declared": "side"}), (["other"], NONE)], 1),
         ([([TASK], NONE), ([TASK, 0, "aside"], {"declared": "side"})], 0),
+        ([([TASK], NONE), ([TASK, 0, "aside"], {"declared": "side"}), ([TASK, 0, "aside", 1, "more"], NONE)], 2),
         ([([TASK], {"declared": "side"}), (["other"], {"declared": "side"})], 0),
     ],
 )  # fmt: skip
