@@ -29,7 +29,7 @@ from penstock.agents.proxy.rows import TreeRows, counts_of, messages_json, store
 from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
-from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
+from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings, RequestRules
 from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.groups import Task, derived_seed
@@ -100,6 +100,7 @@ class EpisodeEnvironment(Environment):
         self._store: EpisodeStore | None = None
         self._worker_places: asyncio.Semaphore | None = None
         self._images: RunImages | None = None
+        self._has_warned = False
 
     @abstractmethod
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
@@ -207,12 +208,22 @@ class EpisodeEnvironment(Environment):
 
     def limits(self) -> EpisodeLimits:
         deadline_s = self.settings.episode_deadline_s
-        return EpisodeLimits(max_turns=self.settings.max_turns, answer_deadline_s=deadline_s)  # pyright: ignore[reportCallIssue]
+        return EpisodeLimits(  # pyright: ignore[reportCallIssue]
+            max_turns=self.settings.max_turns, answer_deadline_s=deadline_s,
+            **{name: getattr(self.settings, name) for name in RequestRules.model_fields},
+        )  # fmt: skip
 
     def _record(self, begun: Begun, index: int, attempt: Attempt) -> Episode | None:
         session, made, played = attempt.session, attempt.made, attempt.played
         if played.status in ("failed", "expired") or played.time_spent_by == "tools" or not made.rows:
             return None
+        if made.scored != made.last and begun.task.reward.name != "environment" and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the reward reads an answer before the last one, which is of a side conversation; a program that means another one sends "
+                "the header x-penstock-conversation: main (later episodes count last_answer_not_scored alone)",
+                episode=session.id, read=made.scored, last=made.last,
+            )  # fmt: skip
         numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)
         rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
         return Episode(

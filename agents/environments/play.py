@@ -4,17 +4,7 @@ An author writes a class with ``start`` and ``step``, and an instance of `TurnEn
 (`turn_environment.py`). A play holds its own state and knows nothing of tokens, engines or groups. Its methods may be coroutines;
 plain ones run on a thread, so that a slow one does not stop the others.
 
-The policy answers, the environment replies, until one of them ends the episode:
-
-| how it ends                                                  | status      | outcome                          |
-|--------------------------------------------------------------|-------------|----------------------------------|
-| the environment's last reply                                 | `done`      | trained                          |
-| the same, where it says that a limit of its own was reached   | `truncated` | trained                          |
-| the turns, the model's context or the record are used up     | `truncated` | trained                          |
-| the time is used up, most of it by the policy                | `timeout`   | trained                          |
-| the time is used up, most of it by the environment           | `timeout`   | restarted with the same seed   |
-| the environment raised an error, or took too long for a reply | `failed`   | restarted with the same seed   |
-| its tokens are of versions too far apart                     | `expired`   | restarted with the same seed   |
+The policy answers, the environment replies, until one of them ends the episode; how it ended: `episode_end.py`.
 
 A failure of the engine is not an end: it is raised, and the whole pack is requeued.
 """
@@ -34,6 +24,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.agents.environments.episode_end import ENGINE_CODES, Happened, Verdict, end_of
 from penstock.agents.proxy.api.chat_completions import read_message
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
 from penstock.protocol.config.environment_settings import EpisodeSettings
@@ -46,8 +37,6 @@ if TYPE_CHECKING:
     from penstock.agents.proxy.tree import SampledTurn
 
 _ROLES = ("system", "user", "assistant", "tool")
-TRUNCATED = ("max_turns", "context", "max_stored_tokens")  # `EpisodeSession.truncated_by`
-_ENGINE_CODES = ("engine_error", "engine_timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,41 +175,43 @@ class Played:
 
 async def play_episode(session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor) -> Played:
     played = Played()
+    verdict: Verdict = "done"
+    over_time: TimeSpender | None = None
     try:
         async with asyncio.timeout(settings.episode_deadline_s):
-            await _play(session, play, settings, executor, played)
+            verdict = await _play(session, play, settings, executor, played)
     except TimeoutError:
-        spender: TimeSpender = "policy" if played.policy_s >= played.environment_s else "tools"
-        played.status, played.time_spent_by = "timeout", spender
+        over_time = "policy" if played.policy_s >= played.environment_s else "tools"
         played.problem = f"not over after {settings.episode_deadline_s:g} s"
     except EnvironmentFailed as err:
-        played.status, played.problem = "failed", str(err)
+        verdict, played.problem = "failed", str(err)
     finally:
         try:
             await call(play.close, settings.reply_deadline_s, executor)
         except EnvironmentFailed as err:
             played.problem = played.problem or f"closing: {err}"
+    end = end_of(Happened(bool(session.tree.turns), session.truncated_by, "", over_time, verdict=verdict))
+    played.status, played.time_spent_by = end.status, over_time if end.status == "timeout" else None
     return played
 
 
 async def _play(
     session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor, played: Played
-) -> None:
+) -> Verdict:
     first = checked_messages(await _timed(play.start, settings, executor, played), is_first=True)
     messages = with_system_prompt(first, settings.system_prompt)
     state = _state_of(messages)
     while True:
         turn = await _answer(session, messages, play, played)
         if turn is None:
-            if played.status == "truncated":
+            if session.truncated_by != "expired":
                 score = checked_score(await _timed(play.score, settings, executor, played))
                 played.rewards[max(played.rewards)] += score
-            return
+            return "done"
         reply = checked_reply(await _timed(functools.partial(play.step, turn.answer), settings, executor, played))
         _record(reply, turn, state, played)
         if reply.is_done:
-            played.status = "truncated" if reply.is_truncated else "done"
-            return
+            return "truncated" if reply.is_truncated else "done"
         new = checked_messages(reply.messages, is_first=False)
         messages = (*messages, turn.answer, *new)
         state = reply.state or _state_of(new)
@@ -241,15 +232,12 @@ async def _answer(
     started = time.monotonic()
     mark = RetryMark(b"turn:%d" % len(session.tree.turns))
     try:
-        turn = await session.answer(AgentRequest(messages, play.tools), mark)
+        turn = await session.answer(AgentRequest(messages, play.tools, conversation="main"), mark)
     except RequestRefused as err:
-        if session.truncated_by in TRUNCATED and session.tree.turns:
-            played.status = "truncated"
+        if session.truncated_by and session.tree.turns:
+            played.problem = str(err) if session.truncated_by == "expired" else ""
             return None
-        if session.truncated_by == "expired":
-            played.status, played.problem = "expired", str(err)
-            return None
-        if err.code in _ENGINE_CODES:
+        if err.code in ENGINE_CODES:
             raise EngineError(str(err)) from None
         raise EnvironmentFailed(f"its messages cannot be answered: {err}") from None
     finally:

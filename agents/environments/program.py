@@ -1,15 +1,6 @@
 """`program`: a program that somebody else wrote, run once for each episode against a URL of the token-exact proxy.
 
-| how it ends                                                       | status      | outcome                        |
-|-------------------------------------------------------------------|-------------|--------------------------------|
-| exit status 0                                                     | `done`      | trained                        |
-| the turns, the model's context or the record were used up         | `truncated` | trained                        |
-| the time is used up, most of it by the policy                     | `timeout`   | trained                        |
-| the time is used up, most of it by the program                    | `timeout`   | restarted with the same seed |
-| another exit status, no request, no result where one is needed    | `failed`    | restarted with the same seed |
-| its tokens are of versions too far apart                          | `expired`   | restarted with the same seed |
-
-A program that ends with an error after the engine failed did not fail itself: the pack is requeued.
+How an episode ends: `episode_end.py`. Where a program ends after the engine failed, the pack is requeued.
 """
 
 from __future__ import annotations
@@ -29,6 +20,7 @@ from typing import Annotated, Self
 from pydantic import Field, FiniteFloat, StringConstraints, ValidationError, model_validator
 
 from penstock.agents.environments import program_process
+from penstock.agents.environments.episode_end import EpisodeEnd, Happened, end_of
 from penstock.agents.environments.episode_environment import (
     Attempt,
     Begun,
@@ -37,12 +29,13 @@ from penstock.agents.environments.episode_environment import (
     RowUnfit,
     Site,
 )
-from penstock.agents.environments.play import TRUNCATED, Played, Row
+from penstock.agents.environments.play import Played, Row
 from penstock.agents.environments.program_process import Ended
 from penstock.agents.proxy.server import serving, serving_at
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession, path
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.episode import TimeSpender
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import Sampling
 from penstock.rollout_service.engines.completion import Completion
@@ -68,54 +61,53 @@ def outcome(
 
     ``result``: the result file's bytes; None: there is none. ``seconds``: of the policy, of the program. Raises EngineError.
     """
-    played = Played(policy_s=seconds[0], environment_s=seconds[1])
-    if session.truncated_by == "expired":
-        played.status, played.problem = "expired", "its tokens are of versions too far apart"
-    elif ended.status is None:
-        played.status, played.time_spent_by = "timeout", "policy" if seconds[0] >= seconds[1] else "tools"
-        played.problem = f"not over after {sum(seconds):.1f} s, {seconds[0]:.1f} s of them by the policy{_said(ended)}"
-    elif session.truncated_by in TRUNCATED:
-        played.status = "truncated"
-    elif ended.status == 0:
-        played.status = "done"
-    elif session.counts["engine_errors"]:
+    report = None if result is None else _report(result)
+    spender: TimeSpender | None = "policy" if seconds[0] >= seconds[1] else "tools"
+    happened = Happened(
+        is_answered=last_turn is not None, limit=session.truncated_by, failed_by=session.failed_by,
+        over_time=spender if ended.status is None else None, exit_status=ended.status or 0,
+        report=("missing" if needs_result else "not_needed") if report is None else "wrong" if isinstance(report, str) else "given",
+    )  # fmt: skip
+    end = end_of(happened)
+    if end.then == "requeued":
         raise EngineError(
             f"the engine failed in episode {session.id}, and its program ended with {ended.status}{_said(ended)}"
         )
-    else:
-        how = f"exit status {ended.status}" if ended.status > 0 else f"signal {-ended.status}"
-        return Played("failed", problem=f"its program ended with {how}{_said(ended)}")
-    if played.status == "expired":
-        return played
-    if last_turn is None and played.time_spent_by != "tools":
-        return Played("failed", problem=f"its program ended without an answer of the policy{_said(ended)}")
-    return _with_reward(played, ended, result, last_turn, needs_result=needs_result)
+    problem = report if isinstance(report, str) else _problem(end, happened, ended, seconds)
+    played = Played(end.status, problem=problem, policy_s=seconds[0], environment_s=seconds[1])
+    if end.status == "timeout":
+        played.time_spent_by = spender
+    if end.then == "trained" and isinstance(report, ProgramResult) and last_turn is not None:
+        played.rewards[last_turn] = report.reward
+        played.parts.update(report.parts)
+    return played
 
 
-def _with_reward(
-    played: Played, ended: Ended, result: bytes | None, last_turn: int | None, *, needs_result: bool
-) -> Played:
-    if result is None:
-        if needs_result and played.status == "done":
-            return Played("failed", problem=f"its program wrote no result to PENSTOCK_RESULT{_said(ended)}")
-        return played
+def _problem(end: EpisodeEnd, happened: Happened, ended: Ended, seconds: tuple[float, float]) -> str:
+    """Return why an episode is not trained, or ended at a deadline."""
+    status = happened.exit_status
+    reasons = {
+        "expired": "its tokens are of versions too far apart",
+        "request_failed": f"its last request failed with {happened.failed_by}{_said(ended)}",
+        "over_time": f"not over after {sum(seconds):.1f} s, {seconds[0]:.1f} s of them by the policy{_said(ended)}",
+        "crashed": f"its program ended with {f'exit status {status}' if status > 0 else f'signal {-status}'}{_said(ended)}",
+        "no_answer": f"its program ended without an answer of the policy{_said(ended)}",
+        "no_report": f"its program wrote no result to PENSTOCK_RESULT{_said(ended)}",
+    }
+    return reasons.get(end.cause, "")
+
+
+def _report(result: bytes) -> ProgramResult | str:
+    """Return what a result file holds, or what is wrong with it."""
+    if len(result) > MAX_RESULT_BYTES:
+        return f"its program's result: more than {MAX_RESULT_BYTES} bytes"
     try:
-        if len(result) > MAX_RESULT_BYTES:
-            raise ValueError(f"more than {MAX_RESULT_BYTES} bytes")
-        given = ProgramResult.model_validate_json(result)
+        return ProgramResult.model_validate_json(result)
     except ValidationError as err:
         problems = "; ".join(
             f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}" for error in err.errors()[:4]
         )
-        return Played(
-            "failed", problem=f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {problems[:1000]}'
-        )
-    except ValueError as err:
-        return Played("failed", problem=f"its program's result: {err}")
-    if last_turn is not None:
-        played.rewards[last_turn] = given.reward
-    played.parts.update(given.parts)
-    return played
+        return f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {problems[:1000]}'
 
 
 def _said(ended: Ended) -> str:
@@ -245,7 +237,7 @@ class Program(EpisodeEnvironment):
             "PENSTOCK_RESULT": str(folder / "result.json"),
             "PENSTOCK_SEED": str(begun.seed),
             "PENSTOCK_DEADLINE": f"{time.time() + self.settings.episode_deadline_s:.3f}",
-            program_process.MARK: program_process.mark(),
+            program_process.MARK: program_process.episode_mark(),
         }
 
 

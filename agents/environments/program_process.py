@@ -1,8 +1,9 @@
-"""Run one program of an episode in a process group of its own, confine it with bubblewrap, and end all that it started.
+"""Run one program of an episode, confine it with bubblewrap, and end all that it started.
 
-The kernel kills the program when its worker exits (`protocol/parent_death.py`). What the program itself had started then, or what had
-left its process group, carries the worker's mark in its environment variables, as the folders do in their names: every worker with
-programs on the machine looks for those of workers that have exited, when it begins and every half minute, and ends and deletes both.
+The program runs under `process_reaper.py`, which ends with the program, at its deadline and with its worker, and ends every process that
+the program left first. What escapes that (the reaper was killed) carries the episode's mark in its environment variables: it is killed when
+the episode ends, and by any worker with programs on the machine, when that begins and every half minute, once the mark's worker has exited.
+Folders of episodes have the worker's mark in their names, and are deleted likewise.
 
 A confined program has namespaces of its own for processes, network and users. The only network is a loopback interface on which
 `inside_sandbox.py` listens and passes every connection on to the proxy's Unix socket. All of its processes end with the sandbox: none
@@ -14,30 +15,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from penstock.agents.environments import inside_sandbox
+from penstock.agents.environments import inside_sandbox, process_reaper
 from penstock.protocol import parent_death
 from penstock.protocol.errors import ConfigError
 
 log = structlog.get_logger("rollout.program")
 
 SWEEP_S = 30.0
-MARK = "PENSTOCK_PROGRAM_OF"  # the variable that names the worker of a program
+MARK = "PENSTOCK_PROGRAM_OF"  # the variable that names worker and episode of a program
 PREFIX = "penstock-program-"  # of the folders of episodes; the worker's mark follows
 _ALWAYS_PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ")
 _KEPT_BYTES = 4096  # the end of what a program prints
 _READ_BYTES = 65_536
 _LAST_READS = 16  # at the end: 1 MiB, the most that a pipe holds; a process that left the group may write without end
 _REAP_S = 10.0
+_MOST_SCANS, _SCAN_S = 100, 0.01  # a process that forks all the time is found again
+_REAPER_GRACE_S = 5.0  # behind the deadline, which the worker ends the program at unless it is stopped
 PROXY_PORT = 8080  # inside; nothing else listens there
 _SOCKET = "/run/penstock-proxy"  # inside
 _NOBODY = "65534"
@@ -54,18 +59,25 @@ class Ended:
 
 
 async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str], deadline_s: float) -> Ended:
-    """Run a command to its end, or for ``deadline_s``; kill what is left of its process group, whatever happens."""
-    words = [*parent_death.command_words(os.getpid()), *command]
+    """Run a command to its end, or for ``deadline_s``; kill all that it started and that has its mark, whatever happens."""
+    reaper = [
+        sys.executable,
+        "-I",
+        "-S",
+        process_reaper.__file__,
+        str(Path(parent_death.__file__).parent),
+        str(os.getpid()),
+    ]
     output = Output()
     try:
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.DEVNULL, stdout=output.write_end, stderr=output.write_end, cwd=folder,
-            env=dict(variables), start_new_session=True,
+            *reaper, str(deadline_s + _REAPER_GRACE_S), *command, stdin=asyncio.subprocess.DEVNULL,
+            stdout=output.write_end, stderr=output.write_end, cwd=folder, env=dict(variables), start_new_session=True,
         )  # fmt: skip
         try:
             status = await _status(process, deadline_s)
         finally:
-            await kill_group(process)
+            await _end(process, variables.get(MARK, ""))
     except OSError as err:
         return Ended(127, f"cannot start it in {folder}: {err}")
     finally:
@@ -81,9 +93,24 @@ async def _status(process: asyncio.subprocess.Process, deadline_s: float) -> int
         return None
 
 
-async def kill_group(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process, mark_of_episode: str) -> None:
+    """Have the reaper end the program and all that it started; then kill whatever is left."""
+    try:
+        if process.returncode is None:
+            process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REAP_S):
+                    await process.wait()
+    finally:
+        await kill_group(process, mark_of_episode)
+
+
+async def kill_group(process: asyncio.subprocess.Process, mark_of_episode: str = "") -> None:
+    """Kill a process, its group, and the processes that carry a mark."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    if mark_of_episode:
+        await asyncio.to_thread(_kill, lambda found: found == mark_of_episode)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_REAP_S):
             await process.wait()
@@ -128,21 +155,41 @@ def mark() -> str:
     return f"{_namespace()}.{os.getpid()}.{_start_time(os.getpid())}"
 
 
+def episode_mark() -> str:
+    return f"{mark()}.{secrets.token_hex(8)}"
+
+
 def sweep(parent: Path) -> tuple[int, int]:
     """Kill programs and delete folders in ``parent`` of workers of this PID namespace that have exited; return how many."""
-    killed = deleted = 0
-    for pid in left_processes():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-            killed += 1
+    killed = _kill(_is_left)
+    deleted = 0
     for folder in left_folders(parent):
         shutil.rmtree(folder, ignore_errors=True)
         deleted += 1
     return killed, deleted
 
 
+def _kill(applies: Callable[[str], bool]) -> int:
+    """Kill the processes with such a mark, and those that they start meanwhile; return how many."""
+    killed = 0
+    for _ in range(_MOST_SCANS):
+        pids = _marked(applies)
+        if not pids:
+            break
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        time.sleep(_SCAN_S)
+    return killed
+
+
 def left_processes() -> list[int]:
-    pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
+    return _marked(_is_left)
+
+
+def _marked(applies: Callable[[str], bool]) -> list[int]:
+    pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if applies(_mark_of(one)))
     return [pid for pid in pids if pid != os.getpid()]
 
 
@@ -193,7 +240,7 @@ def _mark_of(process: Path) -> str:
 
 def _is_left(found: str) -> bool:
     namespace, _, worker = found.partition(".")
-    pid, _, start = worker.partition(".")
+    pid, start, *_ = [*worker.split("."), ""]
     return namespace == _namespace() and pid.isdecimal() and start.isdecimal() and _start_time(int(pid)) != start
 
 

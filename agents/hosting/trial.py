@@ -101,7 +101,7 @@ class ScriptedPolicy:
         line = next(self._lines, None)
         if line is None:
             return None
-        parsed = self._format.parse(line)
+        parsed = self._format.parsed(line, tools)
         self._calls += 1
         calls = tuple(
             ToolCall(f"call_{self._calls}_{number}", call.name, call.arguments)

@@ -12,13 +12,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.images.admission import AdmittedImage
 
 _KEY_BYTES = 16
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
+Declared: TypeAlias = Literal[
+    "", "main", "side"
+]  # the conversation of a request, as the agent declares it; empty: it does not
 Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
 
 
@@ -196,7 +199,19 @@ class AgentRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     reads_calls: bool = True  # False: tool_choice is "none"
+    conversation: Declared = ""
     overruled: tuple[str, ...] = ()  # fields whose values the task's own sampling replaces, or that have no effect here
+
+
+@dataclass(frozen=True, slots=True)
+class Lenience:
+    """What a request may hold that has no counterpart here; it is left out, and named in `AgentRequest.overruled`."""
+
+    drops_unknown: bool = False  # kinds of tools and items
+    ignores_constraints: bool = False  # of decoding
+
+
+STRICT = Lenience()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 |--------------------------------------------------------------------|---------------------------------------------------|--------------------|
 | continues the answer of a turn                                     | the turn's tokens, then the bridge                |                    |
 | continues an older turn, from which something else was continued   | the same                                          | `rewound`          |
-| holds an answer that was sampled otherwise                         | the tokens of the turn before it, then the bridge | `edited_history`   |
+| holds an answer that was sampled otherwise, or leaves one out      | the tokens of the turn before it, then the bridge | `edited_history`   |
 | continues reasoning that the setting strips                        | rendered as a whole                               | `thinking_stripped`|
 | continues a turn in a form for which the template has no bridge    | rendered as a whole                               | `no_bridge`        |
 | has other tools, or another system message, than all before        | rendered as a whole                               | `tools_changed`, `system_changed` |
@@ -33,21 +33,28 @@ from penstock.protocol.images.processor import ImageProcessor, expanded, joined
 
 @dataclass(slots=True)
 class SeenRoots:
+    requests: set[bytes] = field(default_factory=set)  # keys of all messages, with the tools
+    with_tools: set[tuple[bytes, bytes]] = field(default_factory=set)  # keys of the tools, and of the first messages
     without_tools: set[bytes] = field(default_factory=set)  # keys of the first messages alone
     without_system: set[bytes] = field(default_factory=set)  # the same without the system message
 
-    def note(self, messages: Sequence[Message]) -> str:
-        """Return why a conversation with these messages is new, and record it; empty for the first one."""
+    def note(self, found: Found) -> str:
+        """Return why a conversation is new, and record it; empty for the first one, and for a request that is repeated."""
+        messages = found.messages
         rest = messages[1:] if messages[0].role == "system" else messages
         whole, body = _key_of(messages[: len(messages) - len(rest) + 1]), _key_of(rest[:1])
-        if not self.without_tools:
+        if not self.without_tools or found.key in self.requests:
             cause = ""
+        elif (found.root, whole) in self.with_tools:
+            cause = "edited_history"  # an answer was left out, or stands in another form
         elif whole in self.without_tools:
             cause = "tools_changed"
         elif body in self.without_system:
             cause = "system_changed"
         else:
             cause = "new_conversation"
+        self.requests.add(found.key)
+        self.with_tools.add((found.root, whole))
         self.without_tools.add(whole)
         self.without_system.add(body)
         return cause
@@ -82,7 +89,7 @@ class PromptPlanner:
         if base is None:
             kept = self._messages_shown(found.messages)
             rendered = self.renderer.whole(kept, tools)
-            cause = roots.note(found.messages)
+            cause = roots.note(found)
             return self._observed(tree, found, rendered, "edited_history" if found.is_edited else cause, processor)
         new = found.messages[found.num_matched :]
         if self._strips(base, new):

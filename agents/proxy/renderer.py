@@ -9,6 +9,7 @@ continues the recorded tokens in every shape with a bridge; `probe` says how far
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections import OrderedDict
@@ -99,6 +100,20 @@ class ChatRenderer:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids)
+
+    @functools.cached_property
+    def wants_one_system(self) -> bool:
+        """Whether the template shows a system message that is the first, and refuses or leaves out later ones."""
+        later = Message("system", _MARKERS[0])
+        first, answered = Message("system", "s"), Message("assistant", "a")
+        late = ([first, _USER, later, _NEXT], [first, _USER, answered, later, _NEXT], [first, later, _USER])
+        return self._shows_marker([later, _USER]) and not all(map(self._shows_marker, late))
+
+    def _shows_marker(self, messages: Sequence[Message]) -> bool:
+        try:
+            return _MARKERS[0] in self.text(messages, ())
+        except MalformedData:
+            return False
 
     def _joined(self, behind: str, end: AnswerEnd) -> Bridge:
         keeps = behind.startswith(end.stop_text)

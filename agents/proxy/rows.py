@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from penstock.agents.proxy.conversations import main_turns, scored_turn
 from penstock.agents.proxy.messages import Message
 from penstock.agents.proxy.tree import Float32s, Int32s, SampledTurn
 from penstock.protocol.episode import MAIN, MAX_JSON_BYTES, EpisodeRow, Turn
@@ -24,7 +25,7 @@ from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.versions import VersionRun
 
-Orphaned = Literal["not_delivered", "superseded"]
+Orphaned = Literal["not_delivered", "superseded", "side_request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,14 @@ class TreeRows:
     num_trained: int
     orphaned_tokens: Counter[str] = field(default_factory=Counter)
     orphaned_turns: Counter[str] = field(default_factory=Counter)
+    scored: int | None = None  # the turn whose answer a reward reads
+    last: int | None = None  # the last one that is trained
 
 
-def build_rows(turns: Sequence[SampledTurn]) -> TreeRows:
+def build_rows(turns: Sequence[SampledTurn], trained_conversations: Literal["all", "main"] = "all") -> TreeRows:
     orphans = _find_orphans(turns)
+    if trained_conversations == "main":
+        orphans = _side_turns(turns) | orphans
     covered: dict[int, int] = {}  # by turn: so many tokens of its path are in the row of a turn that continues it
     for turn in turns:
         if turn.parent is not None and turn.number not in orphans:
@@ -71,7 +76,19 @@ def build_rows(turns: Sequence[SampledTurn]) -> TreeRows:
     tokens: Counter[str] = Counter()
     for number, cause in orphans.items():
         tokens[cause] += len(turns[number].token_ids)
-    return TreeRows(tuple(rows), sum(trained.values()), tokens, Counter(orphans.values()))
+    scored = scored_turn(turns, trained)
+    return TreeRows(
+        tuple(rows), sum(trained.values()), tokens, Counter(orphans.values()), scored, max(trained, default=None)
+    )
+
+
+def _side_turns(turns: Sequence[SampledTurn]) -> dict[int, Orphaned]:
+    """Return the turns of other conversations than the main one, without those whose tokens it begins with."""
+    kept = main_turns(turns)
+    for turn in reversed(turns):
+        if turn.number in kept:
+            kept |= {other.number for other in (turn.parent, turn.follows) if other is not None}
+    return {turn.number: "side_request" for turn in turns if turn.number not in kept}
 
 
 def _find_orphans(turns: Sequence[SampledTurn]) -> dict[int, Orphaned]:
@@ -127,11 +144,11 @@ def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> lis
 def stored_rows(made: TreeRows, turns: Sequence[SampledTurn]) -> tuple[EpisodeRow, ...]:
     """Return the rows of an episode as they are stored: turns numbered without gaps, shared beginnings named.
 
-    The first row's completion text is the content of the last answer, which a reward reads.
+    The first row's completion text is the content of the last answer of the main conversation, which a reward reads.
     """
     trained = [span.turn for row in made.rows for span in row.spans if span.is_trained]
     numbers = {turn: place for place, turn in enumerate(sorted(trained))}
-    text = turns[max(trained)].answer.content if trained else ""
+    text = "" if made.scored is None else turns[made.scored].answer.content
     last_row_of: dict[int, int] = {}  # by turn: the last row before that holds it
     rows: list[EpisodeRow] = []
     for row in made.rows:

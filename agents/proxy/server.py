@@ -13,14 +13,14 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.messages import AgentRequest, RequestRefused, RetryMark, invalid
+from penstock.agents.proxy.messages import AgentRequest, Declared, Lenience, RequestRefused, RetryMark, invalid
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 from penstock.serving import web_server
@@ -29,6 +29,7 @@ from penstock.serving.web_server import LONG_BACKLOG
 log = structlog.get_logger("rollout.proxy")
 
 MODEL = "policy"  # the name of the one model
+_COUNT_TOKENS = "messages/count_tokens"
 _MAX_KEY = 256
 _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -40,7 +41,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    read: Callable[[Mapping[str, Any], float], AgentRequest]
+    read: Callable[[Mapping[str, Any], float, Lenience], AgentRequest]
     reply: Callable[[SampledTurn, str, int, str], dict[str, Any]]
     events: Callable[[SampledTurn, Mapping[str, Any], str, int, str], Sequence[bytes]]
     error: Callable[[RequestRefused], dict[str, Any]]
@@ -66,6 +67,10 @@ APIS: dict[str, Api] = {
 }
 
 
+def _is_of_anthropic(name: str, scope: Scope) -> bool:
+    return name.startswith("messages/") or any(key == b"anthropic-version" for key, _ in scope["headers"])
+
+
 class ProxyApp:
     def __init__(self, proxy: AgentProxy) -> None:
         self._proxy = proxy
@@ -75,9 +80,9 @@ class ProxyApp:
             return
         _, first, secret, rest = ([*scope["path"].split("/", 3), "", "", "", ""])[:4]
         name = rest.removeprefix("v1/")
-        api = APIS.get(name, APIS["chat/completions"])
+        api = APIS.get(name, APIS["messages" if _is_of_anthropic(name, scope) else "chat/completions"])
         try:
-            if first != "episodes" or (name not in APIS and name != "models"):
+            if first != "episodes" or (name not in APIS and name not in ("models", _COUNT_TOKENS)):
                 raise RequestRefused(404, "not_found", f"{scope['path'].rpartition('/')[2][:80]}: no such path")
             episode = self._proxy.find(secret)
             if name == "models":
@@ -102,11 +107,17 @@ class ProxyApp:
         data = await _read_body(receive, limits.max_body_bytes, limits.body_deadline_s)
         try:
             body = _parse(data)
-            request = api.read(body, episode.temperature)
-            _check_messages(request, limits.max_messages)
+            lenience = Lenience(limits.unknown_tools == "drop", limits.forced_choice == "auto")
+            request = replace(
+                api.read(body, episode.temperature, lenience), conversation=_conversation(scope["headers"])
+            )
+            _check_messages(request, limits.max_messages, is_counted=name == _COUNT_TOKENS)
         except RequestRefused as refused:
             episode.counts[f"refused.{refused.code}"] += 1
             raise
+        if name == _COUNT_TOKENS:
+            await _send_json(send, 200, {"input_tokens": await episode.count_tokens(request)})
+            return
         mark = _mark(scope["headers"], name, data)
         exchange = _Exchange(api, body, send, receive)
         turn = await exchange.run(
@@ -210,16 +221,23 @@ def _parse(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _check_messages(request: AgentRequest, most: int) -> None:
+def _check_messages(request: AgentRequest, most: int, *, is_counted: bool) -> None:
     if not 0 < len(request.messages) <= most:
         raise invalid(f"{len(request.messages)} messages, expected 1 to {most}", "messages")
-    if request.messages[-1].role == "assistant":
+    if request.messages[-1].role == "assistant" and not is_counted:
         raise invalid(
             "the last message is an answer, and nothing follows it that could be answered: end with a user's or a tool's message",
             "messages",
         )
     if request.messages[-1].role == "system" and len(request.messages) == 1:
         raise invalid("a system message alone has no answer: add a user's message", "messages")
+
+
+def _conversation(headers: Sequence[tuple[bytes, bytes]]) -> Declared:
+    declared = next((value.decode("latin-1") for key, value in headers if key == b"x-penstock-conversation"), "")
+    if declared not in ("", "main", "side"):
+        raise invalid(f"x-penstock-conversation is {declared[:40]!r}, expected main or side", "x-penstock-conversation")
+    return declared
 
 
 def _mark(headers: Sequence[tuple[bytes, bytes]], name: str, data: bytes) -> RetryMark:

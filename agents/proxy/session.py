@@ -14,11 +14,13 @@ from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
+from penstock.agents.proxy.conversations import messages_of, scored_turn
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.rows import TreeRows, build_rows
+from penstock.agents.proxy.system_messages import merged, without_lines
 from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
-from penstock.protocol.config.connection import Section
+from penstock.protocol.config.environment_settings import RequestRules
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
 from penstock.protocol.groups import MAX_IMAGES, Sampling, derived_seed
 from penstock.protocol.images.processor import ImageProcessor
@@ -32,9 +34,13 @@ log = structlog.get_logger("rollout.episode")
 _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told so
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
+# The limits of an episode by the codes of their refusals.
+_LIMITS = {"context_length_exceeded": "context"} | {
+    name: name for name in ("max_turns", "max_stored_tokens", "expired")
+}
 
 
-class EpisodeLimits(Section):
+class EpisodeLimits(RequestRules):
     history_match: HistoryMatch = Field(
         "echo",
         description="When a client's copy of an answer is that answer: strict (equal texts), json (arguments equal as JSON), "
@@ -95,13 +101,15 @@ class EpisodeSession:
         Images of messages are stored with ``images``; None: they are refused.
         """
         self.id = episode_id
+        self.temperature = sampling.temperature
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
-        self.messages: tuple[Message, ...] = ()  # of the conversation that was answered last, with the answer
         self.versions: tuple[PolicyVersion, PolicyVersion] | None = None  # oldest and newest that sampled a token
-        self.truncated_by = ""  # the limit that refused a request
+        # The limit that refused the last request, until a later one is within it; the code of the last failure, until one is answered.
+        self.truncated_by = self.failed_by = ""
         self.ended = False
+        self._made: TreeRows | None = None  # at its end
         self._model = model
         self._sampler = sampler
         self._sampling = sampling
@@ -112,16 +120,13 @@ class EpisodeSession:
         self._seed = seed
         self._images = images
         self._num_sampled = 0  # answers begun, each with a seed of its own
+        self._num_requests = self._failed_request = 0  # requests begun; which of them failed last
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
         """Sampled tokens that are in no turn, by cause; those of turns that are in no row are counted by `build_rows`."""
         prefix = "orphaned_tokens."
         return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
-
-    @property
-    def temperature(self) -> float:
-        return self._sampling.temperature
 
     async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
         """Return the policy's answer, or that of the running or finished call which this request repeats.
@@ -135,17 +140,70 @@ class EpisodeSession:
         self.counts["retries_joined"] += joined
         return turn
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The main conversation up to its last answer; once the episode has ended, up to the one that is scored."""
+        turns = self.tree.turns
+        number = self._made.scored if self._made is not None else scored_turn(turns, range(len(turns)))
+        return () if number is None else messages_of(turns[number])
+
     def end(self) -> TreeRows:
         self.ended = True
         self.calls.cancel()
-        return build_rows(self.tree.turns)
+        self._made = made = build_rows(self.tree.turns, self._limits.trained_conversations)
+        self.counts["last_answer_not_scored"] = int(made.scored != made.last)
+        return made
 
     async def _sample(self, request: AgentRequest) -> SampledTurn:
+        self._num_requests += 1
+        number = self._num_requests
+        try:
+            turn = await self._sampled(request)
+        except RequestRefused as refused:
+            if request.conversation != "side":
+                self._note_refusal(refused, number)
+            raise
+        except Exception:
+            self.failed_by = "internal_error"
+            raise
+        self.truncated_by = "" if self.truncated_by == "context" else self.truncated_by
+        self.failed_by = "" if number > self._failed_request else self.failed_by
+        return turn
+
+    def _note_refusal(self, refused: RequestRefused, number: int) -> None:
+        if refused.code in _LIMITS and self.truncated_by != "expired":
+            self.truncated_by, self.failed_by = _LIMITS[refused.code], ""
+        elif refused.status >= 500:
+            self.failed_by, self._failed_request = refused.code, max(self._failed_request, number)
+
+    async def count_tokens(self, request: AgentRequest) -> int:
+        """Return the number of tokens of the prompt that a request would have now; raises RequestRefused."""
+        self.counts["token_counts"] += 1
+        request = self._prepared(request, Counter())
+        if (
+            request.messages[-1].role == "assistant"
+        ):  # nothing could be sampled for it, but clients count the parts of a history too
+            request = replace(request, messages=(*request.messages, Message("user")))
+        return len((await self._plan(request, SeenRoots())).prompt_ids)
+
+    def _prepared(self, request: AgentRequest, counts: Counter[str]) -> AgentRequest:
+        """Return a request with the system messages that the policy sees."""
+        messages, num_stripped = without_lines(request.messages, self._limits.stripped_lines)
+        counts["stripped_lines"] += num_stripped
+        if any(message.role == "system" for message in messages[1:]) and self._model.planner.renderer.wants_one_system:
+            messages, num_merged = merged(messages)
+            counts["merged_system_messages"] += num_merged
+        return replace(request, messages=messages)
+
+    async def _sampled(self, request: AgentRequest) -> SampledTurn:
         self._check_limits()
+        request = self._prepared(request, self.counts)
         self._num_running += 1
         try:
             plan = await self._plan(request)
             sampling = self._sampling_of(request, len(plan.prompt_ids))
+            if self.truncated_by != "expired":
+                self.truncated_by = ""  # the agent went on within the limits
             completion = await self._completion(plan, sampling)
         finally:
             self._num_running -= 1
@@ -155,23 +213,31 @@ class EpisodeSession:
             raise episode_ended(self.id)
         for name in request.overruled:
             self.counts[f"overruled.{name}"] += 1
-        answer, in_reasoning, num_unparsed = self._read(completion, sampling, plan, reads_calls=request.reads_calls)
+        answer, in_reasoning, stop = self._read(completion, sampling, plan, request)
         try:
             turn = self.tree.commit(plan, completion, answer, in_reasoning=in_reasoning)
         except ReplyRefused as err:
             self.counts["orphaned_tokens.refused"] += len(completion.token_ids)
             log.warning("an answer was refused", episode=self.id, error=str(err))
             raise RequestRefused(500, "answer_refused", str(err)) from None
-        self.messages = (*plan.found.messages, answer)
+        turn.stop_sequence = stop
+        turn.tools_key, turn.declared = plan.found.root if request.tools else b"", request.conversation
         self._note_versions(completion.version_runs)
-        self.counts["unparsed_calls"] += num_unparsed
+        self.counts["unparsed_calls"] += answer.unparsed_calls
         if plan.fork:
             self.counts[f"forks.{plan.fork}"] += 1
         return turn
 
     def _check_limits(self) -> None:
+        limit = self._limits.max_staleness
+        if limit is not None and self.versions is not None and not is_fresh(self.versions[1], self.versions[0], limit):
+            raise RequestRefused(
+                400,
+                "expired",
+                f"episode {self.id} has tokens of version {self.versions[0]}, and version {self.versions[1]} is served; more than "
+                f"{limit} versions apart are not trained: end it",
+            )
         if len(self.tree.turns) + self._num_running >= self._limits.max_turns:
-            self.truncated_by = "max_turns"
             raise RequestRefused(
                 400, "max_turns", f"episode {self.id} has had its {self._limits.max_turns} answers: end it"
             )
@@ -180,30 +246,17 @@ class EpisodeSession:
                 429, "too_many_requests", f"{self._num_running} requests of episode {self.id} are running: wait for one"
             )
 
-        limit = self._limits.max_staleness
-        if limit is not None and self.versions is not None and not is_fresh(self.versions[1], self.versions[0], limit):
-            self.truncated_by = "expired"
-            raise RequestRefused(
-                400,
-                "expired",
-                f"episode {self.id} has tokens of version {self.versions[0]}, and version {self.versions[1]} is served; more than "
-                f"{limit} versions apart are not trained: end it",
-            )
-
     def _note_versions(self, runs: Sequence[VersionRun]) -> None:
         before = [VersionRun(version, 0, 1) for version in self.versions or ()]
         self.versions = oldest([*before, *runs]), newest([*before, *runs])
 
-    async def _plan(self, request: AgentRequest) -> PromptPlan:
+    async def _plan(self, request: AgentRequest, roots: SeenRoots | None = None) -> PromptPlan:
         planner = self._model.planner
         try:
             messages, processor = await self._admitted(request.messages)
-        except ImageRefused as err:
-            raise invalid(str(err), "messages", code="image_refused") from None
-        found = planner.find(self.tree, messages, request.tools)
-        new = found.messages[found.num_matched if found.base is not None else 0 :]
-        arguments = (self.tree, self._roots, found, request.tools, processor)
-        try:
+            found = planner.find(self.tree, messages, request.tools)
+            new = found.messages[found.num_matched if found.base is not None else 0 :]
+            arguments = (self.tree, self._roots if roots is None else roots, found, request.tools, processor)
             if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:
                 # Turns that are committed meanwhile are only added: the plan's own turn does not change.
                 return await asyncio.to_thread(planner.plan, *arguments)
@@ -214,8 +267,7 @@ class EpisodeSession:
             raise invalid(str(err), "messages", code="image_refused") from None
 
     async def _admitted(self, messages: Sequence[Message]) -> tuple[Sequence[Message], ImageProcessor | None]:
-        num_images = sum(len(message.images) for message in messages)
-        if not num_images:
+        if not (num_images := sum(len(message.images) for message in messages)):
             return messages, None
         if self._images is None:
             raise ImageRefused(f"{num_images} images, and this episode has nowhere to store them")
@@ -243,7 +295,6 @@ class EpisodeSession:
         own, context = self._sampling, self._model.context_tokens
         room = own.max_new_tokens if context is None else context - prompt_tokens
         if room < 1:
-            self.truncated_by = "context"
             raise RequestRefused(
                 400,
                 "context_length_exceeded",
@@ -252,7 +303,6 @@ class EpisodeSession:
             )
         max_new = min(own.max_new_tokens, room, request.max_tokens or own.max_new_tokens)
         if self.tree.num_stored_tokens + prompt_tokens + max_new > self._limits.max_stored_tokens:
-            self.truncated_by = "max_stored_tokens"
             raise RequestRefused(
                 400,
                 "max_stored_tokens",
@@ -269,11 +319,8 @@ class EpisodeSession:
             async with asyncio.timeout(self._limits.answer_deadline_s):
                 prompts = [await self._prompt(plan)]
                 self._num_sampled += 1
-                if self._seed is None:
-                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1)
-                else:
-                    seeds = [derived_seed(self._seed, self._num_sampled)]
-                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1, seeds=seeds)
+                seeds = {} if self._seed is None else {"seeds": [derived_seed(self._seed, self._num_sampled)]}
+                ((completion,),) = await self._sampler.generate(prompts, sampling, 1, **seeds)
         except (TimeoutError, EngineTimeout):
             self.counts["engine_errors"] += 1
             raise RequestRefused(
@@ -287,22 +334,26 @@ class EpisodeSession:
         return completion
 
     def _read(
-        self, completion: Completion, sampling: Sampling, plan: PromptPlan, *, reads_calls: bool
-    ) -> tuple[Message, bool, int]:
+        self, completion: Completion, sampling: Sampling, plan: PromptPlan, request: AgentRequest
+    ) -> tuple[Message, bool, str | None]:
+        """Return an answer, whether it was cut in its reasoning, and which of the client's stop strings ended it."""
         ids = completion.token_ids
         ends = ids[-1] in sampling.stop_token_ids
         text = self._model.planner.renderer.text_of(ids[:-1] if ends else ids)
+        stopped: str | None = None
         for stop in sampling.stop:
-            text = text.partition(stop)[0]
+            text, matched, _ = text.partition(stop)
+            stopped = matched or stopped
         reasoning, rest, is_open = split_reasoning(text, opened=plan.opens_reasoning)
-        parsed = self._model.answer_format.parse(rest) if reads_calls else None
-        if parsed is None:
-            return Message("assistant", rest, reasoning), is_open, 0
+        stopped = stopped if stopped in request.stop else None
+        if not (request.reads_calls and request.tools):
+            return Message("assistant", rest, reasoning), is_open, stopped
+        parsed = self._model.answer_format.parsed(rest, request.tools)
         calls = tuple(
             ToolCall(call.id or f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in parsed.calls
         )
         answer = Message("assistant", parsed.content, reasoning, calls, unparsed_calls=parsed.num_unparsed)
-        return answer, is_open, parsed.num_unparsed
+        return answer, is_open, stopped
 
 
 def episode_ended(episode_id: str) -> RequestRefused:

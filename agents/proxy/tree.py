@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.proxy.messages import Message, ToolCall, next_key, same_arguments, similar_arguments
+from penstock.agents.proxy.messages import Declared, Message, ToolCall, next_key, same_arguments, similar_arguments
 from penstock.protocol.groups import FinishReason, RowImages
 from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.versions import VersionRun
@@ -77,6 +77,10 @@ class SampledTurn:
     in_reasoning: bool  # it was cut before its reasoning ended
     images: RowImages | None = None  # of its path, by their positions there
     delivered: bool = False  # the client received all of it
+    stop_sequence: str | None = None  # of the client's stop strings, the one that ended the answer
+    new_messages: tuple[Message, ...] = ()  # of the request, behind the answer of the turn that it follows
+    tools_key: bytes = b""  # tells the tools of the request apart; empty: it had none
+    declared: Declared = ""  # what the agent said of the conversation
     experts: ExpertChoices | None = (
         None  # of the tokens from `experts_start` on but the last, where they were asked for
     )
@@ -142,6 +146,7 @@ class Found:
     key: bytes  # of all messages
     messages: tuple[Message, ...]  # with the answers that were sent in place of the client's copies
     is_edited: bool  # an answer stands where others were sampled, and is none of them
+    root: bytes = b""  # key of the tools
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +208,7 @@ class ConversationTree:
                 following.append(path)
             paths = following
         best = max(paths, key=lambda path: (path.num_matched, path.base.number if path.base else -1))
-        return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited)
+        return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited, root)
 
     def observe(self, prompt_ids: Int32s, images: RowImages | None = None) -> tuple[SampledTurn | None, int]:
         """Return the longest recorded path that a prompt with these images begins with, and its length; (None, 0): there is none."""
@@ -240,7 +245,7 @@ class ConversationTree:
             context_ids=prompt_ids[parent_tokens:].copy(), token_ids=np.asarray(completion.token_ids, dtype=np.int32),
             logprobs=np.asarray(completion.logprobs, dtype=np.float32), version_runs=completion.version_runs,
             finish_reason=completion.finish_reason, text=completion.text, answer=answer, prompt_key=plan.found.key,
-            in_reasoning=in_reasoning, images=plan.images,
+            in_reasoning=in_reasoning, images=plan.images, new_messages=plan.found.messages[plan.found.num_matched :],
         )  # fmt: skip
         if completion.experts is not None:
             choices = completion.experts

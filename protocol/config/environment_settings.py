@@ -5,9 +5,10 @@ Workers read how an environment is played, the trainer which environments it iss
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.groups import Identifier
@@ -17,7 +18,42 @@ Thinking = Literal["keep", "tool_cycle", "strip"]
 MIXTURE = "mixture"  # in place of an environment's name: all that are defined with a weight or data sources
 
 
-class EpisodeSettings(Section):
+class RequestRules(Section):
+    """What is made of the requests of agents."""
+
+    trained_conversations: Literal["all", "main"] = Field(
+        "all",
+        description="What is trained of a program's requests: all of its conversations, or the main one alone, without side requests (titles, "
+        "summaries) and sub-agents.",
+    )
+    stripped_lines: tuple[str, ...] = Field(
+        (r"x-anthropic-[a-z-]+:.*",),
+        max_length=32,
+        description="Regular expressions of whole lines that are left out of system messages, because they differ in every request: each would "
+        "begin a row of its own. The default is the attribution header of Claude Code.",
+    )
+    unknown_tools: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="A tool or item of a kind that only a vendor's server has: the request is refused, or the kind is left out and counted.",
+    )
+    forced_choice: Literal["refuse", "auto"] = Field(
+        "refuse",
+        description="tool_choice that forces a call, response_format and other constraints of decoding: the request is refused, or they are "
+        "ignored and counted.",
+    )
+
+    @field_validator("stripped_lines")
+    @classmethod
+    def _are_patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as err:
+                raise ValueError(f"{pattern!r} is no regular expression: {err}") from None
+        return patterns
+
+
+class EpisodeSettings(RequestRules):
     max_turns: int = Field(16, ge=1, le=65_536, description="Answers of one episode; then it ends as truncated.")
     max_running: int = Field(
         256, ge=1, description="Episodes that a worker plays at once; the others wait, and hold no place in the engine."
@@ -56,7 +92,7 @@ class EpisodeSettings(Section):
     )
     answer_format: str = Field(
         "hermes",
-        description="How the model writes calls of tools: hermes, llama, mistral, deepseek, kimi_k2, plain (none), or one of your own.",
+        description="How the model writes calls of tools: hermes, llama, mistral, deepseek, kimi_k2, qwen_xml, glm, plain (none), or one of your own.",
     )
     max_answer_tokens: int | None = Field(
         None, ge=1, description="Longest answer, in tokens, where that is less than rollout.max_new_tokens."

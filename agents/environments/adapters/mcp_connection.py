@@ -71,12 +71,12 @@ async def over_process(
     import anyio  # noqa: PLC0415 - comes with mcp
 
     own = tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-")
-    words = [*parent_death.command_words(os.getpid()), *command]
+    words, mark = [*parent_death.command_words(os.getpid()), *command], program_process.episode_mark()
     output = program_process.Output()
     try:
         process = await asyncio.create_subprocess_exec(
             *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output.write_end,
-            cwd=folder, env={**variables, "TMPDIR": own, program_process.MARK: program_process.mark()},
+            cwd=folder, env={**variables, "TMPDIR": own, program_process.MARK: mark},
             start_new_session=True, limit=max_message_bytes,
         )  # fmt: skip
         try:
@@ -90,7 +90,7 @@ async def over_process(
                 finally:
                     group.cancel_scope.cancel()
         finally:
-            await _end(process)
+            await _end(process, mark)
     finally:
         output.close()
         known.output = output.text()
@@ -132,8 +132,8 @@ async def _send(process: asyncio.subprocess.Process, from_client: Any, to_client
         await to_client.aclose()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Close the server's input, let it exit, and kill what is left of its process group; finishes when cancelled too."""
+async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
+    """Close the server's input, let it exit, and kill what is left of its process group and mark; finishes when cancelled too."""
     try:
         assert process.stdin is not None
         process.stdin.close()
@@ -141,7 +141,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             async with asyncio.timeout(_EXIT_S):
                 await process.wait()
     finally:
-        await program_process.kill_group(process)
+        await program_process.kill_group(process, mark)
 
 
 @contextlib.asynccontextmanager

@@ -8,9 +8,12 @@ a run names.
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,7 +43,15 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def parse(self, text: str) -> ParsedAnswer:
-        """Return what the text of an answer says; never raises. The reasoning has been split off."""
+        """Return what the text of an answer says; never raises. The reasoning has been split off.
+
+        A format that needs the schemas of the tools takes a second parameter ``tools``, as the chat completions API writes them.
+        """
+
+    def parsed(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedAnswer:
+        """Return what `parse` does, given the tools if it takes them."""
+        takes_tools = "tools" in inspect.signature(self.parse).parameters
+        return self.parse(text, **({"tools": tools} if takes_tools else {}))
 
 
 ANSWER_FORMATS = Registry(
@@ -64,24 +75,35 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str, bool]:
     return reasoning.strip("\n"), rest.lstrip("\n"), not end
 
 
-def read_call(value: Any, *, arguments_keys: tuple[str, ...] = ("arguments",)) -> Call | None:
+def read_call(value: Any) -> Call | None:
+    """Return the call of a JSON object with ``name`` and one of ``arguments`` and ``parameters``; None: it is none.
+
+    Without arguments it is none: a tool would run with others than the policy wrote under a key that is not read.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    arguments = next((value[key] for key in arguments_keys if key in value), {})
-    if not isinstance(arguments, dict):
+    written = [value[key] for key in ("arguments", "parameters") if key in value]
+    try:
+        return written_call(value["name"], written[0] if len(written) == 1 else None)
+    except ValueError:
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def read_json(text: str) -> Any:
     """Return a JSON value; raises ValueError for what is none, NaN and infinity included."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _refuse_constant(name: str) -> Any:
+def finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is too large")
+    return number
+
+
+def refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -107,8 +129,37 @@ def marked_calls(text: str, marks: Marks, read: Callable[[str], Call]) -> Parsed
     return ParsedAnswer(before.strip(), calls) if calls else ParsedAnswer(text, num_unparsed=1)
 
 
+def calls_between(pattern: re.Pattern[str], text: str, read: Callable[[str], Call | None]) -> ParsedAnswer:
+    """Return the calls at the matches of ``pattern``, whose first group is a call's inside, and the text around them.
+
+    ``read`` raises ValueError, or returns None, for what is no call; that stays in the text, as does a match without the group.
+    """
+    calls: list[Call] = []
+    kept: list[str] = []
+    position = num_unparsed = 0
+    for match in pattern.finditer(text):
+        try:
+            call = None if match[1] is None else read(match[1])
+        except ValueError:
+            call = None
+        if call is None:
+            num_unparsed += 1
+            continue
+        calls.append(call)
+        kept.append(text[position : match.start()])
+        position = match.end()
+    content = "".join([*kept, text[position:]])
+    return ParsedAnswer(content.strip() if calls else content, tuple(calls), num_unparsed)
+
+
 def call_of(name: str, arguments: str, call_id: str = "") -> Call:
-    value = read_json(arguments.strip())
-    if not name.strip() or not isinstance(value, dict):
+    return written_call(name.strip(), read_json(arguments.strip()), call_id)
+
+
+def written_call(name: str, arguments: Any, call_id: str = "") -> Call:
+    """Return a call; raises ValueError without a name and an object, and for half a surrogate pair, which no text can hold."""
+    if not name or not isinstance(arguments, dict):
         raise ValueError("expected a name and an object")
-    return Call(name.strip(), json.dumps(value, ensure_ascii=False), call_id)
+    text = json.dumps(arguments, ensure_ascii=False)
+    f"{name}{text}{call_id}".encode()
+    return Call(name, text, call_id)

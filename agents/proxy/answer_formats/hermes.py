@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 
-from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Call, ParsedAnswer, read_call, read_json
+from penstock.agents.proxy.answer_formats.answer_format import (
+    AnswerFormat,
+    ParsedAnswer,
+    calls_between,
+    read_call,
+    read_json,
+)
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
@@ -13,23 +19,7 @@ class Hermes(AnswerFormat):
     name = "hermes"
 
     def parse(self, text: str) -> ParsedAnswer:
-        calls: list[Call] = []
-        kept: list[str] = []
-        position = num_unparsed = 0
-        for match in _CALL.finditer(text):
-            try:
-                call = read_call(read_json(match[1]))
-            except ValueError:
-                call = None
-            if call is None:
-                num_unparsed += 1
-                continue
-            calls.append(call)
-            kept.append(text[position : match.start()])
-            position = match.end()
-        kept.append(text[position:])
-        content = "".join(kept)
-        return ParsedAnswer(content.strip() if calls else content, tuple(calls), num_unparsed)
+        return calls_between(_CALL, text, lambda body: read_call(read_json(body)))
 
 
 HERMES = Hermes()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Call, ParsedAnswer, read_call
+from penstock.agents.proxy.answer_formats.answer_format import (
+    AnswerFormat,
+    Call,
+    ParsedAnswer,
+    finite,
+    read_call,
+    refuse_constant,
+)
 
 _TAG = "<|python_tag|>"
 
@@ -21,7 +28,7 @@ class Llama(AnswerFormat):
         calls: list[Call] = []
         while body:
             value, body = _first_value(body)
-            call = read_call(value, arguments_keys=("parameters", "arguments"))
+            call = read_call(value)
             if call is None:
                 return ParsedAnswer(text, num_unparsed=1)
             calls.append(call)
@@ -30,14 +37,10 @@ class Llama(AnswerFormat):
 
 def _first_value(text: str) -> tuple[Any, str]:
     try:
-        value, end = json.JSONDecoder(parse_constant=_refuse).raw_decode(text)
+        value, end = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).raw_decode(text)
     except (ValueError, RecursionError):
         return None, ""
     return value, text[end:].lstrip().removeprefix(";").lstrip()
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 LLAMA = Llama()

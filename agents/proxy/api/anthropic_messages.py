@@ -7,27 +7,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, ToolCall, invalid, unsupported
+from penstock.agents.proxy.messages import (
+    STRICT,
+    AgentRequest,
+    Lenience,
+    Message,
+    RequestRefused,
+    ToolCall,
+    invalid,
+    unsupported,
+)
 from penstock.agents.proxy.tree import SampledTurn
 
 _SIGNATURE = "penstock"
 
 
-def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    fields.refuse_constraints(body)
+def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
     fields.refuse_present(body, "mcp_servers", "container")
+    ignored = fields.constraints(body, lenience=lenience)
     messages: list[Message] = []
     system = fields.content(body.get("system"), "system")
     if system:
         messages.append(Message("system", system))
-    for number, one in enumerate(fields.objects(body, "messages")):
+    listed = fields.objects(body, "messages")
+    for number, one in enumerate(listed):
         messages += _messages(one, f"messages[{number}]")
-    tools = [_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]
+    hidden = sum(block.get("type") == "redacted_thinking" for one in listed for block in _blocks(one))
+    tools, dropped = fields.known(fields.objects(body, "tools"), _tool, "tools", lenience)
     return AgentRequest(
         messages=tuple(messages), tools=fields.check_tools(tools), stop=fields.stop_strings(body, "stop_sequences"),
-        max_tokens=fields.max_tokens(body, "max_tokens"), reads_calls=fields.tool_choice(body.get("tool_choice")),
-        overruled=fields.overruled(body, temperature),
+        max_tokens=fields.max_tokens(body, "max_tokens"), reads_calls=fields.reads_calls(body),
+        overruled=(*fields.overruled(body, temperature), *ignored, *dropped, *["redacted_thinking"] * hidden),
     )  # fmt: skip
+
+
+def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else fields.objects(message, "content")
 
 
 def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -40,10 +56,9 @@ def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
 def _messages(value: Mapping[str, Any], where: str) -> list[Message]:
     """Return the messages of one message: the results of tools are blocks of a user's message here."""
     role = value.get("role")
-    content = value.get("content")
     if role not in ("user", "assistant", "system"):
         raise invalid(f"{where}.role must be user, assistant or system, got {str(role)[:40]!r}", f"{where}.role")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else fields.objects(value, "content")
+    blocks = _blocks(value)
     if role == "assistant":
         return [_answer(blocks, where)]
     messages: list[Message] = []
@@ -52,17 +67,41 @@ def _messages(value: Mapping[str, Any], where: str) -> list[Message]:
         at = f"{where}.content[{number}]"
         if block.get("type") == "tool_result":
             call_id = fields.text(block, "tool_use_id", f"{at}.")
-            if shown := fields.parts(block.get("content"), at):
+            inside = block.get("content")
+            if isinstance(inside, list):
+                inside = [_as_text(one, at) if isinstance(one, dict) else one for one in inside]
+            if shown := fields.parts(inside, at):
                 messages.append(Message.of_parts("tool", *shown, tool_call_id=call_id))
             else:
-                messages.append(Message("tool", fields.content(block.get("content"), at), tool_call_id=call_id))
+                messages.append(Message("tool", fields.content(inside, at), tool_call_id=call_id))
         elif block.get("type") == "image" and role == "user":
             texts += fields.parts([block], at)
-        elif block.get("type") == "text":
-            texts.append(fields.text(block, "text", f"{at}."))
         else:
-            raise unsupported(f"a block of type {str(block.get('type'))[:40]!r}", at)
+            texts.append(fields.content([_as_text(block, at)], at))
     return [*messages, Message.of_parts(role, *texts)] if texts or not messages else messages
+
+
+def _as_text(block: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the text block of a document of text, a search result or a reference to a tool; other blocks as they are."""
+    match block.get("type"):
+        case "document" if isinstance(source := block.get("source"), dict) and source.get("type") in (
+            "text",
+            "content",
+        ):
+            inside = source.get("data") if source["type"] == "text" else source.get("content")
+            heads = [block.get("title"), block.get("context")]
+        case "search_result":
+            inside, heads = block.get("content"), [block.get("title"), block.get("source")]
+        case "tool_reference":
+            inside, heads = fields.text(block, "tool_name", f"{where}."), []
+        case "document":
+            raise unsupported("a document that is not a text", where)
+        case _:
+            return block
+    return {
+        "type": "text",
+        "text": "\n".join([*(one for one in heads if isinstance(one, str)), fields.content(inside, where)]),
+    }
 
 
 def _answer(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
@@ -79,6 +118,8 @@ def _answer(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
             case "tool_use" if isinstance(block.get("input"), dict):
                 arguments = json.dumps(block["input"], ensure_ascii=False)
                 calls.append(fields.call(block.get("id"), block.get("name"), arguments, at))
+            case "redacted_thinking":  # of another model: the policy's own is never hidden
+                pass
             case other:
                 raise unsupported(f"a block of type {str(other)[:40]!r}", at)
     return Message("assistant", "\n".join(texts), "\n".join(reasoning), tuple(calls))
@@ -87,6 +128,8 @@ def _answer(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
 def _stop_reason(turn: SampledTurn) -> str:
     if turn.answer.tool_calls:
         return "tool_use"
+    if turn.stop_sequence is not None:
+        return "stop_sequence"
     return "max_tokens" if turn.finish_reason == "length" else "end_turn"
 
 
@@ -102,7 +145,7 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
     return {
         "id": request_id, "type": "message", "role": "assistant", "model": model, "content": blocks,
-        "stop_reason": _stop_reason(turn), "stop_sequence": None,
+        "stop_reason": _stop_reason(turn), "stop_sequence": turn.stop_sequence,
         "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.token_ids)},
     }  # fmt: skip
 
@@ -110,14 +153,20 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
     del body
     whole = reply(turn, model, created, request_id)
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    begun = {
+        **whole,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**whole["usage"], "output_tokens": 0},
+    }
     made: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for index, block in enumerate(whole["content"]):
         opened, deltas = _block_events(block)
         made.append({"type": "content_block_start", "index": index, "content_block": opened})
         made += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
         made.append({"type": "content_block_stop", "index": index})
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     made.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": whole["usage"]["output_tokens"]}})
     made.append({"type": "message_stop"})
     return [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in made]

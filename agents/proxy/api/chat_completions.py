@@ -8,28 +8,28 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, constrained, invalid, unsupported
+from penstock.agents.proxy.messages import STRICT, AgentRequest, Lenience, Message, RequestRefused, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    fields.refuse_constraints(body)
+def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
     fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "web_search_options")
     if body.get("n") not in (None, 1):
         raise unsupported("n > 1: one request has one answer", "n")
     form = body.get("response_format")
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise constrained("response_format")
+    is_free = form is None or (isinstance(form, dict) and form.get("type") == "text")
+    ignored = fields.constraints(body, *([] if is_free else ["response_format"]), lenience=lenience)
     listed = fields.objects(body, "messages")
+    tools, dropped = fields.known(fields.objects(body, "tools"), _tool, "tools", lenience)
     return AgentRequest(
-        messages=tuple(read_message(one, f"messages[{number}]") for number, one in enumerate(listed)),
-        tools=fields.check_tools([_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]),
+        messages=fields.with_call_ids([read_message(one, f"messages[{number}]") for number, one in enumerate(listed)]),
+        tools=fields.check_tools(tools),
         stop=fields.stop_strings(body, "stop"),
         max_tokens=fields.max_tokens(body, "max_tokens", "max_completion_tokens"),
-        reads_calls=fields.tool_choice(body.get("tool_choice")),
-        overruled=fields.overruled(body, temperature),
+        reads_calls=fields.reads_calls(body),
+        overruled=(*fields.overruled(body, temperature), *ignored, *dropped),
     )
 
 
@@ -47,7 +47,7 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
         raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:40]!r}", f"{where}.role")
     shown = fields.parts(value.get("content"), f"{where}.content") if role in ("user", "tool") else ()
     if shown:
-        call_id = fields.text(value, "tool_call_id", f"{where}.") if role == "tool" else ""
+        call_id = fields.optional_text(value, "tool_call_id", f"{where}.") if role == "tool" else ""
         name = fields.optional_text(value, "name", f"{where}.")
         return replace(Message.of_parts(role, *shown, tool_call_id=call_id), name=name)
     content = fields.content(value.get("content"), f"{where}.content")
@@ -55,7 +55,7 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
         return Message(
             role="system" if role == "developer" else role,
             content=content,
-            tool_call_id=fields.text(value, "tool_call_id", f"{where}.") if role == "tool" else "",
+            tool_call_id=fields.optional_text(value, "tool_call_id", f"{where}.") if role == "tool" else "",
             name=fields.optional_text(value, "name", f"{where}."),
         )
     calls = fields.objects(value, "tool_calls", f"{where}.")

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from penstock.agents.proxy.messages import ToolCall, constrained, invalid, unsupported
+from penstock.agents.proxy.messages import (
+    Lenience,
+    Message,
+    RequestRefused,
+    ToolCall,
+    constrained,
+    invalid,
+    unsupported,
+)
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.images import admission
 
+_T = TypeVar("_T")
+_NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _MAX_STOP_CHARACTERS = 200
 _MAX_TOOLS = 512
 # Fields that only the task's sampling decides, with the value that requests nothing.
@@ -126,26 +139,45 @@ def overruled(body: Mapping[str, Any], temperature: float) -> tuple[str, ...]:
     return tuple(name for name in changed if name != "temperature" or body[name] != temperature)
 
 
-def refuse_constraints(body: Mapping[str, Any]) -> None:
-    for name in _CONSTRAINTS:
-        if body.get(name):
-            raise constrained(name)
+def constraints(body: Mapping[str, Any], *others: str, lenience: Lenience) -> tuple[str, ...]:
+    """Return the constraints of decoding that are ignored, ``others`` and a forced call among them; raises RequestRefused unless allowed."""
+    names = [*others, *(name for name in _CONSTRAINTS if body.get(name))]
+    if _choice(body) not in (None, "auto", "none"):
+        names.append("tool_choice")
+    if names and not lenience.ignores_constraints:
+        raise constrained(names[0])
+    return tuple(names)
+
+
+def reads_calls(body: Mapping[str, Any]) -> bool:
+    return _choice(body) != "none"
+
+
+def _choice(body: Mapping[str, Any]) -> Any:
+    value = body.get("tool_choice")
+    return value.get("type") if isinstance(value, dict) else value
+
+
+def known(
+    values: Sequence[dict[str, Any]], read: Callable[[dict[str, Any], int], _T], what: str, lenience: Lenience
+) -> tuple[list[_T], tuple[str, ...]]:
+    """Return what ``read`` makes of each value, and the names of kinds that it does not know; raises RequestRefused unless allowed."""
+    read_values: list[_T] = []
+    dropped: list[str] = []
+    for number, value in enumerate(values):
+        try:
+            read_values.append(read(value, number))
+        except RequestRefused as err:
+            if err.code != "unsupported" or not lenience.drops_unknown:
+                raise
+            dropped.append(f"{what}.{_NOT_A_NAME.sub('_', str(value.get('type')))[:40]}")
+    return read_values, tuple(dropped)
 
 
 def refuse_present(body: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if body.get(name):
             raise unsupported(name, name)
-
-
-def tool_choice(value: Any) -> bool:
-    """Return whether calls are read; raises RequestRefused for a choice that forces one."""
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind in (None, "auto"):
-        return True
-    if kind == "none":
-        return False
-    raise constrained("tool_choice")
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
@@ -169,6 +201,27 @@ def check_tools(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def call(identifier: Any, name: Any, arguments: Any, where: str) -> ToolCall:
+    if arguments is None or isinstance(arguments, dict):  # as clients of Ollama write them
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
     if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(identifier, str | None):
         raise invalid(f"{where} needs id, name and arguments as texts", where)
     return ToolCall(identifier or "", name, arguments)
+
+
+def with_call_ids(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Give results of tools without an id those of the calls before them, in order; raises RequestRefused where there is none."""
+    made: list[Message] = []
+    waiting: list[str] = []
+    for number, message in enumerate(messages):
+        if message.role == "assistant":
+            waiting = [call.id for call in message.tool_calls]
+        elif message.role == "tool" and not message.tool_call_id:
+            if not waiting:
+                raise invalid(
+                    f"messages[{number}] is the result of a tool, and no call before it waits for one", "messages"
+                )
+            message = replace(message, tool_call_id=waiting[0])
+        if message.role == "tool" and message.tool_call_id in waiting:
+            waiting.remove(message.tool_call_id)
+        made.append(message)
+    return tuple(made)

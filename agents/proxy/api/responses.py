@@ -10,32 +10,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import AgentRequest, Message, ToolCall, constrained, invalid, unsupported
+from penstock.agents.proxy.messages import STRICT, AgentRequest, Lenience, Message, ToolCall, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
-    fields.refuse_constraints(body)
+def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
     fields.refuse_present(body, "previous_response_id", "conversation", "background", "prompt")
     form = body.get("text")
     kind = form.get("format", {}).get("type", "text") if isinstance(form, dict) and form.get("format") else "text"
-    if kind != "text":
-        raise constrained("text.format")
+    ignored = fields.constraints(body, *([] if kind == "text" else ["text.format"]), lenience=lenience)
     instructions = fields.optional_text(body, "instructions")
     messages = [Message("system", instructions)] if instructions else []
     given = body.get("input")
+    unknown: tuple[str, ...] = ()
     if isinstance(given, str):
         messages.append(Message("user", given))
     else:
-        messages += _messages(fields.objects(body, "input"))
-    tools = [_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]
+        items, unknown = fields.known(fields.objects(body, "input"), _checked_item, "input", lenience)
+        messages += _messages(items)
+    tools, dropped = fields.known(fields.objects(body, "tools"), _tool, "tools", lenience)
     return AgentRequest(
         messages=tuple(messages), tools=fields.check_tools(tools),
-        max_tokens=fields.max_tokens(body, "max_output_tokens"),
-        reads_calls=fields.tool_choice(body.get("tool_choice")), overruled=fields.overruled(body, temperature),
+        max_tokens=fields.max_tokens(body, "max_output_tokens"), reads_calls=fields.reads_calls(body),
+        overruled=(*fields.overruled(body, temperature), *ignored, *unknown, *dropped),
     )  # fmt: skip
+
+
+def _checked_item(item: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
+    """Return an item and where it stands; raises RequestRefused for one of a kind that has no counterpart."""
+    where, kind = f"input[{number}]", item.get("type", "message")
+    if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+        raise unsupported(f"an item of type {str(kind)[:40]!r}", where)
+    if kind == "reasoning" and item.get("encrypted_content") and not item.get("content"):
+        raise unsupported("encrypted reasoning", where)
+    return where, item
 
 
 def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -45,7 +55,7 @@ def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
     return fields.function_tool(value.get("name"), value.get("description"), value.get("parameters"), where)
 
 
-def _messages(items: list[dict[str, Any]]) -> list[Message]:
+def _messages(items: list[tuple[str, dict[str, Any]]]) -> list[Message]:
     messages: list[Message] = []
     answer: dict[str, Any] = {}
 
@@ -61,8 +71,7 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
             )
             answer.clear()
 
-    for number, item in enumerate(items):
-        where = f"input[{number}]"
+    for where, item in items:
         kind = item.get("type", "message")
         if kind == "function_call_output":
             end_answer()
@@ -71,15 +80,11 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
             call = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
             answer.setdefault("calls", []).append(call)
         elif kind == "reasoning":
-            if item.get("encrypted_content") and not item.get("content"):
-                raise unsupported("encrypted reasoning", where)
             if answer.get("calls") or answer.get("content"):
                 end_answer()  # the reasoning of the next answer
             answer.setdefault("reasoning", []).append(fields.content(item.get("content"), where, kinds=_TEXTS))
-        elif kind == "message":
-            _add_message(item, where, messages, answer, end_answer)
         else:
-            raise unsupported(f"an item of type {str(kind)[:40]!r}", where)
+            _add_message(item, where, messages, answer, end_answer)
     end_answer()
     return messages
 

@@ -34,7 +34,7 @@ from penstock.rollout_service.errors import EngineError, TaskRefused
 ROOT = Path(__file__).parents[3]
 
 AGENT = """
-import json, os, subprocess, sys, time, urllib.request
+import json, os, subprocess, sys, time, urllib.error, urllib.request
 task = json.load(open(os.environ["PENSTOCK_TASK"]))
 def ask(messages):
     body = json.dumps({"model": "policy", "messages": messages}).encode()
@@ -175,6 +175,43 @@ def test_the_end_of_the_turns_truncates(model: Path) -> None:
     assert (episode.status, len(episode.turns), episode.reward) == ("truncated", 1, 0.0)
 
 
+_OVERFLOWS = """
+ask(task["messages"])
+try:
+    ask([{"role": "user", "content": "hello " * 9000}])
+except urllib.error.HTTPError as err:
+    assert json.load(err)["error"]["code"] == "context_length_exceeded"
+"""
+_GOES_ON = _OVERFLOWS + 'ask([{"role": "user", "content": "so far: sun"}])\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (_GOES_ON + 'sys.exit("cannot reach docker daemon")', None),
+        (_GOES_ON + "os.kill(os.getpid(), 9)", None),
+        (_OVERFLOWS + "os.kill(os.getpid(), 9)", None),
+        (_GOES_ON + "result('{\"reward\": 1}')", "done"),
+        (_OVERFLOWS + "sys.exit(1)", "truncated"),
+    ],
+)
+def test_what_happened_last_decides(model: Path, code: str, status: str | None) -> None:
+    """A program that goes on after a refusal and then crashes has failed; one that ends because of it is trained."""
+    ended, _ = run(model, python(code), attempts=1)
+    if status is None:
+        assert isinstance(ended, TaskRefused)
+        return
+    (episode,) = ended
+    assert (episode.status, episode.reward) == (status, float(status == "done"))
+
+
+def test_a_title_is_not_scored(model: Path) -> None:
+    code = 'ask(task["messages"])\nask([{"role": "user", "content": "title: what is sun"}])'
+    (episode,), _ = run(model, python(code), ["star", "A title"], task=task_of("exact_match"))
+    assert episode.rows[0].trajectory.completion_text == "star"
+    assert dict(episode.counts)["last_answer_not_scored"] == 1
+
+
 def test_a_slow_program_is_no_slow_policy_and_all_of_its_processes_are_killed(model: Path, tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     code = f"{_ASKED}other = subprocess.Popen(['sleep', '600']); open({str(noted)!r}, 'w').write(str(other.pid)); time.sleep(600)"
@@ -239,6 +276,62 @@ def test_programs_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
     wait_until_ended(escaped)
     wait_for(lambda: not list(tmp_path.glob(f"{program_process.PREFIX}*")), "the folder's deletion")
     sweeper.close()
+
+
+_LEAVES = {  # how a program leaves a process; PENSTOCK_LEFT is its name
+    "new session": "setsid sleep $NAME &",
+    "nohup": "nohup sleep $NAME >/dev/null 2>&1 &",
+    "double fork": "(setsid sh -c '(sleep '$NAME') & (sleep '$NAME') &' &)",
+    "without its mark": "env -i setsid sleep $NAME </dev/null >/dev/null 2>&1 &",
+    "daemon that starts others": "setsid sh -c 'while :; do env -i sleep '$NAME' & sleep 0.02; done' >/dev/null 2>&1 &",
+    "kills its parent": "env -u X setsid sleep $NAME & kill -9 $PPID",
+    "stops": "setsid sh -c 'kill -STOP $$; sleep 1' $NAME & sh -c 'kill -STOP $$' & setsid sleep $NAME & kill -STOP $!",
+}
+_RUNS_SHELL = """
+import asyncio, os, pathlib, sys
+from penstock.agents.environments import program_process as p
+variables = {"PATH": os.environ["PATH"], p.MARK: p.episode_mark()}
+print(asyncio.run(p.run(["sh", "-c", sys.argv[1]], pathlib.Path("/"), variables, float(sys.argv[2]))), flush=True)
+"""
+
+
+@pytest.mark.parametrize("leaves", _LEAVES.values(), ids=_LEAVES)
+async def test_nothing_outlives_its_episode(leaves: str) -> None:
+    for status, end, deadline_s in ((3, "sleep 0.1; exit 3", 60.0), (None, "sleep 700", 1.0)):
+        name = f"700.{os.getpid()}"
+        variables = {"PATH": os.environ["PATH"], program_process.MARK: program_process.episode_mark()}
+        shell = f"{leaves.replace('$NAME', name)}\n{end}"
+        ended = await program_process.run(["sh", "-c", shell], Path("/"), variables, deadline_s)
+        assert sleeping(name) == []
+        assert ended.status == (-9 if "kill -9" in leaves else status)
+
+
+async def test_nothing_is_left_after_many_episodes() -> None:
+    name, shells = f"710.{os.getpid()}", [one for key, one in _LEAVES.items() if key != "stops"]
+
+    async def episode(number: int) -> None:
+        variables = {"PATH": os.environ["PATH"], program_process.MARK: program_process.episode_mark()}
+        shell = shells[number % len(shells)].replace("$NAME", name)
+        await program_process.run(["sh", "-c", f"{shell}\nexit 0"], Path("/"), variables, 60.0)
+
+    for start in range(0, 200, 8):
+        await asyncio.gather(*map(episode, range(start, start + 8)))
+    assert sleeping(name) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_nothing_outlives_the_program_of_a_worker_that_was_killed_or_stopped(number: int) -> None:
+    """A worker that is stopped ends nothing: the program's end does, or its deadline."""
+    name = f"720.{os.getpid()}"
+    shell = f"{_LEAVES['without its mark'].replace('$NAME', name)} sleep {name}"
+    worker = subprocess.Popen([sys.executable, "-c", _RUNS_SHELL, shell, "1"], stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(sleeping(name)) == 2, "both processes")
+        worker.send_signal(number)
+        wait_for(lambda: not sleeping(name), "the end of the processes")
+    finally:
+        worker.kill()
+        worker.wait(60.0)
 
 
 needs_bubblewrap = pytest.mark.skipif(

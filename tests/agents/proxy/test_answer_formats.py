@@ -28,12 +28,25 @@ def test_hermes_reads_every_valid_call_and_leaves_the_others_in_the_text() -> No
     assert [call.name for call in parsed.calls] == ["a"]
     assert parsed.content == f"one  two {bad} three"
     assert parsed.num_unparsed == 1
-    assert calls('<tool_call>{"name": "a"}', "hermes") == [("a", {})]
+    for key in ("arguments", "parameters"):
+        assert calls(f'<tool_call>{{"name": "a", "{key}": {{"x": 1}}}}', "hermes") == [("a", {"x": 1})]
 
 
 @pytest.mark.parametrize(
     "text",
-    ['{"name": 5}', "[]", '{"name": "a", "arguments": "x"}', '{"name": "a", "arguments": {"x": NaN}}', "[" * 100_000],
+    [
+        '{"name": 5}',
+        "[]",
+        '{"name": "a"}',
+        '{"name": "a", "args": {"x": 1}}',
+        '{"name": "a", "arguments": null}',
+        '{"name": "a", "arguments": {}, "parameters": {"x": 1}}',
+        '{"name": "a", "arguments": "x"}',
+        '{"name": "a", "arguments": {"x": NaN}}',
+        '{"name": "a", "arguments": {"x": 1e999}}',
+        '{"name": "a", "arguments": {"x": "\\ud800"}}',
+        "[" * 100_000,
+    ],
 )
 def test_an_invalid_call_stays_text(text: str) -> None:
     whole = f"<tool_call>{text}</tool_call>"
@@ -45,7 +58,14 @@ def test_llama_reads_an_answer_that_is_all_calls() -> None:
     one, other = '{"name": "a", "parameters": {"x": 1}}', '{"name": "b", "arguments": {}}'
     assert calls(one, "llama") == [("a", {"x": 1})]
     assert calls(f"<|python_tag|>{one}; {other}", "llama") == [("a", {"x": 1}), ("b", {})]
-    for text in (f"I call {one}", '{"x": 1}', f"{one} and more", "<|python_tag|>print(1)"):
+    for text in (
+        f"I call {one}",
+        '{"x": 1}',
+        f"{one} and more",
+        "<|python_tag|>print(1)",
+        one.replace("1", "1e999"),
+        one.replace("1", '"\\ud800"'),
+    ):
         assert LLAMA.parse(text).content == text
         assert LLAMA.parse(text).calls == ()
 

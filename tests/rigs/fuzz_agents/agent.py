@@ -25,6 +25,7 @@ TEXTS = [
     "<think>\nnot mine\n</think>",
     "SEAM7f3a9c",
 ]
+SIDE = "Generate a short title for:"  # what a side request begins with
 BROKEN = [
     b"{",
     b"[]",
@@ -82,14 +83,33 @@ class RandomAgent:
         draw = self._random
         head = draw.choice(self._heads)
         kind = draw.choices(
-            ["go_on", "edit", "respell", "rewind", "compaction", "sub_agent", "tools", "clock"],
-            [60, 6, 14, 6, 3, 4, 2, 2],
+            [
+                "go_on",
+                "edit",
+                "respell",
+                "rewind",
+                "compaction",
+                "sub_agent",
+                "tools",
+                "clock",
+                "side",
+                "late_system",
+                "attributed",
+            ],
+            [60, 6, 14, 6, 3, 4, 2, 2, 5, 1, 2],
         )[0]
         self.counts[kind] += 1
         if kind == "compaction":
             head = [*[one for one in head[:1] if one["role"] == "system"], self._user()]
         elif kind == "sub_agent":
             head = [{"role": "system", "content": f"sub {draw.randrange(3)}"}, self._user()]
+        elif kind == "side":
+            head = [{"role": "user", "content": f"{SIDE} {draw.choice(TEXTS)}"}]
+        elif kind == "late_system":
+            head = [*head, {"role": "developer", "content": "late"}, self._user()]
+        elif kind == "attributed" and head[0]["role"] == "system":
+            line = f"x-anthropic-billing-header: cch={draw.randrange(16**5):05x};"
+            head = [{"role": "system", "content": f"{line}\n{head[0]['content']}"}, *head[1:]]
         elif kind == "tools":
             self._tools = [LOOK, MORE] if self._tools == [LOOK] else [LOOK]
         elif kind == "rewind":
@@ -126,7 +146,8 @@ class RandomAgent:
 
     async def _ask(self, messages: Messages) -> None:
         draw = self._random
-        body: dict[str, Any] = {"model": "m", "messages": messages, "tools": self._tools}
+        is_side = messages[-1]["content"].startswith(SIDE)
+        body: dict[str, Any] = {"model": "m", "messages": messages, "tools": [] if is_side else self._tools}
         if draw.random() < 0.3:
             body["stream"] = True
         if draw.random() < 0.2:
@@ -150,7 +171,8 @@ class RandomAgent:
             if status >= 500:
                 self.failures.append(f"{status}: {reply[:300]!r}")
             return
-        self._receive(messages, _read(reply))
+        if not is_side:
+            self._receive(messages, _read(reply))
 
     def _receive(self, messages: Messages, answer: dict[str, Any]) -> None:
         """Go on from an answer: with the results of its calls, or as a user."""
@@ -176,8 +198,9 @@ class RandomAgent:
         if kind == "other_body":
             data = data.replace(b'"model": "m"', b'"model": "other"')
         status, reply = await self._post(data, marks, cut=False)
-        if status == 200:
-            self._receive(json.loads(data)["messages"], _read(reply))
+        messages = json.loads(data)["messages"]
+        if status == 200 and not messages[-1]["content"].startswith(SIDE):
+            self._receive(messages, _read(reply))
         elif status >= 500:
             self.failures.append(f"{status}: {reply[:300]!r}")
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tests.agents.proxy.agent_model import TEMPLATES, logprobs_of, tokenizer_json, write_model
 from tests.contracts.tiny_model import build_model
+from tests.rigs.fuzz_agents.agent import SIDE
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedModel
 
@@ -82,6 +83,15 @@ def check_episode(episode: EpisodeSession, made: TreeRows, recorded: Recorded, e
         store(episode, made)
     except PackError as err:
         findings.problems.append(f"episode {episode.id} cannot be stored: {err}")
+
+
+def scores_aside(episode: EpisodeSession, made: TreeRows) -> bool:
+    """Return True if the scored answer is one of a side request, and another is trained."""
+    asked = {
+        span.turn: episode.tree.turns[span.turn].new_messages[-1].content for row in made.rows for span in row.spans
+    }
+    aside = {turn for turn, content in asked.items() if content.startswith(SIDE)}
+    return made.scored in aside and len(aside) < len(asked)
 
 
 def store(episode: EpisodeSession, made: TreeRows) -> Episode:

@@ -30,6 +30,7 @@ from tests.rigs.fuzz_agents.model import (
     Recorded,
     RecordingSampler,
     check_episode,
+    scores_aside,
     write_fuzz_model,
 )
 
@@ -109,7 +110,8 @@ class Fuzzer:
         if self._plant == "row":
             made = rendered_rows(made, tokenizer)
         check_episode(episode, made, recorded, engine, self.findings)
-        self.findings.problems += [f"episode {episode.id}: {failure}" for failure in agent.failures]
+        failures = [*agent.failures, *["the answer of a side request is scored"] * scores_aside(episode, made)]
+        self.findings.problems += [f"episode {episode.id}: {failure}" for failure in failures]
         for name, count in {**episode.counts, **agent.counts}.items():
             self.counts[name] += count
         self.counts["episodes"] += 1

@@ -1,0 +1,92 @@
+"""The values of arguments that a model writes as bare text, with the types that the tool's schema gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.agents.proxy.answer_formats.answer_format import Call, read_json, written_call
+
+_INTEGER = re.compile(r"[+-]?\d{1,400}(?:\.0+)?")
+_MAX_DEPTH = 8
+_OTHER_NAMES = {  # of types, in schemas that are not quite JSON Schema
+    "int": "integer", "float": "number", "double": "number", "bool": "boolean", "dict": "object", "list": "array", "none": "null",
+}  # fmt: skip
+
+
+def typed_call(name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> Call:
+    """Return a call with arguments from ``texts``; what has no form of its type stays a text. Raises ValueError for a repeated name."""
+    functions = (tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping))
+    schema = next((one.get("parameters") for one in functions if one.get("name") == name), None)
+    schema = schema if isinstance(schema, Mapping) else {}
+    properties = schema.get("properties")
+    arguments: dict[str, Any] = {}
+    for key, text in texts:
+        if key in arguments:
+            raise ValueError(f"{key} is written twice")
+        declared = properties.get(key) if isinstance(properties, Mapping) else None
+        arguments[key] = _value(text, declared, schema)
+    return written_call(name, arguments)
+
+
+def _value(text: str, declared: Any, root: Mapping[str, Any]) -> Any:
+    kinds = list(_kinds(declared, root, 0))
+    allowed = [value for kind, value in kinds if kind == "enum"]
+    if text in allowed:
+        return text
+    names = {kind for kind, _ in kinds}
+    if "enum" in names and names == {"enum"}:
+        names = {_kind_of(value) for value in allowed}
+    for kind in ("null", "boolean", "integer", "number", "object", "array"):
+        if kind in names:
+            try:
+                return _read(text.strip(), kind)
+            except ValueError:
+                continue
+    return text
+
+
+def _read(text: str, kind: str) -> Any:
+    """Return a text as a value of a JSON type; raises ValueError."""
+    if kind == "integer":
+        if _INTEGER.fullmatch(text) is None:
+            raise ValueError(text)
+        return int(text.partition(".")[0])
+    lowered = text.lower()
+    if kind in ("null", "boolean"):
+        words = {"null": None, "none": None} if kind == "null" else {"true": True, "false": False}
+        if lowered not in words:
+            raise ValueError(text)
+        return words[lowered]
+    value = read_json(text)
+    if _kind_of(value) not in ((kind, "integer") if kind == "number" else (kind,)):
+        raise ValueError(text)
+    return value
+
+
+def _kind_of(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _kinds(declared: Any, root: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the types that a schema allows, and ("enum", value) for each value that it lists."""
+    if not isinstance(declared, Mapping) or depth > _MAX_DEPTH:
+        return
+    kinds = declared.get("type")
+    listed = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
+    yield from ((_OTHER_NAMES.get(kind, kind), None) for kind in listed)
+    values = declared["enum"] if isinstance(declared.get("enum"), list) else []
+    yield from (("enum", value) for value in [*values, *([declared["const"]] if "const" in declared else [])])
+    for key in ("anyOf", "oneOf", "allOf"):
+        for option in declared[key] if isinstance(declared.get(key), list) else ():
+            yield from _kinds(option, root, depth + 1)
+    path = declared.get("$ref")
+    if isinstance(path, str) and path.startswith("#/"):
+        at: Any = root
+        for part in path[2:].split("/"):
+            at = at.get(part) if isinstance(at, Mapping) else None
+        yield from _kinds(at, root, depth + 1)
+    if kinds is None and "properties" in declared:
+        yield "object", None

@@ -1,0 +1,91 @@
+"""Which text of an episode is scored: the main conversation's last answer, whatever an agent asks beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.agents.proxy.agent_model import bench
+from tests.agents.proxy.conversation import LOOK, Agent, system, user
+from tests.rigs.fuzz_agents.model import store
+
+from penstock.agents.proxy.api import chat_completions
+from penstock.agents.proxy.messages import RetryMark
+from penstock.agents.proxy.server import _conversation
+
+END = "<|im_end|>"
+TASK = "Sort the digits 3 2 1."
+AGENT = "You are a coding agent."
+TITLE = "You are a title generator. You output ONLY a thread title. Nothing else."
+SUMMARY = "This session is being continued from a previous conversation. The conversation is summarized below: 1"
+TOOLS = {"tools": [LOOK]}
+NONE: dict[str, Any] = {}
+Request = tuple[
+    list[Any], dict[str, Any]
+]  # messages, a number is the answer of that request; tools, and what is declared
+
+
+@pytest.mark.parametrize(
+    ("requests", "scored"),
+    [
+        ([([TASK], NONE), (["title: " + TASK], NONE)], 0),
+        ([([TASK], NONE), (["Summarise this conversation: sort"], NONE)], 0),
+        ([([TASK], NONE), (["What is the topic of: sort"], NONE)], 0),
+        ([([TASK], NONE), (["an unrelated request"], NONE)], 0),
+        ([([system(TITLE), TASK], NONE), ([system(AGENT), TASK], NONE)], 1),
+        ([([system(TITLE), TASK], NONE), ([system(AGENT), TASK], TOOLS), ([system(TITLE), "sort"], NONE)], 1),
+        ([(["quota"], NONE), ([system(AGENT), TASK], TOOLS), ([system(AGENT), TASK, 1, "more"], TOOLS), (["names of files?"], NONE)], 2),
+        ([([system(AGENT), TASK], NONE), ([system(AGENT), f"Generate a concise title for: {TASK}"], NONE)], 0),
+        ([([TASK], TOOLS), ([TASK, 0, "Generate a concise title for this conversation, without a full stop"], NONE)], 0),
+        ([([TASK], NONE), ([TASK, 0, "Write a short title for this chat"], NONE)], 0),
+        ([([TASK], NONE), ([TASK, 0, "and again"], NONE), (["title: sort"], NONE), ([TASK, 0, "and again", 1, "go on"], NONE)], 3),
+        # what carries the main conversation on
+        ([([system(AGENT), TASK], TOOLS), ([system(AGENT), SUMMARY], TOOLS)], 1),
+        ([([system(AGENT), TASK], NONE), ([system(AGENT), SUMMARY], NONE)], 1),
+        ([([TASK], TOOLS), ([TASK, 0, "Give the final answer."], NONE)], 1),
+        ([([system("time 1"), TASK], NONE), ([system("time 2"), TASK, 0, "more"], NONE)], 1),
+        ([([TASK], NONE), ([TASK, {"role": "assistant", "content": "edited"}, "more"], NONE)], 1),
+        ([(["Write a title for this poem."], NONE), (["title: poem"], NONE)], 0),
+        # a sub-agent, whose answer the main conversation reads or not
+        ([([system(AGENT), TASK], TOOLS), ([system("You search."), "look"], TOOLS), ([system("You search."), "look", 1, "on"], TOOLS)], 0),
+        # declared
+        ([([TASK], NONE), (["the one that counts"], {"declared": "main"}), ([TASK, 0, "more"], NONE)], 1),
+        ([([TASK], {"declared": "side"}), (["other"], NONE)], 1),
+        ([([TASK], NONE), ([TASK, 0, "aside"], {"declared": "side"})], 0),
+        ([([TASK], NONE), ([TASK, 0, "aside"], {"declared": "side"}), ([TASK, 0, "aside", 1, "more"], NONE)], 2),
+        ([([TASK], {"declared": "side"}), (["other"], {"declared": "side"})], 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("trained", ["all", "main"])
+async def test_the_last_answer_of_the_main_conversation_is_scored(
+    tmp_path: Path, requests: list[Request], scored: int, trained: str
+) -> None:
+    script = [f"answer {n}{END}" for n in range(len(requests))]
+    agent = Agent(bench(tmp_path, script=script, trained_conversations=trained))
+    for messages, fields in requests:
+        sent = [user(one) if isinstance(one, str) else agent.replies[one]["choices"][0]["message"] if isinstance(one, int) else one
+                for one in messages]  # fmt: skip
+        body = {"messages": sent, "tools": fields.get("tools", [])}
+        request = replace(chat_completions.read_request(body, 1.0), conversation=fields.get("declared", ""))
+        turn = await agent.episode.answer(request, RetryMark(b""))
+        turn.delivered = True
+        agent.replies.append(chat_completions.reply(turn, "policy", 0, "x"))
+    made = agent.end()
+    episode = store(agent.episode, made)
+    assert episode.rows[0].trajectory.completion_text == f"answer {scored}"
+    messages = json.loads(episode.messages)
+    assert messages[-1]["content"] == f"answer {scored}"
+    assert len(messages) == len(requests[scored][0]) + 1
+    assert dict(episode.counts).get("last_answer_not_scored", 0) == (made.last != scored)
+    left_out = made.orphaned_turns["side_request"]
+    assert len(episode.turns) + left_out == len(requests)
+    assert (left_out == 0) if trained == "all" else (made.last == scored)
+
+
+async def test_a_conversation_is_declared_by_a_header() -> None:
+    assert _conversation([(b"x-penstock-conversation", b"side")]) == "side"
+    with pytest.raises(Exception, match="expected main or side"):
+        _conversation([(b"x-penstock-conversation", b"other")])
