@@ -21,7 +21,9 @@ Grade = Callable[[str, Tests, int], Awaitable[Graded]]  # program, tests, how ma
 _DATA_SETS = (
     "code", "code_generation", "codecontests", "apps", "codeforces", "taco", "livecodebench", "humaneval",
     "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp",
-    "PrimeIntellect/verifiable-coding-problems",
+    "PrimeIntellect/verifiable-coding-problems", "PrimeIntellect/SYNTHETIC-1", "codeparrot/apps", "BAAI/TACO",
+    "deepmind/code_contests", "livecodebench/code_generation_lite", "open-r1/verifiable-coding-problems-python",
+    "agentica-org/DeepCoder-Preview-Dataset", "KodCode/KodCode-V1", "newfacade/LeetCodeDataset",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import asyncio
 import atexit
 import builtins
 import contextlib
+import gc
 import inspect
 import io
 import json
@@ -58,6 +59,7 @@ def main(descriptor: int, settings: str) -> None:
     sys.set_int_max_str_digits(0)  # the limits on CPU time bound conversions
     usual: dict[str, Any] = {}
     exec(_IMPORTS, usual)  # noqa: S102 a constant
+    builtins.open = _open
     usual = {name: thing for name, thing in usual.items() if not hasattr(builtins, name) and name != "__builtins__"}
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
     line = socket.socket(fileno=descriptor)
@@ -66,22 +68,37 @@ def main(descriptor: int, settings: str) -> None:
     except OSError as err:
         line.send(json.dumps({"failed": str(err)}).encode())
         return
+    gc.freeze()  # a collection in a program would copy the pages of all these objects
     line.send(b'{"ready": true}')
     while True:
         message, pipes, _, _ = socket.recv_fds(line, _MAX_MESSAGE, _MAX_DESCRIPTORS)
         if not message:
             return
         if pipes:  # without pipes it is a kill that arrived after the program had exited
-            _fork_program(line, confinement, message, pipes, usual)
+            request = json.loads(message)
+            _offer(usual, offered=request["mode"] != "tests")
+            _fork_program(line, confinement, request, pipes)
+
+
+def _offer(usual: dict[str, Any], *, offered: bool) -> None:
+    """Let programs use the usual names without an import, unless they define them; test code decides by what is defined.
+
+    Done before the fork, and once for a zygote that forks one kind: in each child it would copy the pages of all these objects.
+    """
+    if offered and "quit" not in builtins.__dict__:
+        builtins.__dict__.update(usual)
+    elif not offered and "quit" in builtins.__dict__:
+        for name in usual:
+            del builtins.__dict__[name]
 
 
 def _fork_program(
-    line: socket.socket, confinement: confine.Confinement, message: bytes, pipes: list[int], usual: dict[str, Any]
+    line: socket.socket, confinement: confine.Confinement, request: dict[str, Any], pipes: list[int]
 ) -> None:
     confirmed, confirm = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _child(confinement, json.loads(message), [*pipes, confirm], usual)
+        _child(confinement, request, [*pipes, confirm])
     os.close(confirm)
     for fd in pipes:
         os.close(fd)
@@ -103,9 +120,7 @@ def _fork_program(
     line.send(json.dumps(ended).encode())
 
 
-def _child(
-    confinement: confine.Confinement, request: dict[str, object], pipes: list[int], usual: dict[str, Any]
-) -> None:
+def _child(confinement: confine.Confinement, request: dict[str, Any], pipes: list[int]) -> None:
     mode = str(request.pop("mode"))
     confirm = len(pipes) - 1
     code = 1
@@ -119,15 +134,13 @@ def _child(
         os._exit(1)
     os.close(confirm)
     try:
-        code = tests.run() if mode == "tests" else run_program(mode, usual)
+        code = tests.run() if mode == "tests" else run_program(mode)
     finally:
         os._exit(code)
 
 
-def run_program(mode: str, usual: dict[str, Any]) -> int:
-    """Run a program; ``usual`` are the names that it may use without an import, unless it defines them."""
+def run_program(mode: str) -> int:
     code = 0
-    builtins.__dict__.update(usual, open=_open)
     sys.setrecursionlimit(_RECURSION)
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if 0 <= soft < _STACK and (hard < 0 or hard >= _STACK):

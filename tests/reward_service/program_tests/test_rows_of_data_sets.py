@@ -148,7 +148,7 @@ FAILS = {
     "Python 2": "print int(input()) + 1",
     "numpy": "import numpy as np\nprint(int(input()) + 1)",
     "an exit code": "print(int(input()) + 1)\nexit(1)",
-    "writing its input": "import os\nos.write(0, b'x')\nprint(42)",
+    "writing its input": "import mmap\nmmap.mmap(0, 0)[:1] = b'x'\nprint(42)",
 }
 
 
@@ -201,6 +201,7 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
         (CLEARS, "assert (lambda v: f(v) == sorted(v))([3, 1, 2])", 0),
         (ZEROS, ONLY + "        got = f(self.x)\n        self.assertEqual(got, sum(self.x))", 0),
         (ZEROS, "import solution as s\nx = [2, 1]\nassert max(x) == s.f(x)", 0),
+        ("def product(x): return x * 2", "assert product(2) == 4", 1),
         (SORTS, "x = [2, 1]\nf(x)\nassert x == [1, 2]", 1),
         (SORTS, "x = [2, 1]\nassert f(x=x) is None\nassert x == [1, 2]", 1),
         (SORTS, "x = [2, 1]\nwant = sorted(x)\nf(x)\nassert x == want", 1),
