@@ -28,7 +28,7 @@ from penstock.sandbox.zygote_process import Limits
 EMPTY_PROGRAM = "pass"
 _NUM_SLOTS = 2
 _TOGETHER = 64  # rows read ahead
-_SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "solutions", "code")
+_SOLUTIONS = ("canonical_solution", "reference_solution", "gold_standard_solution", "solution", "solutions", "code")
 _CODE = ("assert ", "def test", "def check", "unittest")
 
 

@@ -257,14 +257,14 @@ def _unpacked(value: Any) -> Any:
         value = texts[0]
     if isinstance(value, str):
         try:
-            return json.loads(value, parse_int=_integer)
+            return result_of(value)
         except (ValueError, RecursionError):
             return value
     return value
 
 
 def _integer(digits: str) -> int | _LongInteger:
-    return int(digits) if len(digits) <= _MAX_DIGITS else _LongInteger(digits)
+    return int(digits) if len(digits.lstrip("-")) <= _MAX_DIGITS else _LongInteger(digits)
 
 
 def _texts(values: Any) -> tuple[str, ...]:
@@ -297,7 +297,10 @@ def _arguments(value: Any) -> list[Any]:
 
 def result_of(text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text, for `same_result`; raises ValueError, RecursionError."""
-    return json.loads(text, parse_int=_integer)
+    try:
+        return json.loads(text)
+    except ValueError:  # of an integer that is too long, or of the text
+        return json.loads(text, parse_int=_integer)
 
 
 def same_output(printed: str, expected: str) -> bool:

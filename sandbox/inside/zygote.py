@@ -61,6 +61,7 @@ def main(descriptor: int, settings: str) -> None:
     exec(_IMPORTS, usual)  # noqa: S102 a constant
     builtins.open = _open
     usual = {name: thing for name, thing in usual.items() if not hasattr(builtins, name) and name != "__builtins__"}
+    sys.argv[:] = [FILE]
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
     line = socket.socket(fileno=descriptor)
     try:

@@ -141,6 +141,7 @@ PRINTS: dict[str, str] = {
     "descriptor 0": "print(int(open(0).read()) + 1)",
     "the device": "print(int(open('/dev/stdin').readline()) + 1)",
     "buffers": "import sys\nsys.stdout.buffer.write(b'%d\\r\\n\\r\\n' % (int(sys.stdin.buffer.read()) + 1))",
+    "fileinput": "import fileinput\nfor line in fileinput.input(): print(int(line) + 1)",
     "asyncio": "import asyncio\nasync def main(): print(int(input()) + 1)\nasyncio.run(main())",
     "a static method": "class A:\n    @staticmethod\n    def f(x): return x + 1\nprint('', A.f(int(input())))",
 }  # fmt: skip
