@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed, SandboxUnavailable
-from penstock.reward_service.program_tests import tests_of_row
+from penstock.reward_service.program_tests import code_blocks, tests_of_row
 from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry.built_in import BY_SOURCE
 from penstock.reward_service.rewards import code
@@ -28,7 +28,7 @@ from penstock.sandbox.zygote_process import Limits
 EMPTY_PROGRAM = "pass"
 _NUM_SLOTS = 2
 _TOGETHER = 64  # rows read ahead
-_SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "solutions", "code")
+_SOLUTIONS = ("canonical_solution", "reference_solution", "gold_standard_solution", "solution", "solutions", "code")
 _CODE = ("assert ", "def test", "def check", "unittest")
 
 
@@ -72,7 +72,7 @@ def is_code(row: Mapping[str, Any]) -> bool:
     fields = tests_of_row.fields_of(row.get("ground_truth"), row.get("extra_info"))
     texts = [fields.get("test"), *_listed(fields.get("test_list"))]
     holds_code = any(isinstance(text, str) and any(mark in text for mark in _CODE) for text in texts)
-    return holds_code or {"inputs", "outputs"} <= fields.keys()
+    return holds_code or bool(fields.get("cases"))
 
 
 async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxPool) -> str:
@@ -91,8 +91,8 @@ async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxP
 def solution(row: Mapping[str, Any]) -> str | None:
     fields = tests_of_row.fields_of(row.get("ground_truth"), row.get("extra_info"), extra_columns=_SOLUTIONS)
     for text in (text for name in _SOLUTIONS for text in _listed(fields.get(name))[:1]):
-        prompt = tests_of_row.program(str(row.get("prompt") or "")) or ""
-        for program in (tests_of_row.program(text) or "", text, prompt + text):
+        prompt = code_blocks.program(str(row.get("prompt") or "")) or ""
+        for program in (code_blocks.program(text) or "", text, prompt + text):
             if program.strip() and _compiles(program):
                 return program
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import json
 import os
 import selectors
@@ -190,8 +191,9 @@ class Watch:
         run = Run()
         theirs: list[int] = []
         try:
-            for data in (stdin, None, None, job):
-                theirs.append(self._feed(data) if data is not None else self._drain(run, len(theirs)))
+            theirs.append(_file(stdin))
+            theirs += [self._drain(run, 1), self._drain(run, 2)]
+            theirs.append(self._feed(job))
             theirs.append(self._drain(run, 4) if answers < 0 else answers)
             theirs += extra
             zygote.spawn(mode, self._limits, theirs)
@@ -293,6 +295,17 @@ class Watch:
         self._selector.unregister(fd)
         self._open.discard(fd)
         os.close(fd)
+
+
+def _file(data: bytes) -> int:
+    """Return a descriptor of an unchangeable file in memory: programs ask for the size of their input, and map it."""
+    fd = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    return fd
 
 
 def run_program(zygote: Zygote, program: str, limits: Limits, *, stdin: str = "") -> Run:

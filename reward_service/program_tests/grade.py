@@ -293,7 +293,7 @@ def _right(run: Run, tests: StdinTests | FunctionTests, place: int) -> bool:
     if isinstance(tests, StdinTests):
         return tests_of_row.same_output(run.output.decode(errors="replace"), tests.outputs[place])
     try:
-        return tests_of_row.same_result(json.loads(run.answer), tests.results[place])
+        return tests_of_row.same_result(tests_of_row.result_of(run.answer), tests.results[place])
     except (ValueError, RecursionError):  # it wrote something else, or nothing
         return False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from penstock.reward_service.program_tests import tests_of_row
+from penstock.reward_service.program_tests import code_blocks, tests_of_row
 from penstock.reward_service.program_tests.grade import Graded
 from penstock.reward_service.program_tests.tests_of_row import Tests
 from penstock.reward_service.rewards.reward import SandboxedReward, Verdict
@@ -21,7 +21,9 @@ Grade = Callable[[str, Tests, int], Awaitable[Graded]]  # program, tests, how ma
 _DATA_SETS = (
     "code", "code_generation", "codecontests", "apps", "codeforces", "taco", "livecodebench", "humaneval",
     "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp",
-    "PrimeIntellect/verifiable-coding-problems",
+    "PrimeIntellect/verifiable-coding-problems", "PrimeIntellect/SYNTHETIC-1", "codeparrot/apps", "BAAI/TACO",
+    "deepmind/code_contests", "livecodebench/code_generation_lite", "open-r1/verifiable-coding-problems-python",
+    "agentica-org/DeepCoder-Preview-Dataset", "KodCode/KodCode-V1", "newfacade/LeetCodeDataset",
 )  # fmt: skip
 
 
@@ -30,7 +32,7 @@ async def judge(
 ) -> list[Verdict]:
     """Run every completion's program against the row's tests; equal programs run once."""
     tests = tests_of_row.read(truth, extra)
-    programs = [tests_of_row.program(completion) for completion in completions]
+    programs = [code_blocks.program(completion) for completion in completions]
     different = dict.fromkeys(program for program in programs if program is not None)
     known = {program: await grade(program, tests, len(different)) for program in different}
     return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -35,6 +36,8 @@ class BadTests(BaseException):
 
 
 class Answers(Protocol):
+    shown: set[tuple[str, str, int]]  # the scopes of `changed_arguments`
+
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any: ...
 
     def attribute(self, handle: int, name: str) -> Any: ...
@@ -51,14 +54,16 @@ class Program:
         self._say = say
         self._has_answered = False
         self._exceptions: dict[str, type[Exception]] = {}
+        self.shown = set()
 
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         sent = values.encode(list(arguments), _handle_of)
         answer = self._exchange({**where, "arguments": sent, "named": values.encode(named, _handle_of)})
         value = self._value(answer)
         changed = answer.get("changed")
-        if isinstance(changed, list) and len(changed) == len(arguments):
-            for argument, form in zip(arguments, changed, strict=True):
+        passed = [*arguments, *named.values()]
+        if isinstance(changed, list) and len(changed) == len(passed) and _caller() in self.shown:
+            for argument, form in zip(passed, changed, strict=True):
                 _update(argument, self._decode(form))
         return value
 
@@ -143,6 +148,7 @@ class Stub:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._num_objects = 0
+        self.shown = set()
 
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Answer a call; arguments that could not be sent to a program are found here too."""
@@ -220,6 +226,18 @@ def _handle_of(thing: Any) -> int:
             raise from_program(ProgramFailed("the program does not define a name that a test passes to it"))
         return thing._handle
     raise BadTests(f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process")
+
+
+def _caller() -> tuple[str, str, int] | None:
+    """Return the scope of the test code that called the program: its file, name and first line."""
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        is_scope = code.co_name == "<module>" or not code.co_name.startswith("<")
+        if is_scope and (code.co_filename == "setup" or code.co_filename.startswith("test ")):
+            return code.co_filename, code.co_name, code.co_firstlineno
+        frame = frame.f_back
+    return None
 
 
 def _update(argument: Any, now: Any) -> None:

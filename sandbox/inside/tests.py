@@ -19,7 +19,7 @@ import types
 import unittest
 from typing import Any
 
-from penstock.sandbox.inside import pytest_api, test_collection
+from penstock.sandbox.inside import changed_arguments, pytest_api, test_collection
 from penstock.sandbox.inside.program_proxy import PROGRAM_MODULES, Answers, BadTests, Program, Stub, module_of
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
@@ -65,6 +65,8 @@ class _Session:
         self._offer_program(trees)
         exec(compile(self._setup, "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
         functions = self._borrow(trees, names)
+        files = [("setup", ast.parse(self._setup)), *((f"test {place}", tree) for place, tree in enumerate(trees))]
+        self._program.shown = changed_arguments.scopes_shown(files, functions, PROGRAM_MODULES)
         count = 0
         for place, tree in enumerate(trees):
             count += self._piece(place, tree, names, functions)

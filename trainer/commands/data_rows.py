@@ -31,7 +31,7 @@ from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 _COMMAND = [sys.executable, "-P", "-m", "penstock.reward_service", "check-tests"]
 _START_S, _ROW_S = 120.0, 60.0
-_MARKS = ("assert", "def test", "def check", "inputs", "test_list")
+_MARKS = ("assert", "def test", "def check", "inputs", "test_list", "test_cases", 'input"', 'input\\"')
 
 
 @dataclass(slots=True)

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.reward_service.program_tests.conftest import LIMITS
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.program_tests import tests_of_row
 from penstock.reward_service.program_tests.grade import Graded, Proof, Slot, _num_tests, _verdict, grade
-from penstock.sandbox import canary
-from penstock.sandbox.zygote_command import Launch
-from penstock.sandbox.zygote_process import Limits, Reason, Run, Zygote
+from penstock.sandbox.zygote_process import Reason, Run
 
-LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
 ADD = "def add(a, b): return a + b"
 CLASS = "import unittest\nclass T(unittest.TestCase):\n"
-
-
-@pytest.fixture(scope="module")
-def slot() -> Iterator[Slot]:
-    found = canary.probe("auto")
-    assert found.kind is not None, found
-    launch = Launch(found.kind)
-    made = Slot(Zygote(launch, 8), Zygote(launch, 9))
-    yield made
-    made.kill()
 
 
 def run(slot: Slot, program: str, tests: Any, extra: dict[str, Any] | None = None) -> Graded:

@@ -19,7 +19,7 @@ from tests.reward_service.processes import Service
 from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
-from penstock.reward_service.program_tests import grade, tests_of_row
+from penstock.reward_service.program_tests import code_blocks, grade, tests_of_row
 from penstock.reward_service.program_tests import grade as sandbox_pool
 from penstock.reward_service.program_tests.grade import Graded, SandboxPool
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
@@ -52,15 +52,15 @@ async def pool() -> AsyncIterator[SandboxPool]:
         ("```\na\n```\ntext\n```\nb\n```", "b\n"),
         ("```text\nno\n```", None),
         ("```cpp\nint main() {}\n```", None),
-        ("```python\nnever closed", "never closed"),
+        ("```python\nnever closed", "never closed\n"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
         ("   \n", None),
-        ("x" * (tests_of_row.MAX_PROGRAM_CHARS + 1), None),
+        ("x" * (code_blocks.MAX_PROGRAM_CHARS + 1), None),
     ],
 )
 def test_the_program_is_the_last_python_block(completion: str, program: str | None) -> None:
     """The last Python block, else the last block without a language, else the whole text; never another language."""
-    assert tests_of_row.program(completion) == program
+    assert code_blocks.program(completion) == program
 
 
 @pytest.mark.parametrize(

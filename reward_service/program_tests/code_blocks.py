@@ -1,0 +1,197 @@
+"""The program in a completion: what follows its thinking, and the fenced code blocks of that text, by CommonMark.
+
+Blocks may stand in list items and block quotes, whose indentation and marks are removed. Beyond CommonMark, for what models
+write: a fence within a triple-quoted text of Python does not end a block, a block of Markdown is searched for blocks, a first line
+left of the block's list item takes the block out of the item, and a first fence after nothing but code ends the block that
+the prompt opened. Every function takes time linear in its text. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+LANGUAGES = ("python", "python3", "py", "py3", "pypy", "pypy3", "ipython")
+MAX_PROGRAM_CHARS = 256 * 1024
+_MARKDOWN = ("markdown", "md")
+_THINKING = re.compile(r"(?:<|◁)(/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(/?)THINK\]", re.IGNORECASE)
+_ANSWER = re.compile(r"</?answer>", re.IGNORECASE)
+_FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
+_LANGUAGE = re.compile(r"\{?\.?([\w+#-]+)")
+_ITEM = re.compile(r"(?:[-*+]|[0-9]{1,9}[.)])(?: +|$)")
+_CODE_INDENT = 4  # from here on a line is indented code, and no fence
+_MAX_NESTED = 16  # containers in each other; deeper ones are text
+_QUOTE = -1  # the column of a block quote; a list item has that of its content
+# The comments and texts of a line of Python; group 1 begins a triple-quoted text.
+_TOKENS = re.compile(r"#.*|(\"\"\"|''')|\"(?:[^\"\\]|\\.)*(?:\"|\\?$)|'(?:[^'\\]|\\.)*(?:'|\\?$)")
+_TARGET = r"[*(]?[A-Za-z_][\w.]*(?:\[[^\]=]*\])*\)?"
+_SIMPLE = re.compile(
+    rf"{_TARGET}(?:, ?{_TARGET})*(?: ?: ?[\w\[\], .]+)? ?(?:[-+*@%&|^/]|//|\*\*|<<|>>)?=(?!=)|[A-Za-z_][\w.]*(?:\[[^\]]*\])?\("
+    r"|import [\w.]+(?: as \w+)?\s*(?:[,;#]|$)|from [\w.]+ import [\w*(]|(?:return|raise|assert|del|global|yield|await|pass)\b"
+    r"|@\w|[)\]}\"']"
+)
+_COMPOUND = re.compile(r"(?:async )?(?:def|class|if|elif|else|for|while|with|try|except|finally|match)\b")
+_CHARS = 200  # of a line that may be code
+
+
+def program(completion: str) -> str | None:
+    """Return the last fenced block marked as Python, else the last without a language, else the whole text.
+
+    None when there is no program: nothing but white space or thinking, only blocks in other languages, or too long a text.
+    A block that is never closed reaches to the end.
+    """
+    text = _ANSWER.sub("\n", after_thinking(completion))
+    chosen: str | None = _before_stray_fence(text)
+    if chosen is None:
+        blocks = [block for block in fenced_blocks(text) or fenced_blocks(text, indented=True) if block[1].strip()]
+        python = [content for language, content in blocks if language in LANGUAGES]
+        unnamed = [content for language, content in blocks if not language]
+        chosen = next(iter([*python[-1:], *unnamed[-1:]]), None if blocks else text)
+    return chosen if chosen is not None and chosen.strip() and len(chosen) <= MAX_PROGRAM_CHARS else None
+
+
+def after_thinking(text: str) -> str:
+    """Return a text without its thinking, finished or not; the first may have been opened by the prompt."""
+    kept: list[str] = []
+    start, thinks = 0, False
+    for tag in _THINKING.finditer(text):
+        if tag[1] or tag[2]:
+            kept = kept if thinks else []
+            start, thinks = tag.end(), False
+        elif not thinks:
+            kept.append(text[start : tag.start()])
+            thinks = True
+    return "".join(kept if thinks else [*kept, text[start:]])
+
+
+def _before_stray_fence(text: str) -> str | None:
+    """Return the text before the first fence if that has no language and follows nothing but code."""
+    head: list[str] = []
+    quote, is_code = "", False
+    for line in text.replace("\r\n", "\n").split("\n"):
+        fence = _FENCE.fullmatch(line.strip()) if not quote else None
+        if fence is not None:
+            return "".join(f"{one}\n" for one in head) if is_code and not (fence[2] or fence[4]) else None
+        if not quote and line.strip() and not line[0].isspace() and not line.startswith("#"):
+            is_code = bool(
+                _SIMPLE.match(line[:_CHARS])
+                or (_COMPOUND.match(line) and (":" in line or line.rstrip().endswith(("(", "[", "{", ",", "\\"))))
+            )
+            if not is_code:
+                return None
+        quote = _open_quote(line, quote)
+        head.append(line)
+    return None
+
+
+def _open_quote(line: str, quote: str) -> str:
+    """Return the triple quote that is open after a line of Python, given the one before it; "" for none."""
+    end = line.find(quote) + len(quote)
+    if quote and end < len(quote):
+        return quote
+    while (token := _TOKENS.search(line, end)) is not None:
+        end = token.end()
+        if token[1]:
+            closing = line.find(token[1], end)
+            if closing < 0:
+                return token[1]
+            end = closing + 3
+    return ""
+
+
+@dataclass(slots=True)
+class _Block:
+    language: str
+    fence: str
+    indent: int  # of the fence in its container
+    containers: list[int]
+    lines: list[str] = field(default_factory=list)
+    quote: str = ""  # the triple quote that is open
+    is_loose: bool = False  # taken out of its list item
+
+    def ends_with(self, text: str, indent: int) -> bool:
+        mark = text.strip()
+        return (
+            mark == self.fence[0] * len(mark)
+            and len(mark) >= len(self.fence)
+            and (indent < _CODE_INDENT or self.is_loose)
+        )
+
+
+def fenced_blocks(text: str, *, indented: bool = False) -> list[tuple[str, str]]:
+    """Return the language, in lower case, and the content of each fenced code block; for one of Markdown, of those in it.
+
+    With ``indented`` fences may be indented by four columns and more.
+    """
+    found: list[tuple[str, str]] = []
+    for language, content in _blocks(text, indented):
+        found += _blocks(content, indented) if language in _MARKDOWN else [(language, content)]
+    return found
+
+
+def _blocks(text: str, indented: bool) -> list[tuple[str, str]]:
+    lines = text.replace("\r\n", "\n").split("\n")
+    last = {quote: max((n for n, line in enumerate(lines) if quote in line), default=-1) for quote in ("'''", '"""')}
+    blocks: list[_Block] = []
+    block: _Block | None = None
+    containers: list[int] = []
+    for place, line in enumerate(lines):
+        if block is not None:
+            rest, matched = _within(line, block.containers)
+            if matched < len(block.containers) and not any(map(str.strip, block.lines)) and not _ITEM.match(line):
+                block.containers, block.is_loose = block.containers[:matched], True
+            if matched >= len(block.containers):
+                indent = len(rest) - len(rest.lstrip(" "))
+                if block.ends_with(rest, indent) and last.get(block.quote, -1) <= place:
+                    block = None
+                else:
+                    content = rest[min(indent, block.indent) :] if block.indent or block.containers else line
+                    block.lines.append(content)
+                    block.quote = _open_quote(content, block.quote)
+                continue
+            containers = block.containers
+        containers, rest = _containers_of(line, containers)
+        indent = len(rest) - len(rest.lstrip(" "))
+        fence = _FENCE.fullmatch(rest.strip()) if indented or indent < _CODE_INDENT else None
+        block = None
+        if fence is not None:
+            named = _LANGUAGE.match((fence[2] or fence[4] or "").strip())
+            block = _Block(
+                named[1].lower() if named else "", fence[1] or fence[3], indent, containers, is_loose=indented
+            )
+            blocks.append(block)
+    if block is not None and block.lines[-1:] == [""]:
+        block.lines.pop()
+    return [(made.language, "".join(f"{line}\n" for line in made.lines)) for made in blocks]
+
+
+def _within(line: str, containers: list[int]) -> tuple[str, int]:
+    """Return the rest of a line after its containers' indentation and marks, and how many of them it is in."""
+    rest = line.lstrip(" \t")
+    rest = line[: len(line) - len(rest)].expandtabs(4) + rest
+    for matched, column in enumerate(containers):
+        if column == _QUOTE:
+            if not rest.lstrip(" ").startswith(">"):
+                return rest, matched
+            rest = rest.lstrip(" ")[1:].removeprefix(" ")
+        elif rest.strip() and rest[:column].strip():
+            return rest, matched
+        else:
+            rest = rest[column:]
+    return rest, len(containers)
+
+
+def _containers_of(line: str, containers: list[int]) -> tuple[list[int], str]:
+    """Return the containers that a line outside of code blocks is in, those that it opens included, and its rest."""
+    rest, matched = _within(line, containers)
+    opened = containers[:matched]
+    while (indent := len(rest) - len(rest.lstrip(" "))) < _CODE_INDENT and len(opened) < _MAX_NESTED:
+        item = _ITEM.match(rest, indent)
+        if item is not None:
+            content = item.end() if rest[item.end() :].strip() else len(item[0].rstrip(" ")) + indent + 1
+            opened, rest = [*opened, content], rest[content:]
+        elif rest[indent : indent + 1] == ">":
+            opened, rest = [*opened, _QUOTE], rest[indent + 1 :].removeprefix(" ")
+        else:
+            break
+    return opened, rest

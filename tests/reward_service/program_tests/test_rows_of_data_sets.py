@@ -1,0 +1,268 @@
+"""Rows of our own in the schema of each public data set: a right program scores 1, one with an error 0, another form is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from typing import Any
+
+import pytest
+from tests.reward_service.program_tests.conftest import LIMITS
+
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.program_tests import code_blocks, tests_of_row
+from penstock.reward_service.program_tests.grade import Graded, Slot, grade
+
+DOUBLE = "n = int(input())\nprint(n * 2)"
+PRINTED = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8\n"]}
+CASES = [{"input": "1\n", "output": "2\n"}, {"input": "4\n", "output": "8\n"}]
+TOTAL = (
+    "class Solution:\n    def total(self, xs: List[int], k: Optional[int] = None) -> int:\n        return sum(xs) * 2"
+)
+CALLS = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}, {"input": "[5]\n0", "output": "10", "testtype": "functional"}]  # fmt: skip
+TEXT = json.dumps(CALLS).encode()
+# As pickle writes a text, and an empty list.
+PACKED, NO_TEXT = (
+    base64.b64encode(zlib.compress(b"\x80\x02" + content + b".")).decode()
+    for content in (b"X" + struct.pack("<I", len(TEXT)) + TEXT, b"]" * 20)
+)
+TYPED = [{"fn_name": None, "input": "1\n", "output": "2\n", "type": "stdin_stdout"}]
+CALLED = [{"type": "function_call", "fn_name": "total", "input": [[1, 2], 3], "output": [6]}]
+CHECK = "def check(candidate):\n    assert candidate([1, 2]) == 6\n    assert candidate(xs=[]) == 0\n"
+
+# The data set: ground truth, the other columns, and a right program; its "* 2" is the error of the wrong one, "* 3".
+ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "codeparrot/apps, stdin": (json.dumps(PRINTED), {"starter_code": "", "difficulty": "interview"}, DOUBLE),
+    "codeparrot/apps, call": (json.dumps({"fn_name": "total", "inputs": [[[1, 2]]], "outputs": [[6]]}), {}, TOTAL),
+    "codeparrot/apps, lines": ({"inputs": [["1", ""]], "outputs": [["2", ""]]}, {}, DOUBLE),
+    "codeparrot/apps, integer keys": ({"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[10]]}, {}, "def f(d): return d[1] * 2"),
+    "BAAI/TACO": (None, {"input_output": json.dumps(PRINTED), "starter_code": "", "raw_tags": []}, DOUBLE),
+    "deepmind/code_contests": (
+        None,
+        {"public_tests": {"input": ["1\n"], "output": ["2\n"]}, "private_tests": {"input": ["4\r\n"], "output": ["8\r\n"]},
+         "generated_tests": {"input": [], "output": []}, "input_file": "", "output_file": ""},
+        DOUBLE,
+    ),
+    "livecodebench, public": (json.dumps(CALLS), {"metadata": '{"func_name": "total"}', "starter_code": "class Solution:"}, TOTAL),
+    "livecodebench, private": (PACKED, {"metadata": {"func_name": "total"}}, TOTAL),
+    "livecodebench, columns": (
+        None,
+        {"public_test_cases": json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}]), "private_test_cases": "[]", "metadata": "{}"},
+        DOUBLE,
+    ),
+    "DeepCoder, lcbv5": (None, {"tests": json.dumps([case | {"metadata": {"func_name": "total"}} for case in CALLS])},
+        TOTAL),
+    "DeepCoder, primeintellect": ({"tests": json.dumps(TYPED)}, {}, DOUBLE),
+    "PrimeIntellect/verifiable-coding-problems": ({"language": "python", "test_cases": TYPED}, {}, DOUBLE),
+    "PrimeIntellect, calls": (json.dumps({"language": "python", "test_cases": CALLED}), {}, TOTAL),
+    "PrimeIntellect, one call": (CALLED[0], {}, TOTAL),
+    "PrimeIntellect/SYNTHETIC-1": (None, {"verification_info": json.dumps({"language": "python", "test_cases": CALLED})}, TOTAL),
+    "open-r1/verifiable-coding-problems-python": (
+        {"language": "python", "test_cases": [{**CALLED[0], "input": "[[1, 2], 3]", "output": "[6]"}]}, {}, TOTAL,
+    ),
+    "open-r1/codeforces": (None, {"official_tests": CASES, "input_mode": "stdio", "generated_checker": None, "interaction_format": None}, DOUBLE),
+    "nvidia/Nemotron-RL, competitive coding": ({"unit_tests": {**PRINTED, "fn_name": None}}, {}, DOUBLE),
+    "Eurus-2-RL": (json.dumps({"inputs": ["[1, 2]\n3"], "outputs": ["6"], "fn_name": "total"}), {"split": "train"}, TOTAL),
+    "Skywork-OR1": (
+        json.dumps({"entry_point": "Solution().total", "import_prefix": "from typing import *\nimport math\n", "test_code": CHECK, "inputs": []}),
+        {}, TOTAL,
+    ),
+    "newfacade/LeetCodeDataset": (CHECK, {"entry_point": "Solution().total", "input_output": [{"input": "xs = [1]", "output": "2"}]}, TOTAL),
+    "openai/openai_humaneval": ("\n\nMETADATA = {\n    'author': 'x'\n}\n\n\n" + CHECK, {"entry_point": "total"},
+        "def total(xs: List[int], k: Optional[int] = None) -> int:\n    return sum(xs) * 2"),
+    "google-research-datasets/mbpp": (["assert f(2) == 4", "assert f(0.5) == 1"], {"test_setup_code": "", "challenge_test_list": []},
+        "def f(x): return x * 2"),
+    "mbpp, sanitized": (None, {"test_list": '["assert math.isclose(f(2), 4)"]', "test_imports": '["import math"]'}, "def f(x): return x * 2"),
+    "KodCode/KodCode-V1": (None, {"test": "from solution import f\n\ndef test_f():\n    assert f(2) == 4\n", "version": "v1.0"},
+        "def f(x): return x * 2"),
+    "bigcode/bigcodebench": (
+        "import unittest\nclass TestCases(unittest.TestCase):\n    def test_case_1(self):\n        self.assertEqual(task_func(2), 4)\n",
+        {"entry_point": "task_func", "libs": "['math']"}, "def task_func(x): return x * 2",
+    ),
+}  # fmt: skip
+
+
+def run(slot: Slot, program: str, truth: Any, extra: dict[str, Any]) -> Graded:
+    return grade(slot, program, tests_of_row.read(truth, extra), LIMITS, stop_early=False)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_right_program_scores_one_and_a_wrong_one_less(slot: Slot, name: str) -> None:
+    truth, extra, program = ROWS[name]
+    assert "* 2" in program
+    right = run(slot, program, truth, extra)
+    assert (right.passed, right.reason) == (right.total, None), right
+    wrong = run(slot, program.replace("* 2", "* 3 + 1"), truth, extra)
+    assert wrong.passed == 0, wrong
+
+
+@pytest.mark.parametrize(
+    ("truth", "extra", "name"),
+    [
+        ([{"input": "1", "output": "2", "type": "interactive"}], {}, "interactive"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "fn_name"),
+        ([{"input": "1", "output": "2", "checker": "int main() {}"}], {}, "checker"),
+        ([{"input": "1", "accepted_outputs": ["2"]}], {}, "accepted_outputs"),
+        ([{"input": "1", "output": "2", "args": ["-v"]}], {}, "args"),
+        ([*TYPED, *CALLED], {}, "several forms: function total, stdin"),
+        ([*CALLED, {**CALLED[0], "fn_name": "other"}], {}, "several forms"),
+        (PRINTED, {"generated_checker": "print(1)"}, "generated_checker"),
+        (PRINTED, {"input_mode": "file"}, "input_mode"),
+        (PRINTED, {"input_file": "a.in"}, "input_file"),
+        (PRINTED, {"interaction_format": "ask"}, "interaction_format"),
+        ({"language": "cpp", "test_cases": TYPED}, {}, "cpp"),
+        ({**PRINTED, "fn_name": "a b"}, {}, "not the name of a function"),
+        ({"inputs": ["9" * 5000], "outputs": ["1"], "fn_name": "f"}, {}, "JSON value per line|digits"),
+        ({"input": ["1"], "output": []}, {}, "equal length"),
+        (NO_TEXT, {}, "packed"),
+        ({"tests": "[]"}, {}, "code needs tests"),
+        ({"test": "import numpy as np\n" + CHECK}, {"entry_point": "total"}, "numpy"),
+    ],
+)
+def test_tests_of_another_form_are_refused_by_its_name(
+    slot: Slot, truth: Any, extra: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(BadGroundTruth, match=name):
+        run(slot, "pass", truth, extra)
+
+
+# Programs that print 42 for the input 41, in the ways of contest code.
+PRINTS: dict[str, str] = {
+    "exit": "print(int(input()) + 1)\nexit()",
+    "quit": "print(int(input()) + 1)\nquit(0)",
+    "exit by name": "if __name__ == '__main__':\n    print(int(input()) + 1)\n    sys.exit(None)",
+    "no imports": "print(Counter([floor(1.5)]) and deque([int(input()) + 1])[0], end='')",
+    "a name of a usual import": "def product(x): return x + 1\nsub = product\nprint(sub(int(input())))",
+    "long integers": "x = int('9' * 5000)\nassert len(str(10 ** 5000)) == 5001\nprint(int(input()) + 1, ' ')",
+    "recursion": "def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(30000) - 29959 + int(input()) - 40)",
+    "recursion in C": "import sys\nsys.setrecursionlimit(10**6)\n@cache\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(30000) - 29958)",
+    "a thread": "import sys, threading\nsys.setrecursionlimit(10**7)\nthreading.stack_size(2**27)\n"
+    "def main():\n    print(int(input()) + 1)\nt = threading.Thread(target=main)\nt.start()\nt.join()",
+    "readline": "import sys\ninput = sys.stdin.readline\nprint(int(input()) + 1)",
+    "the size of the input": "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(int(input()) + 1)",
+    "a mapped input": "import mmap\nprint(int(mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline()) + 1)",
+    "descriptor 0": "print(int(open(0).read()) + 1)",
+    "the device": "print(int(open('/dev/stdin').readline()) + 1)",
+    "buffers": "import sys\nsys.stdout.buffer.write(b'%d\\r\\n\\r\\n' % (int(sys.stdin.buffer.read()) + 1))",
+    "fileinput": "import fileinput\nfor line in fileinput.input(): print(int(line) + 1)",
+    "asyncio": "import asyncio\nasync def main(): print(int(input()) + 1)\nasyncio.run(main())",
+    "a static method": "class A:\n    @staticmethod\n    def f(x): return x + 1\nprint('', A.f(int(input())))",
+}  # fmt: skip
+FAILS = {
+    "Python 2": "print int(input()) + 1",
+    "numpy": "import numpy as np\nprint(int(input()) + 1)",
+    "an exit code": "print(int(input()) + 1)\nexit(1)",
+    "writing its input": "import mmap\nmmap.mmap(0, 0)[:1] = b'x'\nprint(42)",
+}
+
+
+@pytest.mark.parametrize("name", [*PRINTS, *FAILS])
+def test_contest_programs_run_as_in_the_judges(slot: Slot, name: str) -> None:
+    """A program of one's own with the right output passes; the others fail with the reason ``raised``."""
+    graded = run(slot, {**PRINTS, **FAILS}[name], {"inputs": ["41\r\n"], "outputs": ["42"]}, {})
+    assert graded.reason == ("raised" if name in FAILS else None), graded
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("class Solution:\n    @classmethod\n    def combinations(cls, n): return n", 5),
+        ("async def combinations(n): return n", 5),
+        ("class Solution:\n    def combinations(self, n: List[int]) -> Dict[str, int]: return n", 5),
+        ("def combinations(n): return 10 ** 5000", "1" + "0" * 5000),
+        ("def combinations(n): return (n, {1: inf > n})", [5, {"1": True}]),
+    ],
+)  # fmt: skip
+def test_functions_are_called_as_by_the_judges(slot: Slot, program: str, expected: Any) -> None:
+    """The usual imports never hide a method of the same name, and long results are compared by their digits."""
+    truth = {"inputs": [[5]], "outputs": [expected], "fn_name": "combinations"}
+    assert run(slot, program, truth, {}).reason is None
+    wrong = "9" * 5001 if isinstance(expected, str) else 6
+    assert run(slot, program, truth | {"outputs": [wrong]}, {}).passed == 0
+
+
+CLEARS = "def f(*a):\n    for x in a: x.clear()\n    return []"
+HOLLOW = "def f(c):\n    for k in (c if isinstance(c, dict) else range(len(c))): c[k] = None"
+ZEROS = "def f(x):\n    x[:] = [0] * len(x)\n    return 0"
+ONLY = "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = [2, 1]\n    def test_it(self):\n"
+SORTS = "def f(x): x.sort()"
+UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(y)"
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "passed"),
+    [
+        (CLEARS, "x = [3, 1, 2]\nassert f(x) == sorted(x)", 0),
+        (CLEARS, "e = [1, 2, 3]\nassert f([3, 1, 2], e) == e", 0),
+        (HOLLOW, "case = {'in': 3, 'want': 6}\nassert f(case) == case['want']", 0),
+        (HOLLOW, "case = {'in': 3, 'want': 6}\ngot = f(c=case)\nwant = case['want']\nassert got == want", 0),
+        (
+            HOLLOW,
+            "def run(c): return f(c)\ndef test_it():\n    for c in [[1, 2], [3, 4]]:\n        assert run(c) == c[1]",
+            0,
+        ),
+        (CLEARS, "x = [3, 1, 2]\ny = x\nr = f(y)\nassert all(a == b for a, b in zip(r, x)) and len(r) == len(x)", 0),
+        (CLEARS, "assert (lambda v: f(v) == sorted(v))([3, 1, 2])", 0),
+        (ZEROS, ONLY + "        got = f(self.x)\n        self.assertEqual(got, sum(self.x))", 0),
+        (ZEROS, "import solution as s\nx = [2, 1]\nassert max(x) == s.f(x)", 0),
+        ("def product(x): return x * 2", "assert product(2) == 4", 1),
+        (SORTS, "x = [2, 1]\nf(x)\nassert x == [1, 2]", 1),
+        (SORTS, "x = [2, 1]\nassert f(x=x) is None\nassert x == [1, 2]", 1),
+        (SORTS, "x = [2, 1]\nwant = sorted(x)\nf(x)\nassert x == want", 1),
+        (SORTS, "x = [2, 1]\nf(x)\nassert x == sorted(x)", 1),
+        (SORTS, "def run(v):\n    f(v)\n    return v\nassert run([2, 1]) == [1, 2]", 1),
+        (SORTS, "def ok(v): assert v == [1, 2]\nx = [2, 1]\nf(x)\nok(x)", 1),
+        (SORTS, "from solution import f as g\nfor x, want in [([2, 1], [1, 2])]:\n    g(x)\n    assert x == want", 1),
+        (SORTS, ONLY + "        f(self.x)\n        self.assertEqual(self.x, [1, 2])", 1),
+        (UNIQUE, "x = [1, 1, 2]\nk = f(x)\nassert x[:k] == [1, 2]", 1),
+        (SORTS, "x = [2, 1]\nf(x)\nassert x == [3, 1]", 0),
+    ],
+)
+def test_a_program_reaches_no_expected_value_by_its_arguments(slot: Slot, program: str, test: str, passed: int) -> None:
+    """What tests compare an answer with is not changed by the program; what functions do in place is seen."""
+    assert run(slot, program, [test], {}).passed == passed
+
+
+DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("print(1)\n```", "print(1)\n"),
+        (
+            "n = 1\nfor i in x:\n    print(i)\n```\nThis works:\n```python\nexample()\n```",
+            "n = 1\nfor i in x:\n    print(i)\n",
+        ),
+        ("Here:\n```\nprint(1)", "print(1)\n"),
+        ("OK\n```\na = 1\n```", "a = 1\n"),
+        ("The answer is x = 5\n```\na = 1\n```", "a = 1\n"),
+        ("```\na\n```\n```", "a\n"),
+        ("```python\na\n```\n```", "a\n"),
+        ("```python\na\n````", "a\n"),
+        ("```python\na\n``` x\nb\n```", "a\n``` x\nb\n"),
+        *((f"```python\n{DOC % (3 * (indent,))}```\nend", DOC % (3 * (indent,))) for indent in ("", "  ", "    ")),
+        ("```python\nx = \"it's\"  # '''\n```\nand ''' more", "x = \"it's\"  # '''\n"),
+        ("1. Do:\n   ```python\n   def f():\n       return 1\n   ```\n2. End", "def f():\n    return 1\n"),
+        ("1. Do:\n\n    ```python\n    def f():\n        return 1\n    ```", "def f():\n    return 1\n"),
+        ("- x\n  - y\n\n    ~~~python\n    a = 1\n    ~~~", "a = 1\n"),
+        ("1. Do:\n   ```python\nprint(1)\n   ```", "print(1)\n"),
+        ("1. Idea:\n   ```python\n   draft()\n2. Final\n```python\nfinal()\n```", "final()\n"),
+        ("> ```python\n> a = 1\n>\n> b\n> ```\nend", "a = 1\n\nb\n"),
+        ("Text\n\n    ```python\n    a = 1\n    ```\nEnd", "a = 1\n"),
+        ("~~~python\na = '```'\n```\n~~~", "a = '```'\n```\n"),
+        ("````markdown\nx\n```python\na\n```\n````", "a\n"),
+        ("```Python title='x'\r\nif a:\r\n\tb\r\n```\r\n", "if a:\n\tb\n"),
+        ("```{.python .numberLines}\na\n```", "a\n"),
+        ("<think>```python\ndraft\n```</think>\nprint(2)", "\nprint(2)"),
+        ("<think>```python\ndraft\n```\nstill", None),
+        ("so\n```python\ndraft\n```\n</think>\n```python\na\n```", "a\n"),
+        ("```python\na\n```\n<think>\n```python\ndraft\n```", "a\n"),
+        ("<think>x <think> y</think> z</think>\n```python\na\n```", "a\n"),
+        ("<think>x</think><answer>```python\na\n```</answer>", "a\n"),
+    ],
+)
+def test_the_program_is_found_as_commonmark_reads_the_completion(completion: str, program: str | None) -> None:
+    assert code_blocks.program(completion) == program
