@@ -162,7 +162,10 @@ class Training:
             crash_points.reach(CrashPoint.STEPPED)
             sums = learned.metrics.sums
             self.engine_check.check(compare_fresh_tokens(sums, learned.metrics.maxima), self.version)
-            self.collapse_check.check(sums["surprise"] / max(1.0, sums["tokens"]), self.num_steps_done)
+            if sums["tokens"]:
+                self.collapse_check.check(sums["surprise"] / sums["tokens"], self.num_steps_done)
+            else:
+                log.warning("filters left no completion: a step without update", skipped=dict(learned.skipped))
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
             saved = self._save_batch(batch, err, algorithm)
             self.events.write("alarm", {"text": str(saved)})

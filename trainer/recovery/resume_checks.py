@@ -54,7 +54,8 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
         lora = values["model"].get("lora", {})
         if lora.get("rank") and "seed" not in lora:  # of a release whose adapters began with 0
             lora = {**lora, "seed": 0}
-        read = {**values, "model": {**values["model"], "lora": lora}}
+        algorithm = {"empty_batch": "ignore_filters", **values["algorithm"]}  # of a release without the key
+        read = {**values, "model": {**values["model"], "lora": lora}, "algorithm": algorithm}
         settings = TrainerSettings.model_validate(
             {k: v for k, v in read.items() if k not in _CONNECTIONS}, context=RECORDED
         )
