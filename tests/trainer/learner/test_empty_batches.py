@@ -80,8 +80,10 @@ def test_a_record_without_the_key_trains_on_the_batch_as_it_did() -> None:
     """Such a run is replayed as it was made; its next session is another one for a replay."""
     loaded = load(TrainerSettings, overrides=["model.path=m", "algorithm.name=raft"])
     document = config_document(loaded)
-    del document["settings"]["algorithm"]["empty_batch"]
+    for key in ("empty_batch", "opsm_level", "gspo_token_limit"):
+        del document["settings"]["algorithm"][key]
     before, recorded = read_settings(json.dumps(document).encode(), where="a record")
+    assert (before.algorithm.opsm_level, before.algorithm.gspo_token_limit) == ("token", False)  # type: ignore[attr-defined]
     failures = [ready(0, (-1.0, -1.0, -1.0)).trained]
     assert credit_rule(before.algorithm, longest=10)(failures).weights == [1.0, 1.0, 1.0]
     now, written = read_settings(json.dumps(config_document(loaded)).encode(), where="a record")
