@@ -166,7 +166,7 @@ class Training:
             if sums["tokens"]:
                 self.collapse_check.check(sums["surprise"] / sums["tokens"], self.num_steps_done)
             else:
-                log.warning("filters left no completion: a step without update", skipped=dict(learned.skipped))
+                log.warning("filters left no completion of the batch to train on", skipped=dict(learned.skipped))
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
             saved = self._save_batch(batch, err, algorithm)
             self.events.write("alarm", {"text": str(saved)})
