@@ -21,6 +21,8 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.algorithm.credit import Credit, Scored, credit_rule
+from penstock.trainer.algorithm.group_filters.interface import GroupCandidate
+from penstock.trainer.groups.batcher import group_rules
 from penstock.trainer.learner.step_plan import Capacity, make_plan, plan_passes
 from penstock.trainer.recovery.resume_checks import read_settings, what_steps_read
 from penstock.trainer.settings import TrainerSettings
@@ -69,6 +71,27 @@ def test_a_filter_leaves_out_what_it_names_and_the_plan_has_the_rest(preset: str
         assert not plan.rows
     if name == "skip_non_positive_advantage":
         assert [w > 0.0 for w in credit.weights] == [a > 1e-8 for a in credit.advantages]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "has_baseline", "dropped"),
+    [
+        (("length", "length"), False, True),
+        (("length",), False, True),
+        (("length", "stop"), False, False),
+        (("length", "stop"), True, True),  # the baseline, which is not trained, does not count
+        (("stop", "length"), True, False),
+        (("stop", "stop"), False, False),
+    ],
+)
+def test_groups_of_cut_answers_can_be_replaced_on_arrival(
+    reasons: tuple[str, ...], has_baseline: bool, dropped: bool
+) -> None:
+    """Others are fetched for them, as dynamic_sampling does for groups of equal rewards."""
+    group = GroupCandidate((1.0,) * len(reasons), (3,) * len(reasons), reasons, has_baseline, 0, 0, "", None)
+    for is_on in (True, False):
+        rules = group_rules(AlgorithmSettings(drop_truncated_groups=is_on))  # type: ignore[call-arg]
+        assert [rule.reason for rule in rules if rule.drops(group)] == ["all_truncated"] * (dropped and is_on)
 
 
 def test_a_batch_without_groups_has_an_empty_plan() -> None:
