@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tests.trainer.groups.stored_groups import ready
 from tests.trainer.learner.pass_check import HOW
 
@@ -106,6 +105,5 @@ def main(arguments: Sequence[str]) -> int:
         ranks.barrier()
     if ranks.is_leader:
         print(json.dumps(results))
-    torch.set_num_threads(1)
     ranks.leave(0)
     return 0
