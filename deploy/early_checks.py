@@ -15,7 +15,13 @@ from penstock.rollout_service.embedded_engine.model.model_config import read_mod
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import check_gguf, is_gguf
-from penstock.trainer.learner.model_folder_check import check_folder, check_layout, check_routers, check_vision
+from penstock.trainer.learner.model_folder_check import (
+    check_adapters,
+    check_folder,
+    check_layout,
+    check_routers,
+    check_vision,
+)
 from penstock.trainer.recovery.resume_checks import check_same_model, check_same_ranks
 from penstock.trainer.settings import TrainerSettings
 
@@ -38,6 +44,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
         check_layout(trainer.model.path, trainer.trainer.layout)
         check_routers(trainer.model.path, router_replay=trainer.trainer.router_replay)
         check_vision(trainer)
+        check_adapters(trainer, "train")
     if trainer.data.from_run is None:
         definitions.check_settings(trainer.reward)
         sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]

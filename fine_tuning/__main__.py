@@ -20,7 +20,7 @@ from penstock.protocol.record import run_folder
 from penstock.trainer.commands.run_command import end_with_torchrun, run_command, start_process, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
-from penstock.trainer.learner.model_folder_check import refuse_vision
+from penstock.trainer.learner.model_folder_check import check_adapters, refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.fine_tuning")
@@ -51,6 +51,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     logs.configure(name)
     settings = with_model_folders(settings)
     refuse_vision(settings, name)
+    check_adapters(settings, name)
     # run file errors are reported without importing torch
     task = import_module(f"penstock.fine_tuning.{name}")
     from penstock.fine_tuning.loop import train  # noqa: PLC0415

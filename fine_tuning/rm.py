@@ -117,7 +117,9 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
     trainable = Trainable(scorer, how, dims, layers, model=model)
     attention = check_attention(model, scorer.padding_reason, trainable.device, dims)
-    return Policy(trainable, cast(Any, scorer), dims, attention=attention), changed
+    policy = Policy(trainable, cast(Any, scorer), dims, attention=attention)
+    policy.weights.check_adapters(how.lora.targets if how.lora is not None else ())
+    return policy, changed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

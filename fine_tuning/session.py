@@ -109,7 +109,9 @@ class Plan:
 def load_trained(plan: Plan) -> Policy:
     """Load ``model.path`` under DeepSpeed; the random numbers of dropout follow from ``run.seed`` and the rank."""
     seed_random_numbers(plan)
-    return load_policy(plan.settings.model.path, plan.optimisation, plan.dims, temperature=1.0)
+    policy = load_policy(plan.settings.model.path, plan.optimisation, plan.dims, temperature=1.0)
+    policy.weights.check_adapters(plan.settings.model.lora.targets)
+    return policy
 
 
 def seed_random_numbers(plan: Plan) -> None:

@@ -39,7 +39,7 @@ from penstock.trainer.groups.group_source import GroupSource, open_generated, op
 from penstock.trainer.groups.rolled_back import take_rolled_back
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.learner import Learner, build_learner
-from penstock.trainer.learner.model_folder_check import check_vision
+from penstock.trainer.learner.model_folder_check import check_adapters, check_vision
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.shard_files import CheckpointWriter
@@ -95,6 +95,7 @@ def train(
             "with `penstock train`, which starts that many (torchrun --nproc-per-node N -m penstock.trainer train ...)"
         )
     check_vision(settings)
+    check_adapters(settings, "train")
     check_shared(settings.run.folder, ranks)
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
@@ -113,6 +114,7 @@ def _on_every_rank(
 ) -> tuple[Learner, RankPublisher, PublishCoordinator, CheckpointWriter]:
     dims = ParallelDims(ranks, settings.trainer.layout)
     learner = build_learner(settings, dims, blobs, pairs)
+    learner.policy.weights.check_adapters(settings.model.lora.targets)
     publisher = RankPublisher(blobs, settings.run.id, dims.buckets, settings.trainer.trusted_keys())
     return learner, publisher, PublishCoordinator(publisher, ranks), CheckpointWriter(learner.captured, ranks)
 

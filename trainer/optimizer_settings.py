@@ -16,7 +16,6 @@ from penstock.trainer.parallel_dims import ParallelLayout
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
-_NOT_SERVED = ("embed_tokens", "lm_head")
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and WSL
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -43,12 +42,6 @@ class LoraSettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> LoraSettings:
-        unserved = [target for target in self.targets if target.rpartition(".")[2] in _NOT_SERVED]
-        if unserved and self.rank and self.publish == "adapter":
-            raise ValueError(
-                f"model.lora.targets = {self.targets}: engines serve no adapter of {unserved[0]}; leave it out, or set "
-                'model.lora.publish = "merged"'
-            )
         fields = type(self).model_fields
         idle = sorted(key for key in fields if key != "rank" and getattr(self, key) != fields[key].default)
         if idle and not self.rank:

@@ -32,7 +32,7 @@ from penstock.trainer.learner.flops import peak_of
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.publishing.publication import Publication
+from penstock.trainer.publishing.publication import Publication, UnchangedVersions
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter, Stop, save_batch
@@ -79,6 +79,7 @@ class Training:
     engine_check: EngineCheck = field(init=False)
     collapse_check: CollapseCheck = field(init=False)
     schedule: CheckpointSchedule = field(init=False)
+    unchanged: UnchangedVersions = field(default_factory=UnchangedVersions)
     _fields: dict[str, object] | None = None  # of the newest step, until it is reported
     _wait_s: float = 0.0
     _step_s: float = 0.0  # of the newest step
@@ -162,7 +163,10 @@ class Training:
             crash_points.reach(CrashPoint.STEPPED)
             sums = learned.metrics.sums
             self.engine_check.check(compare_fresh_tokens(sums, learned.metrics.maxima), self.version)
-            self.collapse_check.check(sums["surprise"] / max(1.0, sums["tokens"]), self.num_steps_done)
+            if sums["tokens"]:
+                self.collapse_check.check(sums["surprise"] / sums["tokens"], self.num_steps_done)
+            else:
+                log.warning("filters left no completion of the batch to train on", skipped=dict(learned.skipped))
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
             saved = self._save_batch(batch, err, algorithm)
             self.events.write("alarm", {"text": str(saved)})
@@ -180,6 +184,8 @@ class Training:
         made = next_version(self.version)
         uses = self.issuer.mark_trained(batch, ages, version=self.version, made=made)
         skipped = dict(learned.skipped)
+        if learned.metrics.moved_weights:
+            self.unchanged.updated(made)
         self._fields = {
             **step_fields(self.num_steps_done, self.version, learned.metrics, batch, ages),
             "wait_s": self._wait_s,
@@ -265,6 +271,9 @@ class Training:
     def on_published(self, publication: Publication) -> None:
         """Admit tasks for an announced version, and write its event (called on the publisher's thread)."""
         self.admit(publication.version)
+        if text := self.unchanged.published(publication):
+            log.warning(text)
+            self.events.write("alarm", {"text": text})
         self.events.write("weights", asdict(publication))
 
     def admit(self, published: PolicyVersion) -> None:

@@ -221,7 +221,7 @@ class RunFold:
             version=fields.version,
             reward_mean=fields.reward_mean,
             loss=fields.loss,
-            tokens_trained=fields.tokens_trained or sum(histogram.values()),
+            tokens_trained=fields.tokens_trained if "tokens_trained" in data else sum(histogram.values()),
             staleness_tokens=histogram,
             no_signal_share=fields.zero_signal_groups,
             learning=learning.read(data),

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.protocol import streams
+from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import RunEvent, decode
 from penstock.protocol.groups import Task
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.stopped_batch import read_batch
@@ -394,6 +395,71 @@ def test_remax_learns_from_a_greedy_baseline(
     summary = json.loads((run_folder / "runs" / run_streams / "trainer.json").read_text())
     assert sum(summary["staleness_tokens"].values()) == summary["tokens_trained"] == 15 * 32
     assert summary["groups"]["dropped"] == {}
+
+
+def test_batches_of_cut_answers_alone_are_steps_without_an_update_also_in_a_replay(
+    run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
+) -> None:
+    """With mask_truncated, three such batches leave the weights as they are and are no collapse; the fourth is trained."""
+    run_file = write_run_file(
+        run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+        sections=sections(
+            run_folder, run_streams, steps=4,
+            algorithm={"mask_truncated": True, "epochs": 2},
+            rollout={"max_staleness": 0, "group_size": 4, "groups_per_step": 4, "max_new_tokens": 1},
+            trainer={"min_entropy": 0.01},
+        ),
+    )  # fmt: skip
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
+        sample = Sampler(producer, run_folder / "model")
+
+        def cut_at_first(task: Task, version: PolicyVersion) -> Answer:
+            group, _ = sample(task, version)
+            reason = "length" if version < 3 else "stop"
+            rows = tuple(replace(row, finish_reason=reason) for row in group.trajectories)
+            return replace(group, trajectories=rows), (1.0, 0.0, 1.0, 0.0)
+
+        producer.author = cut_at_first
+        trainers.append(train(run_file))
+        trainers[0].wait()
+    steps = metrics(run_folder, run_streams)
+    assert [(row["skipped"], row["tokens_trained"]) for row in steps] == [({"truncated": 16}, 0)] * 3 + [({}, 16)]
+    assert all((row["grad_norm"] > 0.0) == (row["step"] == 4) for row in steps)
+    assert trainers[0].err.count("filters left no completion of the batch to train on") == 3
+    weights = load_file(run_folder / "runs" / run_streams / "model" / "model.safetensors")
+    start = load_file(run_folder / "model" / "model.safetensors")
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in start.items())
+    trainers.append(Command(run_folder, "replay", run_streams, str(run_file), "--json"))
+    verdict = json.loads(trainers[-1].wait())
+    assert (verdict["same"], verdict["findings"]) == ([0, 1, 2, 3, 4], [])
+
+
+def test_versions_in_which_nothing_changed_raise_an_alarm(
+    run_folder: Path,
+    run_streams: str,
+    bus: Bus,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    trainers: list[Command],
+) -> None:
+    """Merged adapters whose changes are rounded away: the optimizer steps, and workers sample the first model; told once."""
+    run_file = write_run_file(
+        run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+        sections=sections(
+            run_folder, run_streams, steps=4,
+            model={"lora.rank": 4, "lora.publish": "merged"},
+            rollout={"max_staleness": 0},
+            trainer={"lr": 1e-14},
+        ),
+    )  # fmt: skip
+    with ScriptedProducer(nats_settings, s3_settings, run_streams):
+        trainers.append(train(run_file))
+        trainers[0].wait()
+    assert all(row["grad_norm"] > 0.0 for row in metrics(run_folder, run_streams))
+    assert trainers[0].err.count("although the optimizer made steps") == 1
+    messages = bus.read_stream(f"{run_streams}-events", subjects.events(run_streams, "alarm")).wait()
+    (alarm,) = [decode(message.data, RunEvent) for message in messages]
+    assert alarm.data["text"].startswith("version 2, and the one before it, serve the same as the version before them")
 
 
 def test_two_ranks_run_reuse_and_resume(

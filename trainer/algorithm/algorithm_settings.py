@@ -114,6 +114,12 @@ class _GeneralSettings(Section):
         description="Filters that drop whole groups when they arrive, each under its reason: your own as module:attribute.",
     )
 
+    empty_batch: Literal["skip", "ignore_filters"] = Field(
+        default="skip",
+        description="A batch of which trajectory filters leave nothing: skip: the step counts, and changes neither weights nor "
+        "optimizer; ignore_filters: it trains on the whole batch, as runs recorded without this key did.",
+    )
+
     max_trained_count: int = Field(
         default=1,
         ge=1,

@@ -21,7 +21,7 @@ from penstock.protocol.episode import Turn
 from penstock.trainer.algorithm import reward_shaping
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.estimators.interface import Outcomes, Turns
-from penstock.trainer.algorithm.filters.interface import Candidate, keep
+from penstock.trainer.algorithm.filters.interface import Candidate, Kept, keep
 from penstock.trainer.algorithm.kl import KlController
 from penstock.trainer.algorithm.reward_shaping import RunningMoments
 from penstock.trainer.errors import CheckpointError
@@ -142,7 +142,8 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         rewards = _scaled(settings, running, rewards)
         rewards = _normalised(settings, running, rewards, groups, index)
         is_baseline = torch.tensor(
-            [n == len(g.rewards) for g, (some, _) in zip(groups, members, strict=True) for n in range(len(some))]
+            [n == len(g.rewards) for g, (some, _) in zip(groups, members, strict=True) for n in range(len(some))],
+            dtype=torch.bool,
         )
         baselines = rewards[is_baseline][index[~is_baseline]] if estimator.needs_baseline else None
         rewards, shaped, lengths, index = (values[~is_baseline] for values in (rewards, shaped, lengths, index))
@@ -165,12 +166,14 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         else:
             advantages = _finished(settings, advantages, lengths)
         kept = keep(_candidates(groups, advantages, shaped, lengths), filters)
+        if not kept.places and settings.empty_batch == "ignore_filters":
+            kept = Kept(tuple(range(len(advantages))))
         weights = torch.zeros_like(advantages)
-        # a batch of which no trajectory is left keeps all: their gradient is small, and the step needs its figures
-        weights[list(kept.places) or slice(None)] = 1.0
+        weights[list(kept.places)] = 1.0
         weights = weights * _sample_weights(settings, shaped, index, lengths)
-        skipped = kept.skipped if kept.places else Counter[str]()
-        return Credit(advantages.tolist(), weights.tolist(), shaped.tolist(), skipped, by_turn, estimator.has_critic)
+        return Credit(
+            advantages.tolist(), weights.tolist(), shaped.tolist(), kept.skipped, by_turn, estimator.has_critic
+        )
 
     return rule
 

@@ -39,6 +39,8 @@ _CURES: dict[str, str] = {
     DropReason.NO_SIGNAL: "all rewards of each were equal, and algorithm.dynamic_sampling waits for others: check the reward with "
     "`penstock reward test`, use easier or harder prompts, raise rollout.group_size or rollout.temperature, or set "
     "algorithm.dynamic_sampling = false",
+    "all_truncated": "all answers of each were cut, and algorithm.drop_truncated_groups waits for others: raise rollout.max_new_tokens, or set "
+    "algorithm.drop_truncated_groups = false",
     DropReason.STALE: "older than rollout.max_staleness: raise it, or lower rollout.groups_per_step",
     DropReason.UNREADABLE: "their objects are missing or corrupt: check the object store with `penstock audit`",
     DropReason.LOST: "they were in no queue any more: look for workers and reward services that were stopped",

@@ -7,7 +7,8 @@ so the first policy equals the model, and with adapters switched off it always d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, factor_names
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner.model_folder_check import tied_target
 
 _NAME = "default"  # peft's name of an adapter without a name
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # what is adapted of a mixture of experts
@@ -102,6 +104,27 @@ def load(model: nn.Module, folder: Path) -> None:
 
 def is_adapter(name: str) -> bool:
     return _ADAPTER in name
+
+
+def check_layers(module: nn.Module, targets: Sequence[str]) -> None:
+    """Raise UnsupportedModel for targets of no layer, and for adapters that could be neither merged nor published.
+
+    Asked where a training begins: a record of a run that began before is replayed with the layers that it had.
+    """
+    layers = dict(_layers(module))
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    if idle := [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]:
+        raise UnsupportedModel(
+            f"model.lora.targets = {list(targets)}: no layer of the model is called {idle[0]}; leave it out"
+        )
+    for name, layer in ((name.rpartition(".")[2], layer) for name, layer in layers.items()):
+        if not isinstance(layer.base_layer, nn.Linear):
+            raise UnsupportedModel(
+                f"model.lora.targets = {list(targets)}: {name} is a layer of type {type(layer.base_layer).__name__}, of which no adapter "
+                "is published or merged; set names of linear layers"
+            )
+        if uses[id(layer.base_layer.weight)] > 1:
+            raise UnsupportedModel(tied_target(targets, name))
 
 
 def plain_name(name: str) -> str:

@@ -225,6 +225,11 @@ class Critic:
         (first,) = self._dims.sum(losses[:1])
         return {"value_loss": first, "critic_grad_norm": norm, "critic_lr": lr, **batch.figures}
 
+    def skip(self, batch: CreditedBatch) -> dict[str, float]:
+        for _ in range(self._regression.updates):
+            self._trainable.skip_update()
+        return {"value_loss": 0.0, "critic_grad_norm": 0.0, "critic_lr": 0.0, **batch.figures}
+
     def capture(self) -> CapturedPart:
         return CapturedPart(_TAG, self._trainable.capture({}))
 

@@ -95,6 +95,7 @@ class Learner(RankProgram):
     def step(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepMetrics:
         """Make the optimizer step or steps of a batch; groups of the plan that are not ``ready`` are fetched.
 
+        A plan without rows makes none: weights and moments stay, schedules go on.
         The metrics keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
         """
         return self._learn(plan, ready, keep_rows)
@@ -195,13 +196,16 @@ class Learner(RankProgram):
         priced = critic.kl_form if critic is not None and plan.token_kl > 0.0 else None
         built = micro_batches_of(plan, share, groups, self._images)
         batches: Sequence[MicroBatch] = [self._complete(batch, objective, priced) for batch in built]
-        if critic is None:
-            metrics = self._update(batches, plan.passes, objective, recorder, waits=measures)
-        else:
-            credited = critic.credit(batches, plan.token_kl)
-            waits = measures or critic.learns_alone(self.policy.steps_done)
-            metrics = self._update(credited.micro_batches, plan.passes, objective, recorder, waits=waits)
-            metrics = metrics if measures else replace(metrics, critic=critic.learn(credited))
+        learns_alone = critic is not None and critic.learns_alone(self.policy.steps_done)
+        is_empty = not plan.rows and self._pairs is None  # an update without a gradient would still move the weights
+        credited = critic.credit(batches, plan.token_kl) if critic is not None else None
+        batches = batches if credited is None else credited.micro_batches
+        waits = measures or learns_alone or is_empty
+        metrics = self._update(batches, plan.passes, objective, recorder, waits=waits)
+        if is_empty and not measures and not learns_alone:
+            self.policy.skip_update()
+        if critic is not None and credited is not None and not measures:
+            metrics = replace(metrics, critic=critic.skip(credited) if is_empty else critic.learn(credited))
         kept = None if recorder is None else recorder.gather(self._dims)
         return replace(metrics, work=self.policy.take_work(), kept=kept)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ _MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 _MAX_INDEX_BYTES = 256 * 1024**2
 _MAX_NUMBER = 2**31
 _MAX_LAYERS = 10_000
+_EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})  # their names in model families
+_HEADS = frozenset({"lm_head", "embed_out"})
 _FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
 
 
@@ -179,6 +181,37 @@ def check_vision(settings: TrainerSettings) -> None:
         raise ConfigError(
             f"model.path = {settings.model.path} reads images, and is not trained with {'; '.join(unsupported)}"
         )
+
+
+def check_adapters(settings: TrainerSettings, command: str) -> None:
+    """Raise ConfigError naming a target whose adapters would be in no version or result of ``command``; UnsupportedModel.
+
+    `adapter.check_layers` refuses the same by the layers of the model, where names or config.json say less.
+    """
+    lora, path = settings.model.lora, settings.model.path / "config.json"
+    targets = {target.rpartition(".")[2] for target in lora.targets} if lora.rank else set()
+    if embedding := sorted(targets & _EMBEDDINGS):
+        raise ConfigError(
+            f"model.lora.targets = {lora.targets}: {embedding[0]} is an embedding, of which no adapter is published or merged; leave it out"
+        )
+    if not targets & _HEADS:
+        return
+    config = _read_object(path, _MAX_INDEX_BYTES) if path.is_file() else {}
+    text = config.get("text_config")
+    if any(part.get("tie_word_embeddings") is True for part in (config, text) if isinstance(part, dict)):
+        raise ConfigError(tied_target(lora.targets, min(targets & _HEADS)))
+    if command == "train" and lora.publish == "adapter":
+        raise ConfigError(
+            f"model.lora.targets = {lora.targets}: engines serve no adapter of {min(targets & _HEADS)}; leave it out, or set "
+            'model.lora.publish = "merged"'
+        )
+
+
+def tied_target(targets: Sequence[str], name: str) -> str:
+    return (
+        f"model.lora.targets = {list(targets)}: {name} has the weight of the input embedding (tie_word_embeddings), so nothing that its "
+        "adapter learns could be published or merged; leave it out, or train the whole model: model.lora.rank = 0"
+    )
 
 
 def _not_exact(settings: TrainerSettings) -> Iterator[str]:

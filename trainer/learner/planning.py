@@ -81,8 +81,8 @@ class Planner:
 
     def learned(self, metrics: StepMetrics) -> dict[str, Any]:
         measured = self._reward_kl
-        if "kl_reference" in metrics.sums and measured is None:
-            measured = metrics.sums["kl_reference"] / max(1.0, metrics.sums["tokens"])
+        if "kl_reference" in metrics.sums and measured is None and metrics.sums["tokens"]:
+            measured = metrics.sums["kl_reference"] / metrics.sums["tokens"]
         if measured is None:
             return {}
         used = self._state.kl.coefficient

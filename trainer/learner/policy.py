@@ -150,6 +150,9 @@ class Policy:
         if has_learned:
             self._trainable.end_batch()
 
+    def skip_update(self) -> None:
+        self._trainable.skip_update()
+
     def capture(self) -> CapturedPart:
         shard = self._trainable.capture({"steps_done": self.steps_done})
         return CapturedPart(_TAG, shard, torch.get_rng_state().numpy().tobytes())

@@ -78,6 +78,9 @@ class PolicyWeights:
     def adapter_config(self) -> AdapterConfig | None:
         return adapter.config(self._scorer)
 
+    def check_adapters(self, targets: Sequence[str]) -> None:
+        adapter.check_layers(self._scorer, targets)
+
     def modules_beside_adapters(self) -> list[str]:
         return sorted({name.removeprefix(_PREFIX).rpartition(".")[0] for name, _ in self._trained_beside_adapters()})
 

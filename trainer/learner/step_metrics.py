@@ -283,6 +283,10 @@ class StepMetrics:
     work: Work = NO_WORK  # of all passes of the policy for the batch, over all ranks
     kept: KeptRows | None = field(default=None, compare=False)  # the log-probabilities that were asked for; on rank 0
 
+    @property
+    def moved_weights(self) -> bool:
+        return self.lr > 0.0 and self.grad_norm > 0.0 and not (self.left_out and all(self.left_out))
+
 
 @dataclass(slots=True)
 class StepSums:

@@ -131,7 +131,9 @@ class StepPlan:
     least_age: int = 0  # of any token: 1 if no version of this run sampled it
     ages: tuple[tuple[int, int], ...] = ()  # of versions whose age is not ``version`` minus their number
     kl_coefficient: float | None = None  # of the KL in the loss, if it is adaptive; None: that of the objective
-    passes: Passes | None = None  # the optimizer steps, in the order of each share's micro-batches; None: one step
+    passes: Passes | None = (
+        None  # the optimizer steps, in the order of each share's micro-batches; None: one step, or none without rows
+    )
 
 
 def make_plan(
@@ -169,7 +171,7 @@ def make_plan(
     kept = [n if w > 0 else 0 for n, w in zip(counts, batch_credit.weights, strict=True)]
     by_group = _sums(scored, kept)
     trained = _sums(scored, [int(weight > 0.0) for weight in batch_credit.weights])
-    passes = split([place for place, num in enumerate(trained) if num]) if split else None
+    passes = split([place for place, num in enumerate(trained) if num]) if split and any(trained) else None
     parts = passes.groups if passes else (tuple(range(len(groups))),)
     part_of = {group: number for number, part in enumerate(parts) for group in part}
     totals = [_totals(part, scored, kept, batch_credit.rewards, max_completion_tokens) for part in parts]

@@ -222,6 +222,11 @@ class Trainable:
     def end_batch(self) -> None:
         self._engine.lr_scheduler.step()
 
+    def skip_update(self) -> None:
+        """Set the next batch's rate where this one has no update; torch's own step would warn before the first update."""
+        schedule = self._engine.lr_scheduler
+        schedule.continue_after(schedule.last_epoch + 1)
+
     @contextlib.contextmanager
     def whole(self, *parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Make parameters whole on every rank inside the block, and return them; collective where ranks share them."""

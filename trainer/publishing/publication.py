@@ -13,6 +13,7 @@ The head of a run in NATS KV is moved by compare-and-swap by one trainer only.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ log = structlog.get_logger("trainer.publication")
 
 _SWAP_DEADLINE_S = 120.0
 
+UNCHANGED_VERSIONS = 2
 MOST_KNOWN = 4096  # groups that are sampled by an older version are stale
 
 
@@ -129,6 +131,37 @@ class Publication:
     diff_s: float  # compare and encode
     upload_s: float  # objects, manifest, and the check of the listing
     publish_s: float  # in total, with the head and the announcement
+    is_unchanged: bool = False  # engines serve the same as with the head before
+
+
+class UnchangedVersions:
+    """Notices versions in a row that equal the one before although optimizer steps lie between them; thread-safe."""
+
+    def __init__(self) -> None:
+        self._updated: list[PolicyVersion] = []  # made by an optimizer step, and not published since
+        self._num_unchanged = 0
+        self._lock = threading.Lock()
+
+    def updated(self, version: PolicyVersion) -> None:
+        with self._lock:
+            self._updated.append(version)
+
+    def published(self, publication: Publication) -> str:
+        """Return the text of an alarm for the `UNCHANGED_VERSIONS`-th of them in a row; else an empty one."""
+        with self._lock:
+            waiting = [version for version in self._updated if version > publication.version]
+            num_updates, self._updated = len(self._updated) - len(waiting), waiting
+            if not publication.is_unchanged:
+                self._num_unchanged = 0
+            elif num_updates:
+                self._num_unchanged += 1
+            if not (publication.is_unchanged and num_updates and self._num_unchanged == UNCHANGED_VERSIONS):
+                return ""
+        return (
+            f"version {publication.version}, and the one before it, serve the same as the version before them, although the optimizer made "
+            "steps: workers sample an old policy. The changes are smaller than the rounding of what is published, or of weights that are "
+            "not: raise trainer.lr, publish adapters alone (model.lora.publish) or more digits (trainer.publish_dtype, model.dtype)"
+        )
 
 
 class VersionPublisher:
@@ -171,7 +204,8 @@ class VersionPublisher:
     def publish(self, snapshot: Snapshot[Any]) -> Publication:
         started = time.monotonic()
         kind = self._kind(snapshot.weights)
-        stored = kind.store(snapshot, self._read_newest())
+        newest = self._read_newest()
+        stored = kind.store(snapshot, newest)
         stored_s = time.monotonic() - started
         self._commit(stored.written)
         kind.committed(snapshot, stored.written)
@@ -187,6 +221,7 @@ class VersionPublisher:
             diff_s=stored.diff_s,
             upload_s=stored_s - stored.diff_s,
             publish_s=time.monotonic() - started,
+            is_unchanged=newest is not None and newest.manifest.state_root == manifest.state_root,
         )
 
     def publish_again(self) -> bool:

@@ -34,6 +34,8 @@ _WITHOUT_EFFECT = frozenset(
         "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs", "min_entropy", "peak_flops",
     )
 )  # fmt: skip
+# What runs did whose record lacks these keys of [algorithm].
+_BEFORE_THE_KEY = {"empty_batch": "ignore_filters", "opsm_level": "token", "gspo_token_limit": False}
 _SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step
 _READ_WITH_PAIRS = ("dpo", "data")  # where a step trains on pairs beside its groups
 _ALSO_READ = ("data.from_run", "run.seed")  # the seed decides which groups are in which mini-batch
@@ -54,7 +56,8 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
         lora = values["model"].get("lora", {})
         if lora.get("rank") and "seed" not in lora:  # of a release whose adapters began with 0
             lora = {**lora, "seed": 0}
-        read = {**values, "model": {**values["model"], "lora": lora}}
+        algorithm = {**_BEFORE_THE_KEY, **values.get("algorithm", {})}
+        read = {**values, "model": {**values["model"], "lora": lora}, "algorithm": algorithm}
         settings = TrainerSettings.model_validate(
             {k: v for k, v in read.items() if k not in _CONNECTIONS}, context=RECORDED
         )

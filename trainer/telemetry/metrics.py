@@ -121,9 +121,7 @@ def step_fields(
         "ratio_mean": sums["ratio"] / num_tokens,
         "ratio_max": metrics.maxima["ratio"],
         "ess_share": sums["ratio"] ** 2 / (num_tokens * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
-        **mismatch_metrics(sums, metrics.maxima),
-        "entropy": sums["surprise"] / num_tokens,
-        **_optional(sums, num_tokens),
+        **(_of_tokens(sums, metrics.maxima) if sums["tokens"] else {}),
         **pair_metrics(sums),
         **_by_pass(metrics),
         **layer_fields(metrics.layers),
@@ -141,7 +139,7 @@ def step_fields(
         **({"environments": played} if (played := environment_metrics(batch)) else {}),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
-        "tokens_trained": int(num_tokens),
+        "tokens_trained": int(sums["tokens"]),
     }
 
 
@@ -174,8 +172,10 @@ def layer_fields(by_group: Mapping[str, LayerMetrics]) -> dict[str, Any]:
     }
 
 
-def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+def _of_tokens(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, Any]:
+    num_tokens = sums["tokens"]
+    fields: dict[str, Any] = mismatch_metrics(sums, maxima) | {"entropy": sums["surprise"] / num_tokens}
+    fields |= {
         name: sums[key] / num_tokens
         for name, key in (
             ("policy_entropy", "entropy"),

@@ -192,10 +192,12 @@ def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> 
     assert [r.advantage for r in plan.rows] == [r.advantage for r in alone.rows]
 
 
-def test_a_batch_whose_every_trajectory_is_filtered_is_kept_whole() -> None:
-    plan = plan_of([ready(1, (0.5, 0.5))], AlgorithmSettings(drop_zero_advantage=True))
-    assert len(plan.rows) == 2
-    assert {r.advantage for r in plan.rows} == {0.0}
+def test_a_batch_whose_every_trajectory_is_filtered_is_kept_whole_by_setting() -> None:
+    for empty_batch, num_rows in (("skip", 0), ("ignore_filters", 2)):
+        section = AlgorithmSettings(drop_zero_advantage=True, empty_batch=empty_batch)  # type: ignore[arg-type]
+        plan = plan_of([ready(1, (0.5, 0.5))], section)
+        assert [row.advantage for row in plan.rows] == [0.0] * num_rows
+        assert plan.skipped == ((("zero_advantage", 2),) if not num_rows else ())
 
 
 def test_rows_carry_token_ages_and_plans_are_unchanged_by_encoding() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.corrections.importance import importance_weights
+from penstock.trainer.algorithm.corrections.interface import Drift
 from penstock.trainer.algorithm.corrections.m2po import (
     m2po_clip,
     m2po_clip_widths,
@@ -23,6 +24,7 @@ from penstock.trainer.algorithm.corrections.m2po import (
     m2po_width,
     moved_along,
 )
+from penstock.trainer.algorithm.corrections.opsm import opsm
 from penstock.trainer.algorithm.corrections.ratios import (
     Level,
     learning_rate_factor,
@@ -303,3 +305,26 @@ def _veto(log_ratio: Tensor) -> Tensor:
 def test_one_improbable_token_vetoes_its_whole_sequence_and_no_other() -> None:
     """A ratio below 1e-4 anywhere drops the sequence."""
     assert _veto(torch.tensor([0.0, -12.0, 0.1, 0.2])).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "moved", "kept"),
+    [
+        ([-0.5, 0.25, -0.25], -1.0, [False] * 3),  # failed, though one token's advantage is above 0
+        ([0.5, -0.25, 0.25], -1.0, [True] * 3),  # a success, though one token's is below
+        ([-0.5, 0.5, 0.0], -1.0, [True] * 3),
+        ([0.0] * 3, -1.0, [True] * 3),
+        ([-1.0] * 3, -1.0, [False] * 3),
+        ([-1.0] * 3, 1.0, [True] * 3),
+        ([-1.0], -1.0, [False]),
+        ([], -1.0, []),
+    ],
+)
+def test_opsm_leaves_out_whole_sequences(advantages: list[float], moved: float, kept: list[bool]) -> None:
+    """Beside a success, which stays; as a record without the key has it, only the tokens of negative advantage."""
+    both = torch.tensor([*advantages, 1.0])
+    sequences = Sequences(torch.tensor([0] * len(advantages) + [1]), 2)
+    drift = Drift(torch.zeros_like(both), torch.full_like(both, moved), both, torch.zeros_like(both), sequences)
+    assert opsm(drift, opsm_delta=0.5).tolist() == [*kept, True]
+    by_token = [not (advantage < 0 and moved < 0) for advantage in advantages]
+    assert opsm(drift, opsm_delta=0.5, opsm_level="token").tolist() == [*by_token, True]

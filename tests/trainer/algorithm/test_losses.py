@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -181,8 +182,23 @@ def test_ce_gppo_without_betas_has_the_gradient_of_ppo() -> None:
     torch.testing.assert_close(ours.current.grad, plain.current.grad)
 
 
-def test_gspo_token_equals_gspo_for_one_advantage_per_sequence() -> None:
-    one, other = _tokens([1.1, 0.95, 1.3], [1.0] * 3), _tokens([1.1, 0.95, 1.3], [1.0] * 3)
-    gspo(one, **CLIP).loss.sum().backward()
-    gspo_token(other, **CLIP).loss.sum().backward()
-    torch.testing.assert_close(one.current.grad, other.current.grad)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "log_ratios", [[0.1, -0.05, 0.3], [800.0], [800.0, 0.0], [-800.0, 1.0], [20.0, 25.0], [30.0] * 3]
+)
+def test_gspo_token_equals_gspo_for_one_advantage_per_sequence(log_ratios: list[float], advantage: float) -> None:
+    """Also where log-ratios are beyond the limit of ±20, which a record without the key did not know."""
+    grads = []
+    for loss in (
+        partial(gspo, **CLIP),
+        partial(gspo_token, **CLIP),
+        partial(gspo_token, **CLIP, gspo_token_limit=False),
+    ):
+        tokens = _tokens([1.0] * len(log_ratios), [advantage] * len(log_ratios))
+        current = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
+        tokens = replace(tokens, current=current, anchor=torch.zeros_like(current), behaviour=torch.zeros_like(current))
+        loss(tokens).loss.sum().backward()
+        grads.append(current.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    if max(map(abs, log_ratios)) < 20.0:
+        torch.testing.assert_close(grads[1], grads[2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from penstock.trainer.algorithm.corrections.interface import Drift, Options, correction
@@ -14,6 +16,10 @@ class OpsmOptions(Options):
         default=None,
         ge=0.0,
         description="Failed sequences whose mean log-ratio per token drops by more than this are left out; none: off.",
+    )
+    opsm_level: Literal["sequence", "token"] = Field(
+        default="sequence",
+        description="What has failed where the mean advantage (sequence) or its own (token, as runs recorded without this key) is below 0.",
     )
 
 
@@ -28,16 +34,22 @@ class OpsmOptions(Options):
         },
     },
 )  # fmt: skip
-def opsm(drift: Drift, *, opsm_delta: float) -> Tensor:
+def opsm(drift: Drift, *, opsm_delta: float, opsm_level: str = "sequence") -> Tensor:
     """Leave out failed sequences that became less likely by more than a bound (DeepSeek-V3.2), [N] bool."""
-    return off_policy_sequence_mask(drift.to_behaviour, drift.advantages, drift.sequences, opsm_delta)
+    return off_policy_sequence_mask(
+        drift.to_behaviour, drift.advantages, drift.sequences, opsm_delta, by_token=opsm_level == "token"
+    )
 
 
-def off_policy_sequence_mask(log_ratio: Tensor, advantages: Tensor, sequences: Sequences, delta: float) -> Tensor:
+def off_policy_sequence_mask(
+    log_ratio: Tensor, advantages: Tensor, sequences: Sequences, delta: float, *, by_token: bool = False
+) -> Tensor:
     """Return which tokens off-policy sequence masking keeps, [N] bool.
 
-    A sequence is left out where A < 0 and the mean of ``log behaviour - log current`` is above ``delta``. Against
-    a proximal policy that was recomputed for the same step it never fires.
+    A sequence is left out whole where the mean of its A is below 0 and that of ``log behaviour - log current`` is above
+    ``delta``; ``by_token`` only its tokens of A < 0. Against a proximal policy that was recomputed for the same step it never fires.
     """
     drift = -sequences.mean(log_ratio.detach())
+    if not by_token:
+        advantages = sequences.spread(sequences.mean(advantages))
     return ~((advantages < 0) & (sequences.spread(drift) > delta))

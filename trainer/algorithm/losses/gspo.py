@@ -6,12 +6,23 @@ length. The geometric mean spreads as exp(sigma / sqrt(T)) and holds for answers
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, policy_loss
 from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
 class GspoOptions(DualClip, ClipRange):
-    """Options of `gspo`, `gspo_token` and `luspo`."""
+    """Options of `gspo` and `luspo`."""
+
+
+class GspoTokenOptions(GspoOptions):
+    """Options of `gspo_token`."""
+
+    gspo_token_limit: bool = Field(
+        default=True,
+        description="No gradient where a token's log-ratio is beyond ±20, as in gspo; false: as runs recorded without this key.",
+    )
 
 
 @policy_loss(
@@ -36,7 +47,7 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float 
 
 
 @policy_loss(
-    options=GspoOptions,
+    options=GspoTokenOptions,
     source="arXiv 2507.18071, eq. 13",
     presets={
         "gspo_token": {
@@ -45,13 +56,16 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float 
         },
     },
 )  # fmt: skip
-def gspo_token(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossTerms:
+def gspo_token(
+    tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None, gspo_token_limit: bool = True
+) -> LossTerms:
     """Clip as `gspo` does, for advantages that may differ by token: the sequence's ratio, the token's gradient.
 
     ``s_t = exp(log p_t - sg(log p_t) + sg(log s))``. Equal to `gspo` where the advantage is one per sequence.
     """
     held = tokens.sequences.spread(tokens.sequence_log_ratio.detach())
-    ratio = (tokens.current - tokens.current.detach() + held).exp()
+    own = tokens.log_ratio if gspo_token_limit else tokens.current
+    ratio = (own - own.detach() + held).exp()
     return clip_terms(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 

@@ -1,0 +1,171 @@
+"""Targets of adapters that would be in no version and no result are refused where a training begins, by every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft.tuners.lora import Embedding
+from torch import nn
+
+from penstock.deploy.early_checks import check_inputs
+from penstock.deploy.quickstart_task import write_model
+from penstock.fine_tuning.__main__ import fine_tune
+from penstock.fine_tuning.sections import DPO, RM, SFT
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner import adapter
+from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.learner.model_folder_check import check_adapters
+from penstock.trainer.learner.step_metrics import StepMetrics
+from penstock.trainer.publishing.publication import Publication, UnchangedVersions
+from penstock.trainer.settings import TrainerSettings
+
+TIED, UNTIED, NESTED = (
+    {"tie_word_embeddings": True},
+    {"tie_word_embeddings": False},
+    {"text_config": {"tie_word_embeddings": True}},
+)
+ALL, TRAIN, TUNED = ("train", "sft", "dpo", "rm"), ("train",), ("sft", "dpo", "rm")
+
+
+def chosen(folder: Path, config: dict[str, Any], *overrides: str) -> TrainerSettings:
+    (folder / "config.json").write_text(json.dumps(config))
+    return load(TrainerSettings, overrides=[f"model.path={folder}", "model.lora.rank=4", *overrides]).settings
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "commands", "refused"),
+    [
+        (TIED, ['model.lora.targets=["lm_head"]'], ALL, "lm_head has the weight of the input embedding"),
+        (TIED, ['model.lora.targets=["lm_head"]', "model.lora.publish=merged"], TRAIN, "lm_head has the weight"),
+        (TIED, ['model.lora.targets=["q_proj", "model.lm_head"]'], ALL, "leave it out, or train the whole model"),
+        (NESTED, ['model.lora.targets=["lm_head"]'], ALL, "tie_word_embeddings"),
+        (TIED, ['model.lora.targets=["embed_tokens"]'], ALL, "embed_tokens is an embedding"),
+        (UNTIED, ['model.lora.targets=["embed_tokens"]', "model.lora.publish=merged"], TRAIN, "embed_tokens is an embedding"),
+        (UNTIED, ['model.lora.targets=["wte", "lm_head"]'], ALL, "wte is an embedding"),
+        (UNTIED, ['model.lora.targets=["lm_head"]'], TRAIN, 'set model.lora.publish = "merged"'),
+        (UNTIED, ['model.lora.targets=["lm_head"]'], TUNED, ""),
+        (UNTIED, ['model.lora.targets=["lm_head"]', "model.lora.publish=merged"], TRAIN, ""),
+        ({}, ['model.lora.targets=["lm_head"]'], TUNED, ""),  # its family decides: the layers are asked
+        (TIED, [], ALL, ""),
+        (TIED, ['model.lora.targets=["q_proj", "o_proj"]'], ALL, ""),
+    ],
+)  # fmt: skip
+def test_targets_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], overrides: list[str], commands: tuple[str, ...], refused: str
+) -> None:
+    """Advice names keys that the command reads: `model.lora.publish` is one of `penstock train` alone."""
+    settings = chosen(tmp_path, config, *overrides)
+    for command in commands:
+        if not refused:
+            check_adapters(settings, command)
+            continue
+        with pytest.raises(ConfigError, match=r"model\.lora\.targets = ") as caught:
+            check_adapters(settings, command)
+        assert refused in str(caught.value)
+        assert command == "train" or "publish =" not in str(caught.value)
+
+
+def test_every_command_asks_before_it_loads_the_model(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", seed=0)
+    given = [f"model.path={tmp_path / 'model'}", "model.lora.rank=4", 'model.lora.targets=["lm_head"]']
+    with pytest.raises(ConfigError, match="lm_head has the weight"):
+        check_inputs(load(TrainerSettings, overrides=given).settings)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    for command in (SFT, DPO, RM):
+        with pytest.raises(ConfigError, match="lm_head has the weight"):
+            fine_tune(command, [*given, f"{command.section}.data={tmp_path}/rows.jsonl", f"run.dir={tmp_path}"])
+
+
+class Tiny(nn.Module):
+    def __init__(self, *, ties: bool) -> None:
+        super().__init__()
+        self.embed, self.proj = nn.Embedding(6, 4), nn.Linear(4, 4, bias=False)
+        self.conv, self.head = nn.Conv1d(4, 4, 1), nn.Linear(4, 6, bias=False)
+        if ties:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("targets", "ties", "refused"),
+    [
+        (("proj",), True, ""),
+        (("proj", "head"), False, ""),
+        (("head",), True, "head has the weight of the input embedding"),
+        (("proj", "head"), True, "head has the weight of the input embedding"),
+        (("embed",), False, "embed is a layer of type Embedding"),
+        (("conv",), False, "conv is a layer of type Conv1d"),
+        (("proj", "q_porj"), False, "no layer of the model is called q_porj"),
+    ],
+)
+def test_targets_are_refused_by_their_layers(targets: tuple[str, ...], ties: bool, refused: str) -> None:
+    """Whatever their names are; a record of an earlier release is replayed with the layers that it had."""
+    model = Tiny(ties=ties)
+    adapter.attach(model, Lora(2, 4.0, targets=targets))
+    if not refused:
+        adapter.check_layers(model, targets)
+        return
+    with pytest.raises(UnsupportedModel, match=refused):
+        adapter.check_layers(model, targets)
+    assert isinstance(model.embed, Embedding) == (targets == ("embed",))
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("modules_to_save=['lm_head']", "train the whole model with model.lora.rank = 0"),
+        ("use_dora=true", "not offered: engines serve no magnitudes"),
+        ("dora=true", "not offered: engines serve no magnitudes"),
+        ("use_rslora=true", "set model.lora.alpha to alpha x sqrt(rank)"),
+        ("rslora=true", "set model.lora.alpha to alpha x sqrt(rank)"),
+        ("trainable_token_indices=[1]", "embeddings have no adapters"),
+        ("rank_pattern=1", "not offered"),
+        ("init_lora_weights=pissa", "adapters start as zero"),
+    ],
+)
+def test_forms_of_adapters_that_are_not_offered_are_refused_by_name(key: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(TrainerSettings, overrides=["model.path=m", "model.lora.rank=4", f"model.lora.{key}"])
+    assert advice in str(caught.value)
+    assert f"model.lora.{key.partition('=')[0]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("versions", "alarms"),
+    [
+        ([(1, True, True), (2, True, True), (3, True, True), (4, True, True)], [2]),
+        ([(1, True, True), (2, False, True), (3, True, True)], []),
+        ([(1, True, True), (2, True, False), (3, True, False)], []),  # steps without an update are no alarm
+        ([(1, True, True), (2, True, False), (3, True, True)], [3]),
+        ([(1, True, True), (2, True, True), (3, False, True), (4, True, True), (5, True, True)], [2, 5]),
+    ],
+)
+def test_versions_that_equal_the_one_before_raise_an_alarm(
+    versions: list[tuple[int, bool, bool]], alarms: list[int]
+) -> None:
+    """Once for each two in a row between which the optimizer made steps; ``versions``: number, unchanged, updated."""
+    unchanged = UnchangedVersions()
+    texts = {}
+    for number, is_unchanged, is_updated in versions:
+        if is_updated:
+            unchanged.updated(PolicyVersion(number))
+        unchanged.updated(PolicyVersion(number + 100))  # made, and not published yet
+        publication = Publication(
+            PolicyVersion(number), number, "patch", number - 1, 0.0, 1, 1, 0.0, 0.0, 0.0, is_unchanged
+        )
+        texts[number] = unchanged.published(publication)
+    assert [number for number, text in texts.items() if text] == alarms
+    assert all("although the optimizer made steps" in texts[number] for number in alarms)
+
+
+def test_a_step_moves_weights_if_one_of_its_updates_is_made() -> None:
+    for norm, lr, left_out, moved in (
+        (1.0, 1.0, (), True), (1.0, 1.0, (False,), True), (1.0, 1.0, (True, False), True), (1.0, 1.0, (True,), False),
+        (0.0, 1.0, (False,), False), (0.0, 0.0, (), False),
+    ):  # fmt: skip
+        assert StepMetrics(0.0, norm, lr, {}, {}, left_out=left_out).moved_weights == moved

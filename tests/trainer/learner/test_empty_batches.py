@@ -1,0 +1,160 @@
+"""A batch of which filters leave nothing: nothing of it is trained, and the step is counted, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from tests.trainer.algorithm.test_algorithm_parts import ready
+from tests.trainer.groups.stored_groups import invent_group, store_scored
+from tests.trainer.learner.empty_check import CASES, cut
+from tests.trainer.learner.forks import Fork
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.config.run_file import config_document, load
+from penstock.protocol.facts import encode
+from penstock.protocol.transport.blobs import Blobs
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.chosen_parts import PRESETS
+from penstock.trainer.algorithm.credit import Credit, Scored, credit_rule
+from penstock.trainer.algorithm.group_filters.interface import GroupCandidate
+from penstock.trainer.groups.batcher import group_rules
+from penstock.trainer.learner.step_plan import Capacity, make_plan, plan_passes
+from penstock.trainer.recovery.resume_checks import read_settings, what_steps_read
+from penstock.trainer.settings import TrainerSettings
+
+FILTERS = {  # filter: its setting, and its reason
+    "mask_truncated": (True, "truncated"),
+    "minimal_advantage": (1e9, "below_minimal_advantage"),
+    "skip_non_positive_advantage": (True, "non_positive_advantage"),
+    "drop_zero_advantage": (True, "zero_advantage"),
+    "success_turns": (9, "too_few_turns"),
+}
+WITHOUT_ADVANTAGE = {name for name, values in PRESETS.items() if values["advantage"] in ("gae", "zero")}
+REWARDS = {"single": [(1.0,)], "all equal": [(1.0, 1.0, 1.0)] * 2, "different": [(1.0, 0.5, 0.25), (2.0, 1.0, 1.0)]}
+
+
+@pytest.mark.parametrize(("preset", "name", "batch"), [*product(PRESETS, FILTERS, REWARDS)])
+def test_a_filter_leaves_out_what_it_names_and_the_plan_has_the_rest(preset: str, name: str, batch: str) -> None:
+    """Whatever is left out is counted, and has no row; where nothing is left, the plan is empty, and has no optimizer step."""
+    value, reason = FILTERS[name]
+    try:
+        settings = AlgorithmSettings(name=preset, **{name: value})  # type: ignore[arg-type]
+    except ValueError:
+        assert preset in WITHOUT_ADVANTAGE
+        return
+    groups = [cut(ready(number, rewards)) for number, rewards in enumerate(REWARDS[batch])]
+    baseline = (0.5, 4) if settings.needs_baseline else None
+
+    def rule(scored: Sequence[Scored]) -> Credit:
+        return credit_rule(settings, longest=10)([replace(group, baseline=baseline) for group in scored])
+
+    credit = rule([group.trained for group in groups])
+    plan = make_plan(
+        groups, credit=rule, aggregation=settings.aggregation, max_completion_tokens=10, capacity=Capacity(120, 2),
+        split=lambda places: plan_passes(places, epochs=2, minibatches=2, seed=0, step=0),
+    )  # fmt: skip
+    sampled = len(credit.weights)
+    assert (
+        sum(weight > 0.0 for weight in credit.weights) + credit.skipped.total()
+        == sampled
+        == sum(map(len, REWARDS[batch]))
+    )
+    assert len(plan.rows) + sum(count for _, count in plan.skipped) == sampled
+    assert (plan.passes is None) == (not plan.rows)
+    if name in ("mask_truncated", "minimal_advantage"):
+        assert credit.skipped[reason] == sampled
+        assert not plan.rows
+    if name == "skip_non_positive_advantage":
+        assert [w > 0.0 for w in credit.weights] == [a > 1e-8 for a in credit.advantages]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "has_baseline", "dropped"),
+    [
+        (("length", "length"), False, True),
+        (("length",), False, True),
+        (("length", "stop"), False, False),
+        (("length", "stop"), True, True),  # the baseline, which is not trained, does not count
+        (("stop", "length"), True, False),
+        (("stop", "stop"), False, False),
+    ],
+)
+def test_groups_of_cut_answers_can_be_replaced_on_arrival(
+    reasons: tuple[str, ...], has_baseline: bool, dropped: bool
+) -> None:
+    """Others are fetched for them, as dynamic_sampling does for groups of equal rewards."""
+    group = GroupCandidate((1.0,) * len(reasons), (3,) * len(reasons), reasons, has_baseline, 0, 0, "", None)
+    for is_on in (True, False):
+        rules = group_rules(AlgorithmSettings(drop_truncated_groups=is_on))  # type: ignore[call-arg]
+        assert [rule.reason for rule in rules if rule.drops(group)] == ["all_truncated"] * (dropped and is_on)
+
+
+def test_a_batch_without_groups_has_an_empty_plan() -> None:
+    for preset in PRESETS:
+        assert credit_rule(AlgorithmSettings(name=preset), longest=10)([]).weights == []
+
+
+def test_a_record_without_the_key_trains_on_the_batch_as_it_did() -> None:
+    """Such a run is replayed as it was made; its next session is another one for a replay."""
+    loaded = load(TrainerSettings, overrides=["model.path=m", "algorithm.name=raft"])
+    document = config_document(loaded)
+    for key in ("empty_batch", "opsm_level", "gspo_token_limit"):
+        del document["settings"]["algorithm"][key]
+    before, recorded = read_settings(json.dumps(document).encode(), where="a record")
+    assert (before.algorithm.opsm_level, before.algorithm.gspo_token_limit) == ("token", False)  # type: ignore[attr-defined]
+    failures = [ready(0, (-1.0, -1.0, -1.0)).trained]
+    assert credit_rule(before.algorithm, longest=10)(failures).weights == [1.0, 1.0, 1.0]
+    now, written = read_settings(json.dumps(config_document(loaded)).encode(), where="a record")
+    credit = credit_rule(now.algorithm, longest=10)(failures)
+    assert (credit.weights, credit.skipped) == ([0.0, 0.0, 0.0], {"non_positive_advantage": 3})
+    assert what_steps_read(recorded) != what_steps_read(written)
+
+
+@pytest.fixture(scope="module")
+def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    folder = tmp_path_factory.mktemp("empty")
+    settings: S3Settings = s3_server.settings
+    write_model(folder / "model", seed=0)
+    groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(4)]
+    (folder / "empty.scored").write_bytes(encode(store_scored(Blobs(settings), "empty", "p0", groups, seed=3)))
+    connections = folder / "connections.json"
+    connections.write_text(json.dumps({**settings.model_dump(mode="json"), "secret_key": settings.secret_key}))
+    arguments = ("tests.trainer.learner.empty_check", str(folder / "model"), str(connections))
+    commands = {num: Fork(folder, *arguments, num_ranks=num) for num in (1, 2)}
+    try:
+        return {num: json.loads(command.wait().splitlines()[-1]) for num, command in commands.items()}
+    finally:
+        for command in commands.values():
+            command.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_ranks", "case"), [*product((1, 2), CASES)])
+def test_a_step_of_which_all_answers_are_cut_changes_nothing(
+    results: dict[int, dict], num_ranks: int, case: str
+) -> None:
+    """Neither weights nor moments, of policy and critic; it counts, its schedule goes on, and all figures are finite."""
+    first, empty, last = results[num_ranks][case]["steps"]
+    assert [step["moved"] for step in (first, empty, last)] == [True, False, True]
+    assert [step["steps_done"] for step in (first, empty, last)] == [1, 2, 3]
+    assert (empty["skipped"], first["skipped"]) == ({"truncated": 16}, {})
+    assert (empty["updates"], empty["left_out"]) == ([], [])
+    assert (empty["steered"], last["steered"]) == (False, case == "steered")
+    fields = empty["fields"]
+    assert (fields["tokens_trained"], fields["loss"], fields["grad_norm"], fields["truncated_share"]) == (
+        0,
+        0.0,
+        0.0,
+        1.0,
+    )
+    assert "entropy" not in fields
+    assert fields.keys() - {"ratio_percentiles"} <= first["fields"].keys()
+    assert first["fields"]["lr_set"] > last["fields"]["lr_set"] == pytest.approx(4e-3 * 7 / 9)
+    if case == "critic":
+        assert last["fields"]["critic_lr"] < first["fields"]["critic_lr"]
