@@ -14,12 +14,15 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from penstock.protocol.call_arguments import ArgumentsForm, arguments_form, with_arguments
 from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from penstock.protocol.control_tokens import ControlTokens
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
 
 Message = Mapping[str, Any]
@@ -116,10 +119,30 @@ class ChatTokenizer:
         self, render: Callable[..., _T], messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool
     ) -> _T:
         names = {**self._special_tokens, **self._arguments}
+        if any(message.get("tool_calls") for message in messages):
+            messages = with_arguments(messages, self._arguments_form)
         try:  # as in transformers, tools are None without any: a template may tell that from an empty list
             return render(messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **names)
         except TemplateRefused as err:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
+
+    @cached_property
+    def _arguments_form(self) -> ArgumentsForm:
+        assert self._template is not None
+        names = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special_tokens, **self._arguments}
+        return arguments_form(partial(self._template.render, **names))
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer, self.encoder_of_plain_text)
+
+    def encode_escaped(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts in which `ControlTokens.escaped` may have replaced those of control tokens."""
+        encoded = self.encode_many(texts)
+        for number, text in enumerate(texts):
+            if self.control_tokens.has_escaped(text):
+                encoded[number] = self._checked(self.control_tokens.encode(text, self.encode))
+        return encoded
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text; ``add_special_tokens`` adds those at the beginning of a text, such as BOS."""

@@ -309,6 +309,11 @@ class DataSettings(Section):
     roles: dict[str, str] = Field(
         default={}, description='Other roles of messages, as found = "meant": data.roles.bot = "assistant".'
     )
+    control_tokens: Literal["refuse", "escape", "keep"] = Field(
+        default="refuse",
+        description="A message whose text contains that of a control token of the model, such as <|im_end|>: refuse the row, escape it "
+        "(it is ordinary text), or keep it (it is the token, as if the template had written it).",
+    )
     ignore: list[str] = Field(
         default=[], description="Columns to leave out, as named in the file; no reward sees them."
     )

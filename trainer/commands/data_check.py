@@ -25,7 +25,7 @@ from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
 from penstock.trainer.data.messages import ImageRows, text_of
 from penstock.trainer.data.pairs import holds_pair, pair_row
-from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
+from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, read_row, turn_rows
 from penstock.trainer.data.row_checks import Problems, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.errors import MalformedData
@@ -217,7 +217,7 @@ def _check_row(
     report: FileReport,
     seen: set[int],
 ) -> bool:
-    row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
+    row = read_row(rows, number, data)
     if report.num_pairs is not None and holds_pair(row):
         pair_row(row, data)
         report.num_pairs += 1
@@ -230,7 +230,7 @@ def _check_row(
     prompt, turns = _read(row, form, data, rows.place(number), report)
     completions = [turn.chat[-1]["content"] for turn in turns]
     lengths = [len(tokenizer.encode(completion)) if tokenizer else len(completion) for completion in completions]
-    text = _prompt_text(prompt, turns, tokenizer)
+    text = _prompt_text(prompt, turns, tokenizer, data)
     is_plain = prompt is not None and prompt.is_plain
     if tokenizer is None:
         report.prompt_lengths.append(len(text))
@@ -268,7 +268,7 @@ def _read(
     except MalformedData as err:
         problem = err
     has_images = prompt is not None and bool(prompt.images)
-    turns = turn_rows(row, data) if can_imitate(row, form) and not has_images else []
+    turns = turn_rows(row, data) if can_imitate(row, form, data) and not has_images else []
     if problem is not None:
         if not turns:
             raise problem
@@ -276,10 +276,12 @@ def _read(
     return prompt, turns
 
 
-def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None) -> str:
+def _prompt_text(
+    prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None, data: DataSettings
+) -> str:
     chat = prompt.chat if prompt is not None else turns[0].chat[:-1]
     if tokenizer is not None and prompt is not None:
-        return prompt_text(prompt, tokenizer)
+        return prompt_text(prompt, tokenizer, data)
     if tokenizer is not None and not turns[0].is_plain:
         return tokenizer.render(chat, add_generation_prompt=True)
     return "\n".join(text_of(message["content"]) for message in chat)

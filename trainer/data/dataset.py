@@ -23,8 +23,8 @@ from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.messages import Chat, ImageRows
 from penstock.trainer.data.pairs import holds_pair
-from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, rename
-from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, located, nothing_left
+from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, read_row
+from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, for_template, located, nothing_left
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -111,8 +111,8 @@ class PromptSet:
         number = self._row_numbers[index]
         try:
             row = self._parse(file, number)
-            text = prompt_text(row, self._tokenizer)
-            token_ids = self._tokenizer.encode(text, add_special_tokens=row.is_plain)
+            text = prompt_text(row, self._tokenizer, self._data)
+            [token_ids] = encode_texts([text], [row.is_plain], self._tokenizer)
             read = self._images.read(row, token_ids, file.path.parent)
             if _short(read.sha256) != self._image_hashes[index]:
                 raise MalformedData("other images than the row had")
@@ -126,6 +126,7 @@ class PromptSet:
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
         )
+        text = self._tokenizer.control_tokens.restored(text)
         return Prompt(index, tuple(read.token_ids), text, request, row.chat, read.places, read.files)
 
     def _reward_name(self, row: PromptRow) -> str:
@@ -133,7 +134,7 @@ class PromptSet:
         return self_play_reward or reward_name(self._reward, row.data_source)
 
     def _parse(self, file: RowFile, number: int) -> PromptRow:
-        return self._read(rename(file.row(number), self._data, nested_texts=file.nested_texts))
+        return self._read(read_row(file, number, self._data))
 
     def _read(self, row: Row) -> PromptRow:
         read = prompt_row(row, self._data)
@@ -155,13 +156,16 @@ class PromptSet:
             for at in batch:
                 file = self._files[at.file_number]
                 try:
-                    row = rename(file.row(at.row_number), self._data, nested_texts=file.nested_texts)
+                    row = read_row(file, at.row_number, self._data)
                     if self._skips_pairs and holds_pair(row):
                         self.notes[at.file_number].num_pairs += 1
                         continue
                     read = self._read(row)
+                    if read.is_blank and not read.is_plain:
+                        self.dropped["blank prompt"] += 1
+                        continue
                     name = self._reward_name(read)
-                    text = prompt_text(read, self._tokenizer)
+                    text = prompt_text(read, self._tokenizer, self._data)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
                     continue
@@ -220,10 +224,12 @@ def reward_name(reward: RewardSettings, data_source: str) -> str:
     return name or AUTO_REWARD
 
 
-def prompt_text(row: PromptRow, tokenizer: ChatTokenizer) -> str:
+def prompt_text(row: PromptRow, tokenizer: ChatTokenizer, data: DataSettings) -> str:
+    """Return a prompt as the model gets it, with escaped texts of control tokens."""
+    chat = for_template(row.chat, row.column, tokenizer, data, is_plain=row.is_plain)
     if row.is_plain:
-        return row.chat[0]["content"]
-    return tokenizer.render(row.chat, add_generation_prompt=True, tools=row.tools)
+        return chat[0]["content"]
+    return tokenizer.render(chat, add_generation_prompt=True, tools=row.tools)
 
 
 def prompt_limit(data: DataSettings, tokenizer: ChatTokenizer, max_new_tokens: int) -> int:

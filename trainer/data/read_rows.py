@@ -8,6 +8,7 @@ file and line.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, time
@@ -18,21 +19,39 @@ from penstock.trainer.data.messages import (
     COLUMN,
     Chat,
     chat_in_text,
+    has_text,
     images_of,
+    is_answer,
+    is_blank,
+    is_trained,
+    json_of,
+    read_calls,
     read_chat,
     refuse,
     shown,
     text_of,
     with_images,
 )
+from penstock.trainer.data.null_padding import message_without_padding, parameters_of, schema_without_padding
 from penstock.trainer.data.row_checks import as_setting, is_self_play, refuse_unread, suggest
-from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.row_files import Row, RowFile
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS, RowFormat, detect
 from penstock.trainer.settings import DataSettings
 
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
+_MAY_CALL = _TEXT_CHATS | _CHATS | {"chosen", "rejected", "input", "question"}  # columns that may hold calls of tools
+
+
+class RenamedRow(dict[str, Any]):
+    """A row whose columns have the names of `COLUMNS`; ``is_table``: its objects may be filled up with nulls."""
+
+    def __init__(self, columns: Row, *, is_table: bool) -> None:
+        super().__init__(columns)
+        self.is_table = is_table
+        self.changes: set[str] = set()
+        """What was changed in it, for `FileNotes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,11 @@ class PromptRow:
     unused_answer: bool = False  # the chat ended with an answer, which is not its ground truth
     is_self_play: bool = False  # scored by ``data.self_play_reward``
     images: tuple[Any, ...] = ()  # sources of those in the chat, in order
+    column: str = ""  # of the prompt
+
+    @property
+    def is_blank(self) -> bool:
+        return is_blank(self.chat[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +79,8 @@ class TurnRow:
     chat: Chat
     is_plain: bool = False  # prompt and answer are the texts of two messages, without the chat template
     tools: tuple[Any, ...] = ()
+    trained: tuple[bool, ...] = ()  # of each assistant message; empty: all
+    column: str = ""  # of the prompt
 
 
 def form_of(row: Row, data: DataSettings) -> RowFormat:
@@ -79,7 +105,11 @@ def form_of(row: Row, data: DataSettings) -> RowFormat:
     return form
 
 
-def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
+def read_row(file: RowFile, number: int, data: DataSettings) -> RenamedRow:
+    return rename(file.row(number), data, nested_texts=file.nested_texts, is_table=file.is_table)
+
+
+def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool = False) -> RenamedRow:
     """Leave out ignored columns and rename mapped ones; the file's name may be a path, such as ``extra_info.answer``.
 
     Messages that are a JSON text are parsed; ``nested_texts`` parses other chats and objects that are JSON texts too.
@@ -103,7 +133,20 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
         for name in ("reward_model", "extra_info"):
             if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
                 renamed[name] = _parsed(name, renamed[name])
-    return renamed
+    return _without_padding(RenamedRow(renamed, is_table=is_table))
+
+
+def _without_padding(row: RenamedRow) -> RenamedRow:
+    parameters = None
+    for name in _MAY_CALL & row.keys():
+        if isinstance(chat := row[name], list) and any(isinstance(m, dict) and m.get("tool_calls") for m in chat):
+            if parameters is None:
+                tools = json_of(row.get("tools"))
+                parameters = parameters_of(tools) if isinstance(tools, list) else {}
+            row[name] = [message_without_padding(m, parameters, is_table=row.is_table) for m in chat]
+            if row[name] != chat:
+                row.changes.add("padding")
+    return row
 
 
 def prompt_row(row: Row, data: DataSettings) -> PromptRow:
@@ -130,11 +173,15 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
         unused_answer=answer is not None and not data.answer_is_ground_truth,
         is_self_play=is_self_play(row),
         images=images,
+        column=form.prompt,
     )
 
 
-def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
-    """Read a row for imitation, one `TurnRow` for each assistant message; raises MalformedData if there is none."""
+def turn_rows(row: Row, data: DataSettings, dropped: Counter[str] | None = None) -> list[TurnRow]:
+    """Read a row for imitation, one `TurnRow` for each assistant message that is to be trained.
+
+    Raises MalformedData if it has no assistant message. What is left out is counted in ``dropped`` by reason.
+    """
     form = form_of(row, data)
     refuse_unread(row)
     chat = _prompt_chat(row, form, data)
@@ -150,23 +197,43 @@ def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
                 f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
                 'name the column as data.map.response = "NAME"'
             )
-        chat += read_chat(row[answer], answer, roles=data.roles, text_role="assistant")
-    chat = chat if is_plain else with_system(chat, row, data)
+        chat += _answer(row, form, answer, data)
+    whole = chat if is_plain else with_system(chat, row, data)
+    answers = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
+    reasons = [_reason(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
+    if dropped is not None:
+        dropped.update(filter(None, reasons))
+    trained = tuple(reason is None for reason in reasons)
     tools = tools_of(row, data)
     return [
-        TurnRow(chat[: n + 1], is_plain, tools)
-        for n, message in enumerate(chat)
-        if message["role"] == "assistant" and n
+        TurnRow(whole[: n + 1 + len(whole) - len(chat)], is_plain, tools, trained[: number + 1], form.prompt)
+        for number, n in enumerate(answers)
+        if trained[number]
     ]
 
 
-def can_imitate(row: Row, form: RowFormat) -> bool:
+def _reason(chat: Chat, column: str) -> str | None:
+    """Return why the last message of a chat, an answer, is not trained; None if it is."""
+    *before, answer = chat
+    if not is_trained(answer, column):
+        return "marked as not trained"
+    if not before:
+        return "answer without a prompt"
+    if is_blank(before[-1]):
+        return "blank prompt"
+    return "empty answer" if not has_text(answer) else None
+
+
+def _answer(row: Row, form: RowFormat, column: str, data: DataSettings) -> Chat:
+    if form.calls == column:
+        return ({"role": "assistant", "content": "", "tool_calls": read_calls(row[column], column)},)
+    return read_chat(row[column], column, roles=data.roles, text_role="assistant")
+
+
+def can_imitate(row: Row, form: RowFormat, data: DataSettings) -> bool:
     if form.is_whole_chat:
         messages = row[form.prompt]
-        return isinstance(messages, list) and any(
-            isinstance(m, dict) and (m.get("role") == "assistant" or m.get("from") in ("gpt", "assistant"))
-            for m in messages
-        )
+        return isinstance(messages, list) and any(is_answer(message, data.roles) for message in messages)
     return form.answer_column(row) is not None
 
 
@@ -190,12 +257,22 @@ def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
 
 
 def tools_of(row: Row, data: DataSettings) -> tuple[Any, ...]:
+    """Return the tools for the chat template: JSON schemas as OpenAI wraps them, without the nulls of a table."""
     if not data.use_tools or not row.get("tools"):
         return ()
     tools = _parsed("tools", row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+    tools = [json_of(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse("tools", "expected a list of JSON schemas", shown(row["tools"]))
-    return tuple(tools)
+    is_table = isinstance(row, RenamedRow) and row.is_table and not isinstance(row["tools"], str)
+    cleaned = schema_without_padding(tools, is_table=is_table)
+    if cleaned != tools and isinstance(row, RenamedRow):
+        row.changes.add("padding")
+    return tuple({"type": "function", "function": tool} if _is_bare(tool) else tool for tool in cleaned)
+
+
+def _is_bare(tool: Mapping[str, Any]) -> bool:
+    return "name" in tool and "parameters" in tool and "function" not in tool and tool.get("type") != "function"
 
 
 def with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
@@ -229,6 +306,8 @@ def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSetti
 
 def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     column = None if form.is_whole_chat else form.answer_column(row)
+    if column is not None and column == form.calls:
+        return _json(json_of(row[column]), column)
     if column is not None:
         answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
     return None if answer is None else _json(answer, column or form.prompt)

@@ -31,9 +31,10 @@ _MAX_PARQUET_ROWS = 2**26
 
 
 class RowFile(ABC):
-    """The rows of one data file; ``nested_texts``: nested values are JSON texts, as in CSV."""
+    """The rows of one data file; ``nested_texts``: nested values are JSON texts, as in CSV; ``is_table``: of typed columns."""
 
     nested_texts = False
+    is_table = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -185,6 +186,7 @@ class _CsvRows(RowFile):
 
 
 class _TableRows(RowFile):
+    is_table = True
     _table: pa.Table
 
     def __len__(self) -> int:
