@@ -156,16 +156,34 @@ class ChatTokenizer:
 
     def lost_characters(self, text: str) -> set[str]:
         """Return those of a text that are part of no token, or of the token of unknown characters; white space does not count."""
-        unknown = self._tokenizer.token_to_id(self._special_tokens.get("unk_token", ""))
+        unknown_text = self._special_tokens.get("unk_token", "")  # which may itself stand in the text: some models begin with it
+        unknown = self._tokenizer.token_to_id(unknown_text)
         with _refusing_panics():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         kept = {
             place
             for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if number != unknown
+            if number != unknown or text[start:end] == unknown_text
             for place in range(start, end)
         }
         return {character for place, character in enumerate(text) if place not in kept and not character.isspace()}
+
+    def begins_twice(self, ids: Sequence[int]) -> bool:
+        """Return True if a text that was encoded with BOS had one already."""
+        first = self.encode("", add_special_tokens=True)
+        return bool(first) and list(ids[: 2 * len(first)]) == 2 * first
+
+    def endless_turn(self) -> str:
+        """Return what the template writes after an answer, if no end token is in it; empty if one is, or it cannot be seen."""
+        try:
+            text = self.render(
+                [{"role": "user", "content": "u"}, {"role": "assistant", "content": "SEAM"}], add_generation_prompt=False
+            )
+        except MalformedData:
+            return ""
+        _, marker, behind = text.rpartition("SEAM")
+        is_ended = not marker or not behind.strip() or any(token in self.eos_ids for token in self.encode(behind))
+        return "" if is_ended else behind.strip()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of several texts, using all cores."""

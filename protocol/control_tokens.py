@@ -13,13 +13,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _FIRST = 0x100000  # the code point that stands for the first text
-_ANSWERS_HAVE = re.compile(r"think|tool_call|tool_response", re.IGNORECASE)  # tags that answers consist of
+_ALLOWED = re.compile(r"think|tool_call|tool_response|image", re.IGNORECASE)  # tags of answers, and images, which are counted
 
 
 class ControlTokens:
     def __init__(self, tokenizer: Tokenizer, as_plain_text: Callable[[], Tokenizer]) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special and not _ANSWERS_HAVE.search(token.content)}
+        special = {token.content for token in added if token.special and not _ALLOWED.search(token.content)}
         self._texts = sorted(special, key=len, reverse=True)
         self._numbers = {text: number for number, text in enumerate(self._texts)}
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")

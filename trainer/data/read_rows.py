@@ -8,12 +8,14 @@ file and line.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date, time
+from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from penstock.trainer.data.messages import (
     COLUMN,
@@ -34,10 +36,10 @@ from penstock.trainer.data.messages import (
 )
 from penstock.trainer.data.null_padding import message_without_padding, parameters_of, schema_without_padding
 from penstock.trainer.data.row_checks import as_setting, is_self_play, refuse_unread, suggest
-from penstock.trainer.data.row_files import Row, RowFile
+from penstock.trainer.data.row_files import Row, RowFile, Unreadable
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS, RowFormat, detect
-from penstock.trainer.settings import DataSettings
+from penstock.trainer.settings import COLUMNS, DataSettings
 
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
@@ -51,7 +53,7 @@ class RenamedRow(dict[str, Any]):
         super().__init__(columns)
         self.is_table = is_table
         self.changes: set[str] = set()
-        """What was changed in it, for `FileNotes`."""
+        """What was changed in it, for `FileNotes`: ``padding``, and the columns that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,21 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool =
         for name in ("reward_model", "extra_info"):
             if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
                 renamed[name] = _parsed(name, renamed[name])
-    return _without_padding(RenamedRow(renamed, is_table=is_table))
+    return _without_padding(_without_unreadable(RenamedRow(renamed, is_table=is_table)))
+
+
+def _without_unreadable(row: RenamedRow) -> RenamedRow:
+    """Leave out values without a meaning that cannot be read; raises MalformedData for one in a column that has a meaning."""
+    for name, value in list(row.items()):
+        reason = value.reason if isinstance(value, Unreadable) else ""
+        if reason and name in COLUMNS:
+            raise MalformedData(f"a value that cannot be read (column {name}: {reason})")
+        if name in ("prompt", "extra_info") and isinstance(value, float) and not math.isfinite(value):
+            raise MalformedData(f"not JSON (NaN is not JSON), column {name}; write null for what is missing")
+        if reason:
+            row.changes.add(name)
+            del row[name]
+    return row
 
 
 def _without_padding(row: RenamedRow) -> RenamedRow:
@@ -317,24 +333,49 @@ def _extra_info(row: Row, form: RowFormat) -> str:
     declared = row.get("extra_info", {})
     if not isinstance(declared, dict):
         refuse("extra_info", "expected an object", shown(declared))
-    others = {name: value for name, value in row.items() if name not in form.reads}
-    others.pop("reward_model", None)
-    if images_of(row):
-        others.pop(COLUMN, None)  # the model sees them; bytes are no JSON
+    hidden = {"reward_model", *([COLUMN] if images_of(row) else [])}  # bytes of images are no JSON, and the model sees them
+    others = {name: value for name, value in row.items() if name not in form.reads and name not in hidden}
+    try:
+        text = _json(others, "")
+        text.encode()
+    except (MalformedData, UnicodeEncodeError):
+        others = {name: kept for name, value in others.items() if (kept := _as_json(row, name, value)) is not None}
     return _json({**others, **declared}, "extra_info")
+
+
+def _as_json(row: Row, name: str, value: Any) -> Any:
+    """Return the value of a column without a meaning for the reward; None, which is noted, for one that JSON cannot hold."""
+    try:
+        return json.loads(_json(_without_nan(value), name).encode())
+    except (MalformedData, UnicodeEncodeError):
+        if isinstance(row, RenamedRow):
+            row.changes.add(name)
+        return None
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a value with null for each number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _json(value: Any, column: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as err:
-        return refuse(column, "expected a value that JSON can hold", str(err))
+        if isinstance(value, Mapping):  # name the first key that is the reason
+            for key, item in value.items():
+                _json(item, f"{column}.{key}")
+        return refuse(column, "expected a value that JSON can hold", f"{shown(value)} ({err}); set data.ignore to leave it out")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (date, time, Decimal)):  # a datetime is a date
+    if isinstance(value, (date, time, timedelta, Decimal, UUID)):  # a datetime is a date
         return str(value)
-    raise TypeError(f"{type(value).__name__}")
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def _parsed(column: str, text: str) -> Any:
