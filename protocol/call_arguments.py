@@ -62,9 +62,7 @@ def _call(call: Any, form: ArgumentsForm) -> Any:
 def _shows(render: Callable[[Messages], str], arguments: Any) -> bool:
     call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": arguments}}
     try:
-        text = render(
-            [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        )
+        text = render([{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}])
     except TemplateRefused:
         return False
     return "sun" in text and '\\"word' not in text and "'word'" not in text

@@ -129,7 +129,13 @@ class ChatTokenizer:
     @cached_property
     def _arguments_form(self) -> ArgumentsForm:
         assert self._template is not None
-        names = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special_tokens, **self._arguments}
+        names = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+            **self._special_tokens,
+            **self._arguments,
+        }
         return arguments_form(partial(self._template.render, **names))
 
     @cached_property
@@ -156,7 +162,9 @@ class ChatTokenizer:
 
     def lost_characters(self, text: str) -> set[str]:
         """Return those of a text that are part of no token, or of the token of unknown characters; white space does not count."""
-        unknown_text = self._special_tokens.get("unk_token", "")  # which may itself stand in the text: some models begin with it
+        unknown_text = self._special_tokens.get(
+            "unk_token", ""
+        )  # which may itself stand in the text: some models begin with it
         unknown = self._tokenizer.token_to_id(unknown_text)
         with _refusing_panics():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -170,14 +178,20 @@ class ChatTokenizer:
 
     def begins_twice(self, ids: Sequence[int]) -> bool:
         """Return True if a text that was encoded with BOS had one already."""
-        first = self.encode("", add_special_tokens=True)
+        first = self._beginning
         return bool(first) and list(ids[: 2 * len(first)]) == 2 * first
+
+    @cached_property
+    def _beginning(self) -> list[int]:
+        text = "a"
+        return self.encode(text, add_special_tokens=True)[: -len(self.encode(text)) or None]
 
     def endless_turn(self) -> str:
         """Return what the template writes after an answer, if no end token is in it; empty if one is, or it cannot be seen."""
         try:
             text = self.render(
-                [{"role": "user", "content": "u"}, {"role": "assistant", "content": "SEAM"}], add_generation_prompt=False
+                [{"role": "user", "content": "u"}, {"role": "assistant", "content": "SEAM"}],
+                add_generation_prompt=False,
             )
         except MalformedData:
             return ""

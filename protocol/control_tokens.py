@@ -13,7 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _FIRST = 0x100000  # the code point that stands for the first text
-_ALLOWED = re.compile(r"think|tool_call|tool_response|image", re.IGNORECASE)  # tags of answers, and images, which are counted
+_ALLOWED = re.compile(
+    r"think|tool_call|tool_response|image", re.IGNORECASE
+)  # tags of answers, and images, which are counted
 
 
 class ControlTokens:

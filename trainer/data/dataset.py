@@ -21,10 +21,19 @@ from penstock.protocol.groups import RewardRequest, RowImages
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.data.file_notes import FileNotes
-from penstock.trainer.data.messages import Chat, ImageRows
+from penstock.trainer.data.messages import Chat, ImageRows, ReadImages
 from penstock.trainer.data.pairs import holds_pair
 from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, read_row
-from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, for_template, located, nothing_left
+from penstock.trainer.data.row_checks import (
+    Located,
+    Problems,
+    batches,
+    encode_texts,
+    fits,
+    for_template,
+    located,
+    nothing_left,
+)
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -157,12 +166,7 @@ class PromptSet:
                 file = self._files[at.file_number]
                 try:
                     row = read_row(file, at.row_number, self._data)
-                    if self._skips_pairs and holds_pair(row):
-                        self.notes[at.file_number].num_pairs += 1
-                        continue
-                    read = self._read(row)
-                    if read.is_blank and not read.is_plain:
-                        self.dropped["blank prompt"] += 1
+                    if (read := self._prompt_of(row, at)) is None:
                         continue
                     name = self._reward_name(read)
                     text = prompt_text(read, self._tokenizer, self._data)
@@ -173,7 +177,7 @@ class PromptSet:
                 rows.append(read)
                 self.notes[at.file_number].add(row, form_of(row, self._data), read, self._data, text)
                 self.notes[at.file_number].add_text(text, self._tokenizer)
-            encoded = encode_texts([text for *_, text in kept], [row.is_plain for row in rows], self._tokenizer)
+            encoded = self._encoded(kept, rows, problems)
             for (at, name, _), row, ids in zip(kept, rows, encoded, strict=True):
                 try:
                     read = self._images.read(row, ids, self._files[at.file_number].path.parent)
@@ -181,19 +185,41 @@ class PromptSet:
                     problems.add(at.place, str(err))
                     continue
                 images.update(read.sha256)
+                self.notes[at.file_number].add_ids(ids, self._tokenizer)
                 length = len(read.token_ids)
                 if fits(length, self._data, self._limit, at.place, problems, self.dropped):
-                    self._file_numbers.append(at.file_number)
-                    self._row_numbers.append(at.row_number)
                     self.rows_by_reward[name] += 1
-                    self.num_tokens += length
-                    self._image_hashes.append(_short(read.sha256))
-                    self.num_with_images += read.places is not None
+                    self._add(at, read)
         problems.raise_if_any()
         if self.num_with_images:  # their contents are no part of the files
             self.fingerprint = hashlib.sha256(f"{self.fingerprint} {images.hexdigest()}".encode()).hexdigest()
         if not len(self):
             raise MalformedData(self._nothing_left())
+
+    def _prompt_of(self, row: Row, at: Located) -> PromptRow | None:
+        """Return a row as a prompt to answer; None, which is counted, if it is none."""
+        if self._skips_pairs and holds_pair(row):
+            self.notes[at.file_number].num_pairs += 1
+            return None
+        read = self._read(row)
+        if not read.is_blank:
+            return read
+        self.dropped["blank prompt"] += 1
+        return None
+
+    def _add(self, at: Located, read: ReadImages) -> None:
+        self._file_numbers.append(at.file_number)
+        self._row_numbers.append(at.row_number)
+        self.num_tokens += len(read.token_ids)
+        self._image_hashes.append(_short(read.sha256))
+        self.num_with_images += read.places is not None
+
+    def _encoded(
+        self, kept: Sequence[tuple[Located, str, str]], rows: Sequence[PromptRow], problems: Problems
+    ) -> list[list[int]]:
+        texts, places = [text for *_, text in kept], [at.place for at, *_ in kept]
+        are_plain = [row.is_plain for row in rows]
+        return encode_texts(texts, are_plain, self._tokenizer, places=places, problems=problems)
 
     def _nothing_left(self) -> str:
         if not self.dropped:

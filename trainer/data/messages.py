@@ -113,7 +113,9 @@ def is_trained(message: Mapping[str, Any], column: str) -> bool:
         for name in names:
             value = _truth(message.get(name))
             if value is None and message.get(name) is not None and name != "label":
-                refuse(f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it")
+                refuse(
+                    f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it"
+                )
             trained = trained and (value is None or value is wanted)
     return trained
 
@@ -134,16 +136,17 @@ def texts_of(content: Any) -> list[str]:
     return [part["text"] for part in content if part["type"] == "text"]
 
 
-def unread_keys(value: Any) -> set[str]:
-    """Return the keys of a column's messages that only a chat template may read, such as ``weight``."""
-    messages = value if isinstance(value, list) else []
+def unread_keys(value: Any, *, obeys_marks: bool) -> set[str]:
+    """Return the keys of a column's messages that only a chat template may read; SFT ``obeys_marks`` of answers, such as ``weight``."""
+    messages = [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
     return {
         str(key)
         for message in messages
-        if isinstance(message, dict)
         for key, item in message.items()
         if item is not None
-    } - _KNOWN_KEYS
+        and key not in _KNOWN_KEYS
+        and not (obeys_marks and key in (*_TRAINED_IF, *_TRAINED_UNLESS) and is_answer(message, {}))
+    }
 
 
 def chat_in_text(value: Any, keys: tuple[str, ...] = ("role",)) -> Any:
@@ -220,7 +223,11 @@ def _with_calls(message: dict[str, Any], column: str) -> dict[str, Any]:
     for number, call in enumerate(calls):
         at = f"{column}.tool_calls[{number}]"
         function = call.get("function")
-        checked.append({**call, "function": _function(function, f"{at}.function")} if isinstance(function, dict) else _function(call, at))
+        checked.append(
+            {**call, "function": _function(function, f"{at}.function")}
+            if isinstance(function, dict)
+            else _function(call, at)
+        )
     return {**message, "tool_calls": checked}
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import Chat, chat_in_text, is_trained, read_chat, refuse, shown
+from penstock.trainer.data.messages import Chat, chat_in_text, is_trained, read_chat, refuse, shown, text_of
 from penstock.trainer.data.read_rows import RenamedRow, TurnRow, read_row, tools_of, turn_rows, with_system
 from penstock.trainer.data.row_checks import (
     LABELLED,
@@ -78,6 +78,10 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
         return _labelled(row, data)
     for name in ("chosen", "rejected"):
         if row.get(name) in (None, "", []):
+            if name in row:
+                raise MalformedData(
+                    f"column {name}: missing: its text is empty; remove the row, or set data.map.{name} to another column"
+                )
             raise MalformedData(
                 f"column {name}: missing; a preference has prompt, chosen and rejected, and this row has "
                 f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as data.map.{name} = "NAME"'
@@ -101,7 +105,9 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
 def is_labelled(row: Row) -> bool:
     """Return True for a renamed row with one answer, and a label that tells whether it is desirable."""
     has_label = any(row.get(name) is not None for name in LABELS)
-    return not {"chosen", "rejected"} & row.keys() and ("completion" in row or (has_label and bool(LABELLED & row.keys())))
+    return not {"chosen", "rejected"} & row.keys() and (
+        "completion" in row or (has_label and bool(LABELLED & row.keys()))
+    )
 
 
 def _labelled(row: Row, data: DataSettings) -> PairRow:
@@ -131,7 +137,9 @@ def _answered(row: Row, data: DataSettings) -> TurnRow:
     answer = _chat(row["completion"], "completion", data, None if before is None else "assistant")
     chat = _whole(before, answer, "completion")
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
-    return TurnRow(chat if is_plain else with_system(chat, row, data), is_plain, tools_of(row, data), column="completion")
+    return TurnRow(
+        chat if is_plain else with_system(chat, row, data), is_plain, tools_of(row, data), column="completion"
+    )
 
 
 def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) -> Chat:
@@ -157,10 +165,24 @@ def _whole(before: Chat | None, chat: Chat, column: str) -> Chat:
     num_before = len(chat) - 1 if before is None else len(before)
     if chat[-1]["role"] != "assistant" or len(chat) != num_before + 1 or num_before < 1:
         roles = [message["role"] for message in chat]
-        refuse(column, "expected a prompt and one assistant message after it", f"roles {roles}")
+        is_near = (
+            before is not None
+            and len(chat) > len(before)
+            and _stripped(chat[len(before) :][: len(before)]) == _stripped(before)
+        )
+        hint = (
+            "; its first messages are the prompt but for white space at their ends: make them equal" if is_near else ""
+        )
+        refuse(column, "expected a prompt and one assistant message after it", f"roles {roles}{hint}")
     if not is_trained(chat[-1], column):
-        refuse(column, "expected an answer to train", "one that its row marks as not trained; remove the mark, or the row")
+        refuse(
+            column, "expected an answer to train", "one that its row marks as not trained; remove the mark, or the row"
+        )
     return chat
+
+
+def _stripped(chat: Chat) -> list[tuple[str, str]]:
+    return [(message["role"], text_of(message["content"]).strip()) for message in chat]
 
 
 def _margin(row: Row) -> float:
@@ -256,7 +278,9 @@ class PairSet:
                 margins.append(pair.margin)
                 texts += [prompt, chosen, rejected]
                 begin_plain += [turn.is_plain, False, False]
-            encoded = encode_texts(texts, begin_plain, tokenizer)
+            encoded = encode_texts(
+                texts, begin_plain, tokenizer, places=[place for place in places for _ in range(3)], problems=problems
+            )
             for number, place in enumerate(places):
                 prompt_ids, *answers = encoded[3 * number : 3 * number + 3]
                 ended = [self._ended(answer, tokenizer) for answer in answers]
@@ -275,7 +299,8 @@ class PairSet:
     def _read(self, file: RowFile, number: int, data: DataSettings) -> PairRow | None:
         """Return a row; None for a prompt to answer, among which the pairs are."""
         row = read_row(file, number, data)
-        return pair_row(row, data) if not self._skips_prompts or holds_pair(row) else None
+        is_prompt = self._skips_prompts and not (self._takes_one_answer and is_labelled(row)) and not holds_pair(row)
+        return None if is_prompt else pair_row(row, data)
 
     def _nothing_left(self, files: Sequence[RowFile], max_tokens: int) -> str:
         if self._skips_prompts and not self.dropped:
@@ -288,9 +313,7 @@ class PairSet:
     def _ended(self, answer: list[int], tokenizer: ChatTokenizer) -> list[int]:
         return until_end(answer, tokenizer.eos_ids) if answer and self._ends_at == "end token" else answer
 
-    def _texts(
-        self, pair: PairRow, tokenizer: ChatTokenizer, data: DataSettings
-    ) -> tuple[TurnRow, str, str, str]:
+    def _texts(self, pair: PairRow, tokenizer: ChatTokenizer, data: DataSettings) -> tuple[TurnRow, str, str, str]:
         """Return a turn of the row, its prompt, and both answers; one that is not there is empty."""
         turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
         if len(turns) < 2 and not self._takes_one_answer:

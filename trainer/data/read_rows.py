@@ -90,6 +90,11 @@ def form_of(row: Row, data: DataSettings) -> RowFormat:
         try:
             return detect(row)
         except MalformedData as err:
+            if {"chat", "system"} <= row.keys() and "USER:" in str(row["chat"]):
+                raise MalformedData(
+                    "column chat: the whole chat of a Glaive row in one text (USER:, ASSISTANT:, FUNCTION RESPONSE:), which is not read; use "
+                    "the data set in ShareGPT's form (glaive-function-calling-v2-sharegpt), whose calls are messages"
+                ) from None
             guess = suggest(row)
             fix = (
                 f"if they hold them, set {as_setting(guess)}"
@@ -333,24 +338,28 @@ def _extra_info(row: Row, form: RowFormat) -> str:
     declared = row.get("extra_info", {})
     if not isinstance(declared, dict):
         refuse("extra_info", "expected an object", shown(declared))
-    hidden = {"reward_model", *([COLUMN] if images_of(row) else [])}  # bytes of images are no JSON, and the model sees them
+    hidden = {
+        "reward_model",
+        *([COLUMN] if images_of(row) else []),
+    }  # bytes of images are no JSON, and the model sees them
     others = {name: value for name, value in row.items() if name not in form.reads and name not in hidden}
     try:
-        text = _json(others, "")
-        text.encode()
+        _json(others, "").encode()
     except (MalformedData, UnicodeEncodeError):
-        others = {name: kept for name, value in others.items() if (kept := _as_json(row, name, value)) is not None}
+        others = _held_by_json(row, others)
     return _json({**others, **declared}, "extra_info")
 
 
-def _as_json(row: Row, name: str, value: Any) -> Any:
-    """Return the value of a column without a meaning for the reward; None, which is noted, for one that JSON cannot hold."""
-    try:
-        return json.loads(_json(_without_nan(value), name).encode())
-    except (MalformedData, UnicodeEncodeError):
-        if isinstance(row, RenamedRow):
-            row.changes.add(name)
-        return None
+def _held_by_json(row: Row, columns: Row) -> Row:
+    """Return columns without a meaning, null for each NaN, without those that JSON cannot hold, which are noted."""
+    held: Row = {}
+    for name, value in columns.items():
+        try:
+            held[name] = json.loads(_json(_without_nan(value), name).encode())
+        except (MalformedData, UnicodeEncodeError):
+            if isinstance(row, RenamedRow):
+                row.changes.add(name)
+    return held
 
 
 def _without_nan(value: Any) -> Any:
@@ -369,7 +378,9 @@ def _json(value: Any, column: str) -> str:
         if isinstance(value, Mapping):  # name the first key that is the reason
             for key, item in value.items():
                 _json(item, f"{column}.{key}")
-        return refuse(column, "expected a value that JSON can hold", f"{shown(value)} ({err}); set data.ignore to leave it out")
+        return refuse(
+            column, "expected a value that JSON can hold", f"{shown(value)} ({err}); set data.ignore to leave it out"
+        )
 
 
 def _plain(value: Any) -> Any:

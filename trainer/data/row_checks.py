@@ -123,16 +123,41 @@ def nothing_left(files: Sequence[RowFile], dropped: Counter[str], limit: int) ->
     return f"{names}: no row is left: {'; '.join(reasons) or 'none holds anything to train'}"
 
 
-def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: ChatTokenizer) -> list[list[int]]:
-    """Return the token ids of texts; those that begin a sequence without template get the tokenizer's special tokens."""
-    encoded = tokenizer.encode_escaped(texts)
-    return [
-        tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
-        for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
-    ]
+def encode_texts(
+    texts: Sequence[str],
+    begin_plain: Sequence[bool],
+    tokenizer: ChatTokenizer,
+    *,
+    places: Sequence[str] = (),
+    problems: Problems | None = None,
+) -> list[list[int]]:
+    """Return the token ids of texts; those that begin a sequence without template get the tokenizer's special tokens.
+
+    A text with a token that the model does not have is among the ``problems`` with its place, and has any ids; without them
+    MalformedData is raised.
+    """
+    try:
+        encoded = tokenizer.encode_escaped(texts)
+        return [
+            tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
+            for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
+        ]
+    except MalformedData:
+        if problems is None:
+            raise
+    made = []
+    for text, is_plain, place in zip(texts, begin_plain, places, strict=True):
+        try:
+            made += encode_texts([text], [is_plain], tokenizer)
+        except MalformedData as err:
+            problems.add(place, str(err))
+            made.append([0])
+    return made
 
 
-def for_template(chat: Chat, column: str, tokenizer: ChatTokenizer, data: DataSettings, *, is_plain: bool = False) -> Chat:
+def for_template(
+    chat: Chat, column: str, tokenizer: ChatTokenizer, data: DataSettings, *, is_plain: bool = False
+) -> Chat:
     """Return a chat in which texts of control tokens are as ``data.control_tokens`` says; raises MalformedData if refused."""
     controls = tokenizer.control_tokens
     for number, message in enumerate(chat):

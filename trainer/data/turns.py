@@ -96,7 +96,7 @@ class TurnSet:
                 if turns:
                     text = "".join(text for text, _ in row_examples[-1].parts[:-1])
                     self.notes[at.file_number].add(row, form_of(row, data), turns[-1], data, text)
-            for example, encoded in zip(examples, _encoded(examples, tokenizer), strict=True):
+            for example, encoded in zip(examples, _encoded(examples, tokenizer, problems), strict=True):
                 self._add(example, encoded, tokenizer, data, max_tokens, problems)
         problems.raise_if_any()
         if not len(self):
@@ -161,10 +161,11 @@ def _without_untrained(parts: Sequence[Part], trained: Sequence[bool]) -> list[P
     return [(text, is_marked and next(remaining)) for text, is_marked in parts]
 
 
-def _encoded(examples: Sequence[_Example], tokenizer: ChatTokenizer) -> list[list[list[int]]]:
+def _encoded(examples: Sequence[_Example], tokenizer: ChatTokenizer, problems: Problems) -> list[list[list[int]]]:
     texts = [text for example in examples for text, _ in example.parts]
     begin_plain = [example.is_plain and number == 0 for example in examples for number, _ in enumerate(example.parts)]
-    encoded = encode_texts(texts, begin_plain, tokenizer)
+    places = [example.place for example in examples for _ in example.parts]
+    encoded = encode_texts(texts, begin_plain, tokenizer, places=places, problems=problems)
     ends = list(accumulate((len(example.parts) for example in examples), initial=0))
     return [encoded[start:end] for start, end in pairwise(ends)]
 
