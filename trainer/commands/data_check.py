@@ -29,7 +29,7 @@ from penstock.trainer.data.turns import prompt_and_completion
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
 from penstock.trainer.row_format import RowFormat
-from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
+from penstock.trainer.settings import COLUMNS, DataSettings, GivenAnswersSettings, TrainerSettings
 
 _NO_TRUTHS = (None, '""', "[]", "{}")
 
@@ -113,7 +113,9 @@ def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings,
             )
         )
     if run:
-        settings = resolve_inputs(load(TrainerSettings, files=[run], overrides=overrides, environ=os.environ).settings)
+        settings = resolve_inputs(
+            load(GivenAnswersSettings, files=[run], overrides=overrides, environ=os.environ).settings
+        )
         configured = [*settings.data.train_files, *settings.data.eval_files]
         for section in (settings.sft, settings.dpo, settings.rm):
             configured += [*section.files, *section.eval_files]
@@ -283,20 +285,19 @@ def _check_answers(pair: PairRow, tokenizer: ChatTokenizer | None, data: DataSet
         return False
     report.num_dpo += 1
     report.formats["preference" if len(turns) == 2 else "labelled answer"] += 1
-    for turn in turns:
-        prompt, answer = (
-            ("\n".join(text_of(message["content"]) for message in turn.chat[:-1]), text_of(turn.chat[-1]["content"]))
-            if tokenizer is None
-            else prompt_and_completion(turn, tokenizer, data)
-        )
-        lengths = (
-            len(text) if tokenizer is None else len(encode_texts([text], [False], tokenizer)[0])
-            for text in (prompt, answer)
-        )
-        prompt_length, answer_length = lengths
-        report.completion_lengths.append(answer_length)
-    report.prompt_lengths.append(prompt_length)
+    texts = [
+        ("\n".join(text_of(message["content"]) for message in turn.chat[:-1]), text_of(turn.chat[-1]["content"]))
+        if tokenizer is None
+        else prompt_and_completion(turn, tokenizer, data)
+        for turn in turns
+    ]
+    report.prompt_lengths.append(_length(texts[0][0], tokenizer))
+    report.completion_lengths += [_length(answer, tokenizer) for _, answer in texts]
     return True
+
+
+def _length(text: str, tokenizer: ChatTokenizer | None) -> int:
+    return len(text) if tokenizer is None else len(encode_texts([text], [False], tokenizer)[0])
 
 
 def _read(

@@ -98,8 +98,11 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
     if not is_plain:
         chosen, rejected = (with_system(chat, row, data) for chat in (chosen, rejected))
     tools = tools_of(row, data)
-    turns = [TurnRow(chat, is_plain, tools, column=name) for chat, name in ((chosen, "chosen"), (rejected, "rejected"))]
-    return PairRow(*turns, _margin(row))
+    better, worse = (
+        TurnRow(chosen, is_plain, tools, column="chosen"),
+        TurnRow(rejected, is_plain, tools, column="rejected"),
+    )
+    return PairRow(better, worse, _margin(row))
 
 
 def is_labelled(row: Row) -> bool:
