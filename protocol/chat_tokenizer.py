@@ -139,6 +139,17 @@ class ChatTokenizer:
         return arguments_form(partial(self._template.render, **names))
 
     @cached_property
+    def tags_tool_results(self) -> bool:
+        """Whether the template writes a tool's result between ``<tool_response>`` tags."""
+        result = {"role": "tool", "content": "SEAM", "tool_call_id": "call00001"}
+        try:
+            return "<tool_response>" in self.render(
+                [{"role": "user", "content": "u"}, result], add_generation_prompt=False
+            )
+        except MalformedData:
+            return False
+
+    @cached_property
     def control_tokens(self) -> ControlTokens:
         return ControlTokens(self._tokenizer, self.encoder_of_plain_text)
 

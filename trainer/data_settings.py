@@ -268,7 +268,7 @@ class DataSettings(Section):
     format: str = Field(
         default="auto",
         description="Form of the rows: auto recognises it by the columns; verl, trl, messages, flat, question_answer, sharegpt, "
-        "alpaca, openrlhf, or your own as my_format.py:my_format.",
+        "alpaca, openrlhf, xlam, or your own as my_format.py:my_format.",
     )
     map: dict[str, str] = Field(
         default={}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'

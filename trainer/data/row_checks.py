@@ -7,6 +7,7 @@ into a run file that people read: rows are read by what `data.map` says.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN, Chat
+from penstock.trainer.data.messages import COLUMN, Chat, text_of
 from penstock.trainer.data.row_files import Row, RowFile
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -29,6 +30,7 @@ _NAMES: Mapping[str, Sequence[str]] = {  # the likeliest first
     ),
 }  # fmt: skip
 MAX_PROBLEMS_SHOWN = 20
+_TAGGED = re.compile(r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL)
 _BATCH_ROWS = 512  # rows that are tokenised together
 LABELS = ("label", "kto_tag")  # of an answer, TRL's and LLaMA-Factory's
 LABELLED = {"completion", "response", "messages", "conversations", "instruction"}
@@ -158,7 +160,17 @@ def encode_texts(
 def for_template(
     chat: Chat, column: str, tokenizer: ChatTokenizer, data: DataSettings, *, is_plain: bool = False
 ) -> Chat:
-    """Return a chat in which texts of control tokens are as ``data.control_tokens`` says; raises MalformedData if refused."""
+    """Return a chat in which texts of control tokens are as ``data.control_tokens`` says; raises MalformedData if refused.
+
+    The tags of Hermes around a tool's result are left out where the template writes them too.
+    """
+    if any(_TAGGED.fullmatch(text_of(message["content"])) for message in chat) and tokenizer.tags_tool_results:
+        chat = tuple(
+            {**message, "content": tagged[1]}
+            if message["role"] == "tool" and (tagged := _TAGGED.fullmatch(text_of(message["content"])))
+            else message
+            for message in chat
+        )
     controls = tokenizer.control_tokens
     for number, message in enumerate(chat):
         texts = {key: value for key, value in message.items() if key != "role"}

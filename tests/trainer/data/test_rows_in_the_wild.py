@@ -202,6 +202,18 @@ def test_two_calls_in_messages_of_their_own_are_one_answer(models: Any, tmp_path
     assert [text.count("<tool_call>") for text in trained(sft(path, models["qwen2.5"]), models["qwen2.5"])] == [2]
 
 
+@pytest.mark.parametrize("tags", [True, False])
+def test_a_tool_result_is_tagged_once(tmp_path: Path, tags: bool) -> None:
+    """Rows of Hermes have the tags in the text; they stay where the template writes none."""
+    wrapped = "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}{{ m.content }}{% endif %}"
+    template = TEMPLATES["qwen2.5"].replace("{{ m.content }}", wrapped) if tags else TEMPLATES["qwen2.5"]
+    model = ChatTokenizer.read(write_folder(tmp_path / "m", template))
+    result = {"from": "tool", "value": "<tool_response>\n{}\n</tool_response>"}
+    turns = sft(write(tmp_path, {"conversations": [*_FROM, result, {"from": "gpt", "value": "a"}]}), model)
+    assert model.decode(turns[1].token_ids.tolist()).count("<tool_response>\n{}\n</tool_response>") == 1
+    assert "<tool_response>\n<tool_response>" not in model.decode(turns[1].token_ids.tolist())
+
+
 _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
 
 
