@@ -98,7 +98,8 @@ def _purpose(report: FileReport, settings: TrainerSettings) -> Purpose:
         return "sft"
     if report.num_dpo or report.num_pairs:
         return "dpo"
-    return "sft" if report.num_sft and file not in settings.data.train_files else "grpo"
+    is_for_groups = bool(settings.data.train) and file in settings.data.train_files
+    return "sft" if report.num_sft and not is_for_groups else "grpo"
 
 
 def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings, list[Path]]:

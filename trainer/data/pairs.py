@@ -6,6 +6,7 @@ A row is a prompt with a chosen and a rejected answer, or with one of them, in t
 |---------------------|----------------------------------------------------------------------------------------------|
 | explicit            | prompt (text or chat), chosen and rejected (text, or chat of one assistant message)           |
 | implicit            | chosen and rejected are whole chats that begin alike and differ in the last message           |
+| LLaMA-Factory       | chosen and rejected are two messages after the chat in conversations or messages              |
 | HH                  | chosen and rejected are texts with "\n\nHuman:" and "\n\nAssistant:" before each turn          |
 | one answer          | prompt, completion (as chosen), label: true if the answer is desirable; for `dpo.loss = "kto"`   |
 | one answer, chat    | messages or another form to imitate, whose last answer has label or kto_tag                     |
@@ -87,10 +88,18 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
                 f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as data.map.{name} = "NAME"'
             )
     prompt: Any = row.get("prompt")
+    if isinstance(row["chosen"], dict):  # LLaMA-Factory's: two messages beside the chat before them
+        prompt = prompt or row.get("conversations") or row.get("messages")
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
     before = _chat(prompt, "prompt", data, "user") if prompt not in (None, "", []) else None
     chats = [
-        _chat(row[name], name, data, "assistant" if before is not None else None) for name in ("chosen", "rejected")
+        _chat(
+            [row[name]] if isinstance(row[name], dict) else row[name],
+            name,
+            data,
+            "assistant" if before is not None else None,
+        )
+        for name in ("chosen", "rejected")
     ]
     chosen, rejected = (_whole(before, chat, name) for chat, name in zip(chats, ("chosen", "rejected"), strict=True))
     if chosen[:-1] != rejected[:-1]:
