@@ -281,8 +281,8 @@ def _imitable(
 
 def _check_answers(pair: PairRow, tokenizer: ChatTokenizer | None, data: DataSettings, report: FileReport) -> bool:
     turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
-    if len(turns) == 2 and turns[0].chat == turns[1].chat:
-        report.dropped["identical"] += 1
+    if reason := pair.left_out:
+        report.dropped[reason] += 1
         return False
     report.num_dpo += 1
     report.formats["preference" if len(turns) == 2 else "labelled answer"] += 1

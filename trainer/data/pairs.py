@@ -30,7 +30,15 @@ import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import Chat, chat_in_text, is_trained, read_chat, refuse, shown, text_of
-from penstock.trainer.data.read_rows import RenamedRow, TurnRow, read_row, tools_of, turn_rows, with_system
+from penstock.trainer.data.read_rows import (
+    RenamedRow,
+    TurnRow,
+    read_row,
+    reason_left_out,
+    tools_of,
+    turn_rows,
+    with_system,
+)
 from penstock.trainer.data.row_checks import (
     LABELLED,
     LABELS,
@@ -59,6 +67,16 @@ class PairRow:
     chosen: TurnRow | None
     rejected: TurnRow | None
     margin: float = 0.0  # how much better chosen is
+
+    @property
+    def left_out(self) -> str | None:
+        """Why the row is not trained on; None if it is."""
+        turns = [turn for turn in (self.chosen, self.rejected) if turn is not None]
+        if (
+            len(turns) == 2 and turns[0].chat == turns[1].chat
+        ):  # as data of human labels have some of: nothing to prefer
+            return "identical"
+        return next(filter(None, (reason_left_out(turn.chat, turn.column) for turn in turns)), None)
 
 
 def holds_pair(row: Row) -> bool:
@@ -309,10 +327,15 @@ class PairSet:
             raise MalformedData(self._nothing_left(files, max_tokens))
 
     def _read(self, file: RowFile, number: int, data: DataSettings) -> PairRow | None:
-        """Return a row; None for a prompt to answer, among which the pairs are."""
+        """Return a row; None for a prompt to answer, among which the pairs are, and for one that is left out."""
         row = read_row(file, number, data)
-        is_prompt = self._skips_prompts and not (self._takes_one_answer and is_labelled(row)) and not holds_pair(row)
-        return None if is_prompt else pair_row(row, data)
+        if self._skips_prompts and not (self._takes_one_answer and is_labelled(row)) and not holds_pair(row):
+            return None
+        pair = pair_row(row, data)
+        if reason := pair.left_out:
+            self.dropped[reason] += 1
+            return None
+        return pair
 
     def _nothing_left(self, files: Sequence[RowFile], max_tokens: int) -> str:
         if self._skips_prompts and not self.dropped:

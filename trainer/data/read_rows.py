@@ -221,7 +221,7 @@ def turn_rows(row: Row, data: DataSettings, dropped: Counter[str] | None = None)
         chat += _answer(row, form, answer, data)
     whole = chat if is_plain else with_system(chat, row, data)
     answers = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
-    reasons = [_reason(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
+    reasons = [reason_left_out(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
     if dropped is not None:
         dropped.update(filter(None, reasons))
     trained = tuple(reason is None for reason in reasons)
@@ -233,7 +233,7 @@ def turn_rows(row: Row, data: DataSettings, dropped: Counter[str] | None = None)
     ]
 
 
-def _reason(chat: Chat, column: str) -> str | None:
+def reason_left_out(chat: Chat, column: str) -> str | None:
     """Return why the last message of a chat, an answer, is not trained; None if it is."""
     *before, answer = chat
     if not is_trained(answer, column):

@@ -410,6 +410,14 @@ def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsy
     ("row", "reply"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "no row is left: 1 have two equal answers"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": [{**ANSWER, "content": ""}]},
+            "no row is left: 1 of them: empty answer",
+        ),
+        (
+            {"prompt": [{**USER, "content": " "}], "chosen": "a", "rejected": "b"},
+            "no row is left: 1 of them: blank prompt",
+        ),
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "column rejected: missing: its text is empty"),
         (
             {"prompt": "q ", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "b"}]},
