@@ -8,7 +8,7 @@ written from such a table.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.protocol.call_arguments import parsed_arguments
@@ -33,7 +33,18 @@ def schema_without_padding(value: Any, *, is_table: bool) -> Any:
     }
 
 
-def parameters_of(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+def tool_of(value: Any) -> Any:
+    """Return a tool, or what its JSON text holds, with its ``parameters`` as an object where they are a JSON text."""
+    tool = parsed_arguments(value) or value
+    if isinstance(tool, Mapping):
+        if isinstance(tool.get("function"), Mapping):
+            return {**tool, "function": tool_of(tool["function"])}
+        if isinstance(text := tool.get("parameters"), str):
+            return {**tool, "parameters": parsed_arguments(text) or text}
+    return tool
+
+
+def parameters_of(tools: Iterable[Any]) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

@@ -34,7 +34,7 @@ from penstock.trainer.data.messages import (
     text_of,
     with_images,
 )
-from penstock.trainer.data.null_padding import message_without_padding, parameters_of, schema_without_padding
+from penstock.trainer.data.null_padding import message_without_padding, parameters_of, schema_without_padding, tool_of
 from penstock.trainer.data.row_checks import as_setting, is_self_play, refuse_unread, suggest
 from penstock.trainer.data.row_files import Row, RowFile, Unreadable
 from penstock.trainer.errors import MalformedData
@@ -163,7 +163,7 @@ def _without_padding(row: RenamedRow) -> RenamedRow:
         if isinstance(chat := row[name], list) and any(isinstance(m, dict) and m.get("tool_calls") for m in chat):
             if parameters is None:
                 tools = json_of(row.get("tools"))
-                parameters = parameters_of(tools) if isinstance(tools, list) else {}
+                parameters = parameters_of(map(tool_of, tools)) if isinstance(tools, list) else {}
             row[name] = [message_without_padding(m, parameters, is_table=row.is_table) for m in chat]
             if row[name] != chat:
                 row.changes.add("padding")
@@ -282,7 +282,9 @@ def tools_of(row: Row, data: DataSettings) -> tuple[Any, ...]:
     if not data.use_tools or not row.get("tools"):
         return ()
     tools = _parsed("tools", row["tools"]) if isinstance(row["tools"], str) else row["tools"]
-    tools = [json_of(tool) for tool in tools] if isinstance(tools, list) else tools
+    if tools is None:  # the JSON text null
+        return ()
+    tools = [tool_of(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse("tools", "expected a list of JSON schemas", shown(row["tools"]))
     is_table = isinstance(row, RenamedRow) and row.is_table and not isinstance(row["tools"], str)

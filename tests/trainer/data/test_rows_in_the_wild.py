@@ -197,6 +197,37 @@ def test_tool_rows_of_other_projects_are_read(models: Any, tmp_path: Path, row: 
         assert '<tools>{"type": "function", "function": {"name": "weather"' in model.decode(turns[0].token_ids.tolist())
 
 
+_SCHEMA_TEXT = json.dumps(WEATHER["function"]["parameters"])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("tools", "shown"),
+    [
+        (_TOOLS_TEXT, True),
+        ([_TOOLS_TEXT[1:-1]], True),
+        ([WEATHER], True),
+        ([WEATHER["function"]], True),
+        ([{**WEATHER["function"], "parameters": _SCHEMA_TEXT}], True),
+        ("[]", False),
+        ("null", False),
+        ("", False),
+    ],
+)
+def test_tools_are_read_alike_everywhere(models: Any, tmp_path: Path, kind: str, tools: Any, shown: bool) -> None:
+    """Objects and JSON texts, whole or in part, are the same to SFT, preferences and prompts."""
+    model, use = models["qwen2.5"], {"use_tools": True}
+    turn = sft(write(tmp_path, {"messages": [USER, ANSWER], "tools": tools}, kind=kind), model, **use)[0]
+    pair = dpo(
+        write(tmp_path, {"prompt": [USER], "chosen": "a", "rejected": "b", "tools": tools}, kind=kind), model, **use
+    )[0]
+    text = grpo(write(tmp_path, {"prompt": [USER], "tools": tools}, kind=kind), model, **use)[0].text
+    assert text == model.decode(pair.prompt.tolist()) == model.decode(turn.token_ids[~turn.loss_mask].tolist())
+    assert ('"weather"' in text) is shown
+    if kind == "jsonl" and shown:
+        assert f"<tools>{json.dumps(WEATHER)}</tools>" in text
+
+
 def test_two_calls_in_messages_of_their_own_are_one_answer(models: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {"messages": [USER, *[{"role": "tool_call", "content": _CALL}] * 2]})
     assert [text.count("<tool_call>") for text in trained(sft(path, models["qwen2.5"]), models["qwen2.5"])] == [2]
