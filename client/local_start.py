@@ -22,12 +22,12 @@ from penstock.console.tools.runs import unknown_run
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import LocalRun
 from penstock.fine_tuning.sections import DPO, SFT
-from penstock.protocol.config.run_file import load
+from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_folder
 from penstock.protocol.subjects import check_run_id
 from penstock.trainer.data.inputs import resolve_inputs
-from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.settings import GivenAnswersSettings
 
 QUICKSTART = "quickstart"  # as a model: the tiny one of `penstock quickstart`
 
@@ -80,11 +80,13 @@ def fine_tune(verb: str, values: Values, runs: Path) -> LocalTraining:
     """Start `penstock sft` or `penstock dpo`; raises ConfigError, and starts nothing then."""
     command = _COMMANDS[verb]
     overrides = run_settings.overrides(_stand_ins(values, runs))
-    settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
+    loaded: Loaded[Any] = load(GivenAnswersSettings, overrides=overrides, environ=os.environ)
+    settings, _ = command.chosen_settings(loaded, overrides)
     with _claimed(values, settings.run.dir.absolute(), verb) as folder:
         placed: Values = {**values, ("run", "id"): folder.name, ("run", "dir"): str(folder.parent)}
         overrides = run_settings.overrides(_with_files(placed, folder, settings.run.seed))
-        settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
+        loaded = load(GivenAnswersSettings, overrides=overrides, environ=os.environ)
+        settings, _ = command.chosen_settings(loaded, overrides)
         resolved_settings = resolve_inputs(settings)
         section = getattr(resolved_settings, verb)
         named = (

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from typing import Any
 
 import structlog
 
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection, check_ranks
 from penstock.protocol import logs
-from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.config.run_file import Loaded, load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.record import run_folder
@@ -21,7 +22,7 @@ from penstock.trainer.commands.run_command import end_with_torchrun, run_command
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.learner.model_folder_check import check_adapters, refuse_vision
-from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.settings import GivenAnswersSettings
 
 log = structlog.get_logger("trainer.fine_tuning")
 
@@ -42,7 +43,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     end_with_torchrun(os.environ)
     name = command.section
     files, overrides = split_arguments(arguments)
-    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+    loaded: Loaded[Any] = load(GivenAnswersSettings, files=files, overrides=overrides, environ=os.environ)
     settings, unread = command.chosen_settings(loaded, overrides)
     check_ranks(loaded, name, int(os.environ.get("WORLD_SIZE", "1")))
     settings = resolve_inputs(settings)

@@ -20,7 +20,7 @@ READ = frozenset({
     "model.path", "model.dtype", "model.gradient_checkpointing", "model.activation_offload",
     "model.lora.rank", "model.lora.alpha", "model.lora.targets", "model.lora.seed",
     "data.train", "data.format", "data.map", "data.system_prompt", "data.overlong", "data.max_samples", "data.shuffle",
-    "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.ignore",
+    "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.control_tokens", "data.ignore",
     "trainer.num_ranks", "trainer.sequence_parallel", "trainer.tensor_parallel", "trainer.micro_batch_tokens", "trainer.zero_stage", "trainer.offload",
     "trainer.gradient_dtype", "trainer.weight_decay",
     "trainer.min_lr_ratio", "trainer.max_grad_norm", "trainer.checkpoint_every_s", "trainer.keep_checkpoints",

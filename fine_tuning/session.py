@@ -29,7 +29,7 @@ _FREE = frozenset({
 _FIXED = (
     "run.seed", "model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.dropout",
     "model.lora.targets", "data.shuffle", "data.max_samples", "data.format", "data.map", "data.system_prompt",
-    "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.ignore", "data.overlong",
+    "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.control_tokens", "data.ignore", "data.overlong",
     "trainer.zero_stage", "trainer.weight_decay", "trainer.min_lr_ratio", "trainer.max_grad_norm",
 )  # fmt: skip
 
@@ -96,6 +96,8 @@ class Plan:
         values = {".".join(path): value for path, value in values_of(settings)}
         section_keys = {key for key in values if key.startswith(f"{name}.") and key.split(".")[1] not in _FREE}
         chosen = {key: value for key, value in values.items() if key in section_keys or key.startswith(_FIXED)}
+        if chosen["data.control_tokens"] == "refuse":
+            del chosen["data.control_tokens"]  # checkpoints of earlier releases do not have it
         self.fixed = json.loads(json.dumps(chosen, default=str))
         self.data = {f"{name}.data": rows.fingerprint}  # sha256 of the rows' files
         if held_out is not None:

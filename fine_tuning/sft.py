@@ -18,6 +18,7 @@ from penstock.fine_tuning.session import Plan, load_trained
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches
 from penstock.trainer.algorithm.objective import CrossEntropy
+from penstock.trainer.data.file_notes import end_of_turn_note
 from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.data.turns import Turn, TurnSet
 from penstock.trainer.parallel_dims import ParallelDims
@@ -77,15 +78,17 @@ def open_task(plan: Plan, rows: TurnSet, held_out: TurnSet | None) -> SftTask:
 
 
 def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> TurnSet:
-    data = settings.data
+    data, tokenizer = settings.data, read_tokenizer(settings)
     turns = TurnSet(
         files,
         data=data,
-        tokenizer=read_tokenizer(settings),
+        tokenizer=tokenizer,
         max_tokens=settings.trainer.micro_batch_tokens,
         mask=settings.sft.mask,
     )
     if dims.writes_files:
+        if note := end_of_turn_note(tokenizer):
+            log.warning(note)
         for notes in turns.notes:
             log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
         log.info("examples", kept=len(turns), dropped=dict(turns.dropped))

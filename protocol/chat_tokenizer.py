@@ -14,12 +14,15 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from penstock.protocol.call_arguments import ArgumentsForm, arguments_form, with_arguments
 from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from penstock.protocol.control_tokens import ControlTokens
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
 
 Message = Mapping[str, Any]
@@ -116,10 +119,47 @@ class ChatTokenizer:
         self, render: Callable[..., _T], messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool
     ) -> _T:
         names = {**self._special_tokens, **self._arguments}
+        if any(message.get("tool_calls") for message in messages):
+            messages = with_arguments(messages, self._arguments_form)
         try:  # as in transformers, tools are None without any: a template may tell that from an empty list
             return render(messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **names)
         except TemplateRefused as err:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
+
+    @cached_property
+    def _arguments_form(self) -> ArgumentsForm:
+        assert self._template is not None
+        names = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+            **self._special_tokens,
+            **self._arguments,
+        }
+        return arguments_form(partial(self._template.render, **names))
+
+    @cached_property
+    def tags_tool_results(self) -> bool:
+        """Whether the template writes a tool's result between ``<tool_response>`` tags."""
+        result = {"role": "tool", "content": "SEAM", "tool_call_id": "call00001"}
+        try:
+            return "<tool_response>" in self.render(
+                [{"role": "user", "content": "u"}, result], add_generation_prompt=False
+            )
+        except MalformedData:
+            return False
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer, self.encoder_of_plain_text)
+
+    def encode_escaped(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts in which `ControlTokens.escaped` may have replaced those of control tokens."""
+        encoded = self.encode_many(texts)
+        for number, text in enumerate(texts):
+            if self.control_tokens.has_escaped(text):
+                encoded[number] = self._checked(self.control_tokens.encode(text, self.encode))
+        return encoded
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text; ``add_special_tokens`` adds those at the beginning of a text, such as BOS."""
@@ -133,16 +173,42 @@ class ChatTokenizer:
 
     def lost_characters(self, text: str) -> set[str]:
         """Return those of a text that are part of no token, or of the token of unknown characters; white space does not count."""
-        unknown = self._tokenizer.token_to_id(self._special_tokens.get("unk_token", ""))
+        unknown_text = self._special_tokens.get(
+            "unk_token", ""
+        )  # which may itself stand in the text: some models begin with it
+        unknown = self._tokenizer.token_to_id(unknown_text)
         with _refusing_panics():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         kept = {
             place
             for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if number != unknown
+            if number != unknown or text[start:end] == unknown_text
             for place in range(start, end)
         }
         return {character for place, character in enumerate(text) if place not in kept and not character.isspace()}
+
+    def begins_twice(self, ids: Sequence[int]) -> bool:
+        """Return True if a text that was encoded with BOS had one already."""
+        first = self._beginning
+        return bool(first) and list(ids[: 2 * len(first)]) == 2 * first
+
+    @cached_property
+    def _beginning(self) -> list[int]:
+        text = "a"
+        return self.encode(text, add_special_tokens=True)[: -len(self.encode(text)) or None]
+
+    def endless_turn(self) -> str:
+        """Return what the template writes after an answer, if no end token is in it; empty if one is, or it cannot be seen."""
+        try:
+            text = self.render(
+                [{"role": "user", "content": "u"}, {"role": "assistant", "content": "SEAM"}],
+                add_generation_prompt=False,
+            )
+        except MalformedData:
+            return ""
+        _, marker, behind = text.rpartition("SEAM")
+        is_ended = not marker or not behind.strip() or any(token in self.eos_ids for token in self.encode(behind))
+        return "" if is_ended else behind.strip()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of several texts, using all cores."""

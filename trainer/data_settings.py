@@ -268,7 +268,7 @@ class DataSettings(Section):
     format: str = Field(
         default="auto",
         description="Form of the rows: auto recognises it by the columns; verl, trl, messages, flat, question_answer, sharegpt, "
-        "alpaca, openrlhf, or your own as my_format.py:my_format.",
+        "alpaca, openrlhf, xlam, or your own as my_format.py:my_format.",
     )
     map: dict[str, str] = Field(
         default={}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'
@@ -308,6 +308,11 @@ class DataSettings(Section):
     )
     roles: dict[str, str] = Field(
         default={}, description='Other roles of messages, as found = "meant": data.roles.bot = "assistant".'
+    )
+    control_tokens: Literal["refuse", "escape", "keep"] = Field(
+        default="refuse",
+        description="A message whose text contains that of a control token of the model, such as <|im_end|>: refuse the row, escape it "
+        "(it is ordinary text), or keep it (it is the token, as if the template had written it).",
     )
     ignore: list[str] = Field(
         default=[], description="Columns to leave out, as named in the file; no reward sees them."

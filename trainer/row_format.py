@@ -41,6 +41,7 @@ class RowFormat:
     prompt_parts: tuple[str, ...] = ()  # further columns that ``extend`` reads
     extend: Callable[[dict[str, Any], Chat], Chat] | None = None  # adds what other columns of the row hold to the chat
     answer: str | None = None  # a further column with an answer to imitate
+    calls: str | None = None  # such a column, if what it holds is a list of calls of tools
     ground_truth: str | None = None  # a column that is the ground truth where there is no column ground_truth
     data_source: str = "data_source"  # read where there is no column data_source
 
@@ -50,12 +51,12 @@ class RowFormat:
     @cached_property
     def reads(self) -> frozenset[str]:
         """The columns that ``extra_info`` leaves out."""
-        columns = (self.prompt, *self.prompt_parts, self.answer, self.ground_truth, self.data_source)
+        columns = (self.prompt, *self.prompt_parts, self.answer, self.calls, self.ground_truth, self.data_source)
         return _EVERYWHERE.union(name for name in columns if name is not None)
 
     def answer_column(self, row: dict[str, Any]) -> str | None:
         """Return the column that SFT imitates in a row without messages; None if there is none."""
-        return next((name for name in (*ANSWERS, self.answer) if name is not None and name in row), None)
+        return next((name for name in (*ANSWERS, self.answer, self.calls) if name is not None and name in row), None)
 
 
 ROW_FORMATS: Final[Registry[RowFormat]] = Registry(

@@ -23,6 +23,7 @@ __all__ = [
     "COLUMNS",
     "DataSettings",
     "EvalSettings",
+    "GivenAnswersSettings",
     "ModelSettings",
     "OptimizerSettings",
     "RolloutSettings",
@@ -288,3 +289,14 @@ class TrainerSettings(Section):
                 'algorithm.reference_device = "parked" does nothing with model.lora: the reference is the policy with '
                 "its adapters switched off, and takes no memory; set algorithm.reference_path, or leave it out"
             )
+
+
+class GivenAnswersSettings(TrainerSettings):
+    """The same sections for a training on given answers: nothing is asked of settings that only sampled groups need."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GivenAnswersSettings:
+        self._check_dtype()
+        self._check_lora()
+        self._check_warmup()
+        return self

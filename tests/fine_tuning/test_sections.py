@@ -13,7 +13,7 @@ from penstock import fine_tuning, trainer
 from penstock.fine_tuning.sections import DPO, READ, RM, SFT, OwnSection, check_ranks
 from penstock.protocol.config.run_file import load, values_of
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.settings import GivenAnswersSettings, TrainerSettings
 
 MODEL = "model.path=m"
 
@@ -159,3 +159,14 @@ def test_the_number_of_ranks_is_not_ignored():
 def test_a_key_of_another_project_is_answered_with_that_of_its_section(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key {key}; did you mean {near}\\\\?"):
         load(TrainerSettings, files=[], overrides=["model.path=m", f"{key}=1e-5"], environ={})
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.micro_batch_tokens=400", "rollout.groups_per_step=1", "trainer.num_ranks=100", "trainer.steps=5"],
+)
+def test_what_only_groups_need_is_not_asked_of_given_answers(override: str) -> None:
+    """Settings that the command does not read refuse none that it reads."""
+    loaded: Any = load(GivenAnswersSettings, overrides=[MODEL, override])
+    settings, unread = SFT.chosen_settings(loaded, [MODEL, override])
+    assert (settings.model.path, unread) == (Path("m"), [])

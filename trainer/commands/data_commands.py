@@ -20,6 +20,7 @@ class Reading:
     format: str = "auto"
     map: tuple[str, ...] = ()
     first: int | None = None
+    show: int = 0  # rows whose rendered text is printed
 
 
 def data_check(
@@ -40,6 +41,9 @@ def data_check(
     ] = "auto",
     map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
     first: Annotated[int | None, Help("Check only the first rows of each file; default all.")] = None,
+    show: Annotated[
+        int, Help("Print the rendered text of the first rows of each file, with what is trained marked; needs a model.")
+    ] = 0,
     json: Annotated[bool, Help("Print one JSON object for each file.")] = False,
     no_tests: Annotated[bool, Help("Do not run the rows' test programs (they run in the sandbox).")] = False,
 ) -> int:
@@ -51,7 +55,7 @@ def data_check(
     from penstock.trainer.commands.data_check import check_data
 
     try:
-        return check_data(files, Reading(model, run, format, map, first), as_json=json, runs_tests=not no_tests)
+        return check_data(files, Reading(model, run, format, map, first, show), as_json=json, runs_tests=not no_tests)
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
         return USAGE_ERROR

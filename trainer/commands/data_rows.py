@@ -23,7 +23,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.data.messages import text_of
 from penstock.trainer.data.pairs import holds_pair
-from penstock.trainer.data.read_rows import PromptRow, prompt_row, rename
+from penstock.trainer.data.read_rows import PromptRow, prompt_row, read_row
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS
@@ -92,7 +92,7 @@ def _print_rows(rows: RowFile, data: DataSettings, most: int, *, has_pairs: bool
     step = max(1, len(numbers) // max(1, most))
     for number in numbers[::step][:most]:
         try:
-            row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
+            row = read_row(rows, number, data)
             prompt = prompt_row(row, data)
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None
@@ -104,7 +104,7 @@ def _prompts(rows: RowFile, data: DataSettings) -> list[int]:
     numbers = []
     for number in range(len(rows)):
         try:
-            if not holds_pair(rename(rows.row(number), data, nested_texts=rows.nested_texts)):
+            if not holds_pair(read_row(rows, number, data)):
                 numbers.append(number)
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None

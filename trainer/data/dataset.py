@@ -21,10 +21,19 @@ from penstock.protocol.groups import RewardRequest, RowImages
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.data.file_notes import FileNotes
-from penstock.trainer.data.messages import Chat, ImageRows
+from penstock.trainer.data.messages import Chat, ImageRows, ReadImages
 from penstock.trainer.data.pairs import holds_pair
-from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, rename
-from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, located, nothing_left
+from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, read_row
+from penstock.trainer.data.row_checks import (
+    Located,
+    Problems,
+    batches,
+    encode_texts,
+    fits,
+    for_template,
+    located,
+    nothing_left,
+)
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -111,8 +120,8 @@ class PromptSet:
         number = self._row_numbers[index]
         try:
             row = self._parse(file, number)
-            text = prompt_text(row, self._tokenizer)
-            token_ids = self._tokenizer.encode(text, add_special_tokens=row.is_plain)
+            text = prompt_text(row, self._tokenizer, self._data)
+            [token_ids] = encode_texts([text], [row.is_plain], self._tokenizer)
             read = self._images.read(row, token_ids, file.path.parent)
             if _short(read.sha256) != self._image_hashes[index]:
                 raise MalformedData("other images than the row had")
@@ -126,6 +135,7 @@ class PromptSet:
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
         )
+        text = self._tokenizer.control_tokens.restored(text)
         return Prompt(index, tuple(read.token_ids), text, request, row.chat, read.places, read.files)
 
     def _reward_name(self, row: PromptRow) -> str:
@@ -133,7 +143,7 @@ class PromptSet:
         return self_play_reward or reward_name(self._reward, row.data_source)
 
     def _parse(self, file: RowFile, number: int) -> PromptRow:
-        return self._read(rename(file.row(number), self._data, nested_texts=file.nested_texts))
+        return self._read(read_row(file, number, self._data))
 
     def _read(self, row: Row) -> PromptRow:
         read = prompt_row(row, self._data)
@@ -155,13 +165,11 @@ class PromptSet:
             for at in batch:
                 file = self._files[at.file_number]
                 try:
-                    row = rename(file.row(at.row_number), self._data, nested_texts=file.nested_texts)
-                    if self._skips_pairs and holds_pair(row):
-                        self.notes[at.file_number].num_pairs += 1
+                    row = read_row(file, at.row_number, self._data)
+                    if (read := self._prompt_of(row, at)) is None:
                         continue
-                    read = self._read(row)
                     name = self._reward_name(read)
-                    text = prompt_text(read, self._tokenizer)
+                    text = prompt_text(read, self._tokenizer, self._data)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
                     continue
@@ -169,7 +177,7 @@ class PromptSet:
                 rows.append(read)
                 self.notes[at.file_number].add(row, form_of(row, self._data), read, self._data, text)
                 self.notes[at.file_number].add_text(text, self._tokenizer)
-            encoded = encode_texts([text for *_, text in kept], [row.is_plain for row in rows], self._tokenizer)
+            encoded = self._encoded(kept, rows, problems)
             for (at, name, _), row, ids in zip(kept, rows, encoded, strict=True):
                 try:
                     read = self._images.read(row, ids, self._files[at.file_number].path.parent)
@@ -177,19 +185,41 @@ class PromptSet:
                     problems.add(at.place, str(err))
                     continue
                 images.update(read.sha256)
+                self.notes[at.file_number].add_ids(ids, self._tokenizer)
                 length = len(read.token_ids)
                 if fits(length, self._data, self._limit, at.place, problems, self.dropped):
-                    self._file_numbers.append(at.file_number)
-                    self._row_numbers.append(at.row_number)
                     self.rows_by_reward[name] += 1
-                    self.num_tokens += length
-                    self._image_hashes.append(_short(read.sha256))
-                    self.num_with_images += read.places is not None
+                    self._add(at, read)
         problems.raise_if_any()
         if self.num_with_images:  # their contents are no part of the files
             self.fingerprint = hashlib.sha256(f"{self.fingerprint} {images.hexdigest()}".encode()).hexdigest()
         if not len(self):
             raise MalformedData(self._nothing_left())
+
+    def _prompt_of(self, row: Row, at: Located) -> PromptRow | None:
+        """Return a row as a prompt to answer; None, which is counted, if it is none."""
+        if self._skips_pairs and holds_pair(row):
+            self.notes[at.file_number].num_pairs += 1
+            return None
+        read = self._read(row)
+        if not read.is_blank:
+            return read
+        self.dropped["blank prompt"] += 1
+        return None
+
+    def _add(self, at: Located, read: ReadImages) -> None:
+        self._file_numbers.append(at.file_number)
+        self._row_numbers.append(at.row_number)
+        self.num_tokens += len(read.token_ids)
+        self._image_hashes.append(_short(read.sha256))
+        self.num_with_images += read.places is not None
+
+    def _encoded(
+        self, kept: Sequence[tuple[Located, str, str]], rows: Sequence[PromptRow], problems: Problems
+    ) -> list[list[int]]:
+        texts, places = [text for *_, text in kept], [at.place for at, *_ in kept]
+        are_plain = [row.is_plain for row in rows]
+        return encode_texts(texts, are_plain, self._tokenizer, places=places, problems=problems)
 
     def _nothing_left(self) -> str:
         if not self.dropped:
@@ -220,10 +250,12 @@ def reward_name(reward: RewardSettings, data_source: str) -> str:
     return name or AUTO_REWARD
 
 
-def prompt_text(row: PromptRow, tokenizer: ChatTokenizer) -> str:
+def prompt_text(row: PromptRow, tokenizer: ChatTokenizer, data: DataSettings) -> str:
+    """Return a prompt as the model gets it, with escaped texts of control tokens."""
+    chat = for_template(row.chat, row.column, tokenizer, data, is_plain=row.is_plain)
     if row.is_plain:
-        return row.chat[0]["content"]
-    return tokenizer.render(row.chat, add_generation_prompt=True, tools=row.tools)
+        return chat[0]["content"]
+    return tokenizer.render(chat, add_generation_prompt=True, tools=row.tools)
 
 
 def prompt_limit(data: DataSettings, tokenizer: ChatTokenizer, max_new_tokens: int) -> int:

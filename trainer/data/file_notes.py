@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import COLUMN, chat_in_text, images_of, texts_of, unread_keys
-from penstock.trainer.data.read_rows import PromptRow, TurnRow
+from penstock.trainer.data.read_rows import PromptRow, RenamedRow, TurnRow
 from penstock.trainer.data.row_checks import as_setting, suggest
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.row_format import RowFormat
 from penstock.trainer.settings import DataSettings
 
+_PYTHON_CHAT = re.compile(r"""\s*\[?\s*\{\s*'(role|from|content|value)'\s*:""")
+_NO_VALUES = frozenset({"none", "nan", "null", "<na>", "n/a", "undefined"})
 Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
 Purpose = Literal["grpo", "sft"]
 
@@ -68,6 +71,12 @@ class FileNotes:
     left_out: Counter[str] = field(default_factory=Counter)  # roles of messages that the template leaves out
     characters: set[str] = field(default_factory=set)  # of all prompts
     lost: Counter[str] = field(default_factory=Counter)  # characters without a token, by the prompts that have them
+    changes: Counter[str] = field(default_factory=Counter)  # rows by what was changed when they were read
+    python_chats: int = 0  # prompts that are a chat as Python prints it
+    no_values: Counter[str] = field(
+        default_factory=Counter
+    )  # prompts and truths that are a word for nothing, such as nan
+    begun_twice: int = 0  # prompts with two BOS
     mapped: dict[str, str] = field(default_factory=dict)  # the file's own name of a column, by the one it is read as
 
     def add(self, row: Row, form: RowFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
@@ -82,7 +91,12 @@ class FileNotes:
             self.plain_texts += read.is_plain
             self.templated_texts += not read.is_plain
             self.chats_in_text += chat_in_text(value) is not value
-        self.message_keys.update(unread_keys(value))
+            self.python_chats += _PYTHON_CHAT.match(value) is not None
+            self.no_values["prompt"] += value.strip().lower() in _NO_VALUES
+        if isinstance(read, PromptRow):
+            self.no_values["ground truth"] += (read.ground_truth or "").strip('"').lower() in _NO_VALUES
+        self.changes.update(row.changes if isinstance(row, RenamedRow) else ())
+        self.message_keys.update(unread_keys(value, obeys_marks=self.purpose == "sft"))
         self.answers_unused += isinstance(read, PromptRow) and read.unused_answer
         if text is not None and not read.is_plain:
             chat = read.chat if isinstance(read, PromptRow) else read.chat[:-1]
@@ -100,6 +114,9 @@ class FileNotes:
             self.lost.update(dict.fromkeys(tokenizer.lost_characters(text) & new, 0))
             self.characters |= new
         self.lost.update(characters & self.lost.keys())
+
+    def add_ids(self, ids: Sequence[int], tokenizer: ChatTokenizer) -> None:
+        self.begun_twice += tokenizer.begins_twice(ids)
 
     def describe(self) -> list[str]:
         if not self.formats:
@@ -150,6 +167,7 @@ class FileNotes:
                 f"{max(self.lost.values())} rows)"
             )
         yield from self._answer_hints()
+        yield from self._change_hints()
         if self.templated_texts:
             yield (
                 f"{self.templated_texts} prompts are texts, each a user message in the chat template; "
@@ -169,8 +187,30 @@ class FileNotes:
         if self.message_keys:
             yield f"keys of messages that only the chat template may read: {', '.join(sorted(self.message_keys))}"
 
+    def _change_hints(self) -> Iterator[str]:
+        changes = dict(self.changes)
+        if padded := changes.pop("padding", 0):
+            yield (
+                f"{padded} rows have tools or calls with keys that are null where the tool's schema does not require them, as tables fill "
+                "objects up; these keys are left out"
+            )
+        if changes:
+            yield f"left out, as the reward's input cannot hold it in some rows: {', '.join(sorted(changes))}"
+        if self.python_chats:
+            yield f"{self.python_chats} prompts are a chat as Python prints it, used as a text; write the column as JSON"
+        for what, count in self.no_values.items():
+            if count:
+                yield f"the {what} of {count} rows is a word for a missing value, such as None or nan, used as a text; remove these rows"
+        if self.begun_twice:
+            yield (
+                f"{self.begun_twice} prompts begin with the token that begins a text twice: they were rendered already; remove it from the "
+                "texts"
+            )
+
     def _answer_hints(self) -> Iterator[str]:
-        if self.answers_unused:
+        if self.suggested_map and "answer" in self.suggested_map.values():
+            yield self._truth_hint()
+        elif self.answers_unused:
             yield (
                 f"the last answer of {self.answers_unused} rows is not used: {self.purpose} writes its own; "
                 "data.answer_is_ground_truth = true makes it the ground truth"
@@ -178,7 +218,20 @@ class FileNotes:
         elif self.purpose == "grpo" and (lost := {"completion", "response", "output"} & set(self.columns("unused"))):
             yield f"{', '.join(sorted(lost))}: not used; data.answer_is_ground_truth = true makes it the ground truth"
         elif self.suggested_map:
-            yield (
-                f"no column is read as the ground truth; if {', '.join(self.suggested_map.values())} holds it, set "
-                f"{as_setting(self.suggested_map)}"
-            )
+            yield self._truth_hint()
+
+    def _truth_hint(self) -> str:
+        return (
+            f"no column is read as the ground truth; if {', '.join(self.suggested_map.values())} holds it, set "
+            f"{as_setting(self.suggested_map)}"
+        )
+
+
+def end_of_turn_note(tokenizer: ChatTokenizer) -> str:
+    """Return what is wrong with a model whose template ends answers with no end token; empty if nothing is."""
+    if not (behind := tokenizer.endless_turn()):
+        return ""
+    return (
+        f"the chat template ends an answer with {behind!r}, in which none of the model's end tokens is: engines do not stop there; add its "
+        "token to eos_token_id in generation_config.json"
+    )

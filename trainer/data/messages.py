@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from penstock.protocol.call_arguments import parsed_arguments
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.groups import RowImages
 from penstock.protocol.images.admission import IMAGE_TYPES, AdmittedImage, Source, admit, image_bytes, take_images
@@ -38,8 +39,14 @@ if TYPE_CHECKING:
 Chat = tuple[dict[str, Any], ...]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
-_KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id"})
+_SAME_ROLES = {  # as ShareGPT, LLaMA-Factory, ms-swift and OpenAI's older interface write them
+    "human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool", "function": "tool",
+}  # fmt: skip
+_CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
+_KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})
+_TRAINED_IF = ("weight", "loss", "loss_scale", "train_on_turn", "train", "trainable", "label")
+_TRAINED_UNLESS = ("mask", "masked", "is_masked", "ignore_loss")
+_RANGES = ("train_detail", "training_detail")  # axolotl's, parts of a text
 
 COLUMN = "images"
 PLACEHOLDER = "<image>"
@@ -60,7 +67,63 @@ def read_chat(
     if not isinstance(value, list) or not value:
         kinds = "a list of messages" if text_role is None else "a text or a list of messages"
         refuse(column, f"expected {kinds}", shown(value))
-    return tuple(_message(message, f"{column}[{number}]", roles, reads_images) for number, message in enumerate(value))
+    chat: list[dict[str, Any]] = []
+    for number, given in enumerate(value):
+        message = _message(given, f"{column}[{number}]", roles, reads_images)
+        if chat and chat[-1]["role"] == "assistant" and _role(given, roles) in _CALL_ROLES:
+            calls = [*chat[-1].get("tool_calls", []), *message["tool_calls"]]
+            chat[-1] = {**message, **chat[-1], "tool_calls": calls}  # one answer, in messages of its own
+        else:
+            chat.append(message)
+    return tuple(chat)
+
+
+def _role(message: Any, roles: Mapping[str, str]) -> Any:
+    return _meant(message.get("role") or message.get("from"), roles) if isinstance(message, dict) else None
+
+
+def is_answer(message: Any, roles: Mapping[str, str]) -> bool:
+    """Return True for a message of a row, not yet read, that is what an assistant says or calls."""
+    return _role(message, roles) in ("assistant", *_CALL_ROLES)
+
+
+def has_text(answer: Mapping[str, Any]) -> bool:
+    parts = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+    return bool(text_of(answer["content"]).strip()) or any(answer.get(name) for name in parts)
+
+
+def is_blank(message: Mapping[str, Any]) -> bool:
+    """Return True for a user's message without text and images."""
+    content = message["content"]
+    has_image = not isinstance(content, str) and any(part["type"] != "text" for part in content)
+    return message["role"] == "user" and not has_image and not text_of(content).strip()
+
+
+def _meant(role: Any, roles: Mapping[str, str]) -> Any:
+    role = roles.get(role, role) if isinstance(role, str) else role
+    return _SAME_ROLES.get(role, role) if isinstance(role, str) and role not in roles.values() else role
+
+
+def is_trained(message: Mapping[str, Any], column: str) -> bool:
+    """Return False for an answer that its row marks as one not to imitate; raises MalformedData for a mark that is unclear."""
+    if ranges := [name for name in _RANGES if message.get(name)]:
+        refuse(f"{column}.{ranges[0]}", "expected whole messages to train", "parts of one; remove it, or set sft.mask")
+    trained = True
+    for names, wanted in ((_TRAINED_IF, True), (_TRAINED_UNLESS, False)):
+        for name in names:
+            value = _truth(message.get(name))
+            if value is None and message.get(name) is not None and name != "label":
+                refuse(
+                    f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it"
+                )
+            trained = trained and (value is None or value is wanted)
+    return trained
+
+
+def _truth(value: Any) -> bool | None:
+    if isinstance(value, str):
+        return {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
 def text_of(content: Any) -> str:
@@ -73,16 +136,17 @@ def texts_of(content: Any) -> list[str]:
     return [part["text"] for part in content if part["type"] == "text"]
 
 
-def unread_keys(value: Any) -> set[str]:
-    """Return the keys of a column's messages that only a chat template may read, such as ``weight``."""
-    messages = value if isinstance(value, list) else []
+def unread_keys(value: Any, *, obeys_marks: bool) -> set[str]:
+    """Return the keys of a column's messages that only a chat template may read; SFT ``obeys_marks`` of answers, such as ``weight``."""
+    messages = [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
     return {
         str(key)
         for message in messages
-        if isinstance(message, dict)
         for key, item in message.items()
         if item is not None
-    } - _KNOWN_KEYS
+        and key not in _KNOWN_KEYS
+        and not (obeys_marks and key in (*_TRAINED_IF, *_TRAINED_UNLESS) and is_answer(message, {}))
+    }
 
 
 def chat_in_text(value: Any, keys: tuple[str, ...] = ("role",)) -> Any:
@@ -110,18 +174,22 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
     message = {name: value for name, value in message.items() if value is not None}
     if "role" not in message and "from" in message:  # as ShareGPT writes it
         role, content = message.pop("from"), message.pop("value", None)
-        role = _SHAREGPT.get(role, role) if isinstance(role, str) and role not in roles else role
         message, role_column, content_column = {**message, "content": content}, f"{column}.from", f"{column}.value"
     else:
         role, role_column, content_column = message.get("role"), f"{column}.role", f"{column}.content"
     if not isinstance(role, str) or not role:
         refuse(role_column, "expected a role such as user", shown(role))
-    if role not in roles and role not in ROLES:
+    name, role = role, _meant(role, roles)
+    if role in _CALL_ROLES:
+        calls = read_calls(message.get("content"), content_column)
+        return {**message, "role": "assistant", "content": "", "tool_calls": calls}
+    if role not in ROLES and role not in roles.values():
         refuse(
             role_column,
             f"expected one of the roles {', '.join(ROLES)}",
-            f'{role!r}; say which one it is as data.roles.{role} = "user"',
+            f'{name!r}; say which one it is as data.roles.{name} = "user"',
         )
+    message = _with_calls(message, column)
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
         parts = [_part(part, f"{content_column}[{n}]", reads_images) for n, part in enumerate(content)]
@@ -129,7 +197,55 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
         content = parts if has_images else "".join(part["text"] for part in parts)
     elif not isinstance(content, str):
         refuse(content_column, "expected a text", shown(content))
-    return {**message, "role": roles.get(role, role), "content": content}
+    return {**message, "role": role, "content": content}
+
+
+def read_calls(value: Any, column: str) -> list[dict[str, Any]]:
+    """Read calls that are objects ``{"name", "arguments"}``, or the JSON text of one or several of them."""
+    parsed = json_of(value)
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        refuse(column, 'expected a call such as {"name": "search", "arguments": {"query": "…"}}', shown(value))
+    return [{"type": "function", "function": _function(call, f"{column}[{n}]")} for n, call in enumerate(calls)]
+
+
+def _with_calls(message: dict[str, Any], column: str) -> dict[str, Any]:
+    """Return a message whose calls are a list of objects, as OpenAI writes them now; an empty list is left out."""
+    message = dict(message)
+    if (earlier := message.pop("function_call", None)) and not message.get("tool_calls"):
+        message["tool_calls"] = read_calls(earlier, f"{column}.function_call")
+    calls = json_of(message.pop("tool_calls", None))
+    if not calls:
+        return message
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        refuse(f"{column}.tool_calls", "expected a list of calls", shown(calls))
+    checked = []
+    for number, call in enumerate(calls):
+        at = f"{column}.tool_calls[{number}]"
+        function = call.get("function")
+        checked.append(
+            {**call, "function": _function(function, f"{at}.function")}
+            if isinstance(function, dict)
+            else _function(call, at)
+        )
+    return {**message, "tool_calls": checked}
+
+
+def _function(call: dict[str, Any], column: str) -> dict[str, Any]:
+    if "arguments" not in call:
+        return call
+    arguments = {} if call["arguments"] in (None, "") else call["arguments"]
+    if parsed_arguments(arguments) is None:
+        refuse(f"{column}.arguments", "expected an object, or the JSON text of one", shown(call["arguments"]))
+    return {**call, "arguments": arguments}
+
+
+def json_of(value: Any) -> Any:
+    """Return what a JSON text holds; any other value, and a text that is no JSON, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _part(part: Any, column: str, reads_images: bool) -> dict[str, Any]:

@@ -6,8 +6,10 @@ A row is a prompt with a chosen and a rejected answer, or with one of them, in t
 |---------------------|----------------------------------------------------------------------------------------------|
 | explicit            | prompt (text or chat), chosen and rejected (text, or chat of one assistant message)           |
 | implicit            | chosen and rejected are whole chats that begin alike and differ in the last message           |
+| LLaMA-Factory       | chosen and rejected are two messages after the chat in conversations or messages              |
 | HH                  | chosen and rejected are texts with "\n\nHuman:" and "\n\nAssistant:" before each turn          |
 | one answer          | prompt, completion (as chosen), label: true if the answer is desirable; for `dpo.loss = "kto"`   |
+| one answer, chat    | messages or another form to imitate, whose last answer has label or kto_tag                     |
 
 Beside them a row may have system, tools and margin (for `penstock rm`). data.map names other columns.
 """
@@ -27,9 +29,28 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
-from penstock.trainer.data.read_rows import TurnRow, rename, tools_of, with_system
-from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left, refuse_media
+from penstock.trainer.data.messages import Chat, chat_in_text, is_trained, read_chat, refuse, shown, text_of
+from penstock.trainer.data.read_rows import (
+    RenamedRow,
+    TurnRow,
+    read_row,
+    reason_left_out,
+    tools_of,
+    turn_rows,
+    with_system,
+)
+from penstock.trainer.data.row_checks import (
+    LABELLED,
+    LABELS,
+    Problems,
+    batches,
+    encode_texts,
+    fits,
+    located,
+    nothing_left,
+    refuse_media,
+    row_label,
+)
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.turns import prompt_and_completion, until_end
 from penstock.trainer.errors import MalformedData
@@ -47,6 +68,16 @@ class PairRow:
     rejected: TurnRow | None
     margin: float = 0.0  # how much better chosen is
 
+    @property
+    def left_out(self) -> str | None:
+        """Why the row is not trained on; None if it is."""
+        turns = [turn for turn in (self.chosen, self.rejected) if turn is not None]
+        if (
+            len(turns) == 2 and turns[0].chat == turns[1].chat
+        ):  # as data of human labels have some of: nothing to prefer
+            return "identical"
+        return next(filter(None, (reason_left_out(turn.chat, turn.column) for turn in turns)), None)
+
 
 def holds_pair(row: Row) -> bool:
     """Return True for a renamed row with two answers; raises MalformedData for one of chosen and rejected alone."""
@@ -62,19 +93,31 @@ def holds_pair(row: Row) -> bool:
 
 def pair_row(row: Row, data: DataSettings) -> PairRow:
     refuse_media(row)
-    if "completion" in row and not {"chosen", "rejected"} & row.keys():
+    if is_labelled(row):
         return _labelled(row, data)
     for name in ("chosen", "rejected"):
         if row.get(name) in (None, "", []):
+            if name in row:
+                raise MalformedData(
+                    f"column {name}: missing: its text is empty; remove the row, or set data.map.{name} to another column"
+                )
             raise MalformedData(
                 f"column {name}: missing; a preference has prompt, chosen and rejected, and this row has "
                 f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as data.map.{name} = "NAME"'
             )
     prompt: Any = row.get("prompt")
+    if isinstance(row["chosen"], dict):  # LLaMA-Factory's: two messages beside the chat before them
+        prompt = prompt or row.get("conversations") or row.get("messages")
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
     before = _chat(prompt, "prompt", data, "user") if prompt not in (None, "", []) else None
     chats = [
-        _chat(row[name], name, data, "assistant" if before is not None else None) for name in ("chosen", "rejected")
+        _chat(
+            [row[name]] if isinstance(row[name], dict) else row[name],
+            name,
+            data,
+            "assistant" if before is not None else None,
+        )
+        for name in ("chosen", "rejected")
     ]
     chosen, rejected = (_whole(before, chat, name) for chat, name in zip(chats, ("chosen", "rejected"), strict=True))
     if chosen[:-1] != rejected[:-1]:
@@ -82,13 +125,41 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
     if not is_plain:
         chosen, rejected = (with_system(chat, row, data) for chat in (chosen, rejected))
     tools = tools_of(row, data)
-    return PairRow(TurnRow(chosen, is_plain, tools), TurnRow(rejected, is_plain, tools), _margin(row))
+    better, worse = (
+        TurnRow(chosen, is_plain, tools, column="chosen"),
+        TurnRow(rejected, is_plain, tools, column="rejected"),
+    )
+    return PairRow(better, worse, _margin(row))
+
+
+def is_labelled(row: Row) -> bool:
+    """Return True for a renamed row with one answer, and a label that tells whether it is desirable."""
+    has_label = any(row.get(name) is not None for name in LABELS)
+    return not {"chosen", "rejected"} & row.keys() and (
+        "completion" in row or (has_label and bool(LABELLED & row.keys()))
+    )
 
 
 def _labelled(row: Row, data: DataSettings) -> PairRow:
-    label: Any = row.get("label")
-    if not isinstance(label, bool) and label not in (0, 1):
-        refuse("label", "expected true for a desirable completion, or false", shown(label))
+    name = next((name for name in LABELS if row.get(name) is not None), LABELS[0])
+    value: Any = row.get(name)
+    label = bool(value) if type(value) is int and value in (0, 1) else row_label(value)
+    if label is None:
+        refuse(name, "expected true for a desirable completion, or false", shown(value))
+    turn = _answered(row, data) if "completion" in row else _last_turn(row, data)
+    return PairRow(turn, None) if label else PairRow(None, turn)
+
+
+def _last_turn(row: Row, data: DataSettings) -> TurnRow:
+    unlabelled = RenamedRow({key: value for key, value in row.items() if key not in LABELS}, is_table=False)
+    dropped = Counter[str]()
+    turns = turn_rows(unlabelled, data, dropped)
+    if not turns:
+        raise MalformedData(f"no answer of this row can be preferred: {', '.join(dropped)}; remove the row")
+    return turns[-1]
+
+
+def _answered(row: Row, data: DataSettings) -> TurnRow:
     if row["completion"] in (None, "", []):
         refuse("completion", "expected an answer", shown(row["completion"]))
     prompt: Any = row.get("prompt")
@@ -96,8 +167,9 @@ def _labelled(row: Row, data: DataSettings) -> PairRow:
     answer = _chat(row["completion"], "completion", data, None if before is None else "assistant")
     chat = _whole(before, answer, "completion")
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
-    turn = TurnRow(chat if is_plain else with_system(chat, row, data), is_plain, tools_of(row, data))
-    return PairRow(turn, None) if label else PairRow(None, turn)
+    return TurnRow(
+        chat if is_plain else with_system(chat, row, data), is_plain, tools_of(row, data), column="completion"
+    )
 
 
 def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) -> Chat:
@@ -123,8 +195,24 @@ def _whole(before: Chat | None, chat: Chat, column: str) -> Chat:
     num_before = len(chat) - 1 if before is None else len(before)
     if chat[-1]["role"] != "assistant" or len(chat) != num_before + 1 or num_before < 1:
         roles = [message["role"] for message in chat]
-        refuse(column, "expected a prompt and one assistant message after it", f"roles {roles}")
+        is_near = (
+            before is not None
+            and len(chat) > len(before)
+            and _stripped(chat[len(before) :][: len(before)]) == _stripped(before)
+        )
+        hint = (
+            "; its first messages are the prompt but for white space at their ends: make them equal" if is_near else ""
+        )
+        refuse(column, "expected a prompt and one assistant message after it", f"roles {roles}{hint}")
+    if not is_trained(chat[-1], column):
+        refuse(
+            column, "expected an answer to train", "one that its row marks as not trained; remove the mark, or the row"
+        )
     return chat
+
+
+def _stripped(chat: Chat) -> list[tuple[str, str]]:
+    return [(message["role"], text_of(message["content"]).strip()) for message in chat]
 
 
 def _margin(row: Row) -> float:
@@ -211,7 +299,7 @@ class PairSet:
                 try:
                     if (pair := self._read(file, at.row_number, data)) is None:
                         continue
-                    turn, prompt, chosen, rejected = self._texts(pair, tokenizer)
+                    turn, prompt, chosen, rejected = self._texts(pair, tokenizer, data)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
                     continue
@@ -220,7 +308,9 @@ class PairSet:
                 margins.append(pair.margin)
                 texts += [prompt, chosen, rejected]
                 begin_plain += [turn.is_plain, False, False]
-            encoded = encode_texts(texts, begin_plain, tokenizer)
+            encoded = encode_texts(
+                texts, begin_plain, tokenizer, places=[place for place in places for _ in range(3)], problems=problems
+            )
             for number, place in enumerate(places):
                 prompt_ids, *answers = encoded[3 * number : 3 * number + 3]
                 ended = [self._ended(answer, tokenizer) for answer in answers]
@@ -237,9 +327,15 @@ class PairSet:
             raise MalformedData(self._nothing_left(files, max_tokens))
 
     def _read(self, file: RowFile, number: int, data: DataSettings) -> PairRow | None:
-        """Return a row; None for a prompt to answer, among which the pairs are."""
-        row = rename(file.row(number), data, nested_texts=file.nested_texts)
-        return pair_row(row, data) if not self._skips_prompts or holds_pair(row) else None
+        """Return a row; None for a prompt to answer, among which the pairs are, and for one that is left out."""
+        row = read_row(file, number, data)
+        if self._skips_prompts and not (self._takes_one_answer and is_labelled(row)) and not holds_pair(row):
+            return None
+        pair = pair_row(row, data)
+        if reason := pair.left_out:
+            self.dropped[reason] += 1
+            return None
+        return pair
 
     def _nothing_left(self, files: Sequence[RowFile], max_tokens: int) -> str:
         if self._skips_prompts and not self.dropped:
@@ -252,7 +348,7 @@ class PairSet:
     def _ended(self, answer: list[int], tokenizer: ChatTokenizer) -> list[int]:
         return until_end(answer, tokenizer.eos_ids) if answer and self._ends_at == "end token" else answer
 
-    def _texts(self, pair: PairRow, tokenizer: ChatTokenizer) -> tuple[TurnRow, str, str, str]:
+    def _texts(self, pair: PairRow, tokenizer: ChatTokenizer, data: DataSettings) -> tuple[TurnRow, str, str, str]:
         """Return a turn of the row, its prompt, and both answers; one that is not there is empty."""
         turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
         if len(turns) < 2 and not self._takes_one_answer:
@@ -260,7 +356,7 @@ class PairSet:
                 'column completion: one answer with a label, which `penstock dpo` trains on with dpo.loss = "kto" alone, and without '
                 "dpo.length_alpha and dpo.weighting; a preference has chosen and rejected"
             )
-        (prompt, answer), *others = (prompt_and_completion(turn, tokenizer) for turn in turns)
+        (prompt, answer), *others = (prompt_and_completion(turn, tokenizer, data) for turn in turns)
         if others:
             return turns[0], prompt, answer, others[0][1]
         return (turns[0], prompt, answer, "") if pair.chosen is not None else (turns[0], prompt, "", answer)

@@ -8,31 +8,52 @@ file and line.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date, time
+from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from penstock.trainer.data.messages import (
     COLUMN,
     Chat,
     chat_in_text,
+    has_text,
     images_of,
+    is_answer,
+    is_blank,
+    is_trained,
+    json_of,
+    read_calls,
     read_chat,
     refuse,
     shown,
     text_of,
     with_images,
 )
+from penstock.trainer.data.null_padding import message_without_padding, parameters_of, schema_without_padding, tool_of
 from penstock.trainer.data.row_checks import as_setting, is_self_play, refuse_unread, suggest
-from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.row_files import Row, RowFile, Unreadable
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS, RowFormat, detect
-from penstock.trainer.settings import DataSettings
+from penstock.trainer.settings import COLUMNS, DataSettings
 
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
+_MAY_CALL = _TEXT_CHATS | _CHATS | {"chosen", "rejected", "input", "question"}  # columns that may hold calls of tools
+
+
+class RenamedRow(dict[str, Any]):
+    """A row whose columns have the names of `COLUMNS`; ``is_table``: its objects may be filled up with nulls."""
+
+    def __init__(self, columns: Row, *, is_table: bool) -> None:
+        super().__init__(columns)
+        self.is_table = is_table
+        self.changes: set[str] = set()
+        """What was changed in it, for `FileNotes`: ``padding``, and the columns that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +69,11 @@ class PromptRow:
     unused_answer: bool = False  # the chat ended with an answer, which is not its ground truth
     is_self_play: bool = False  # scored by ``data.self_play_reward``
     images: tuple[Any, ...] = ()  # sources of those in the chat, in order
+    column: str = ""  # of the prompt
+
+    @property
+    def is_blank(self) -> bool:
+        return is_blank(self.chat[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +81,8 @@ class TurnRow:
     chat: Chat
     is_plain: bool = False  # prompt and answer are the texts of two messages, without the chat template
     tools: tuple[Any, ...] = ()
+    trained: tuple[bool, ...] = ()  # of each assistant message; empty: all
+    column: str = ""  # of the prompt
 
 
 def form_of(row: Row, data: DataSettings) -> RowFormat:
@@ -62,6 +90,11 @@ def form_of(row: Row, data: DataSettings) -> RowFormat:
         try:
             return detect(row)
         except MalformedData as err:
+            if {"chat", "system"} <= row.keys() and "USER:" in str(row["chat"]):
+                raise MalformedData(
+                    "column chat: the whole chat of a Glaive row in one text (USER:, ASSISTANT:, FUNCTION RESPONSE:), which is not read; use "
+                    "the data set in ShareGPT's form (glaive-function-calling-v2-sharegpt), whose calls are messages"
+                ) from None
             guess = suggest(row)
             fix = (
                 f"if they hold them, set {as_setting(guess)}"
@@ -79,7 +112,11 @@ def form_of(row: Row, data: DataSettings) -> RowFormat:
     return form
 
 
-def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
+def read_row(file: RowFile, number: int, data: DataSettings) -> RenamedRow:
+    return rename(file.row(number), data, nested_texts=file.nested_texts, is_table=file.is_table)
+
+
+def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool = False) -> RenamedRow:
     """Leave out ignored columns and rename mapped ones; the file's name may be a path, such as ``extra_info.answer``.
 
     Messages that are a JSON text are parsed; ``nested_texts`` parses other chats and objects that are JSON texts too.
@@ -103,7 +140,34 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
         for name in ("reward_model", "extra_info"):
             if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
                 renamed[name] = _parsed(name, renamed[name])
-    return renamed
+    return _without_padding(_without_unreadable(RenamedRow(renamed, is_table=is_table)))
+
+
+def _without_unreadable(row: RenamedRow) -> RenamedRow:
+    """Leave out values without a meaning that cannot be read; raises MalformedData for one in a column that has a meaning."""
+    for name, value in list(row.items()):
+        reason = value.reason if isinstance(value, Unreadable) else ""
+        if reason and name in COLUMNS:
+            raise MalformedData(f"a value that cannot be read (column {name}: {reason})")
+        if name in ("prompt", "extra_info") and isinstance(value, float) and not math.isfinite(value):
+            raise MalformedData(f"not JSON (NaN is not JSON), column {name}; write null for what is missing")
+        if reason:
+            row.changes.add(name)
+            del row[name]
+    return row
+
+
+def _without_padding(row: RenamedRow) -> RenamedRow:
+    parameters = None
+    for name in _MAY_CALL & row.keys():
+        if isinstance(chat := row[name], list) and any(isinstance(m, dict) and m.get("tool_calls") for m in chat):
+            if parameters is None:
+                tools = json_of(row.get("tools"))
+                parameters = parameters_of(map(tool_of, tools)) if isinstance(tools, list) else {}
+            row[name] = [message_without_padding(m, parameters, is_table=row.is_table) for m in chat]
+            if row[name] != chat:
+                row.changes.add("padding")
+    return row
 
 
 def prompt_row(row: Row, data: DataSettings) -> PromptRow:
@@ -130,11 +194,15 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
         unused_answer=answer is not None and not data.answer_is_ground_truth,
         is_self_play=is_self_play(row),
         images=images,
+        column=form.prompt,
     )
 
 
-def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
-    """Read a row for imitation, one `TurnRow` for each assistant message; raises MalformedData if there is none."""
+def turn_rows(row: Row, data: DataSettings, dropped: Counter[str] | None = None) -> list[TurnRow]:
+    """Read a row for imitation, one `TurnRow` for each assistant message that is to be trained.
+
+    Raises MalformedData if it has no assistant message. What is left out is counted in ``dropped`` by reason.
+    """
     form = form_of(row, data)
     refuse_unread(row)
     chat = _prompt_chat(row, form, data)
@@ -150,23 +218,43 @@ def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
                 f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
                 'name the column as data.map.response = "NAME"'
             )
-        chat += read_chat(row[answer], answer, roles=data.roles, text_role="assistant")
-    chat = chat if is_plain else with_system(chat, row, data)
+        chat += _answer(row, form, answer, data)
+    whole = chat if is_plain else with_system(chat, row, data)
+    answers = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
+    reasons = [reason_left_out(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
+    if dropped is not None:
+        dropped.update(filter(None, reasons))
+    trained = tuple(reason is None for reason in reasons)
     tools = tools_of(row, data)
     return [
-        TurnRow(chat[: n + 1], is_plain, tools)
-        for n, message in enumerate(chat)
-        if message["role"] == "assistant" and n
+        TurnRow(whole[: n + 1 + len(whole) - len(chat)], is_plain, tools, trained[: number + 1], form.prompt)
+        for number, n in enumerate(answers)
+        if trained[number]
     ]
 
 
-def can_imitate(row: Row, form: RowFormat) -> bool:
+def reason_left_out(chat: Chat, column: str) -> str | None:
+    """Return why the last message of a chat, an answer, is not trained; None if it is."""
+    *before, answer = chat
+    if not is_trained(answer, column):
+        return "marked as not trained"
+    if not before:
+        return "answer without a prompt"
+    if is_blank(before[-1]):
+        return "blank prompt"
+    return "empty answer" if not has_text(answer) else None
+
+
+def _answer(row: Row, form: RowFormat, column: str, data: DataSettings) -> Chat:
+    if form.calls == column:
+        return ({"role": "assistant", "content": "", "tool_calls": read_calls(row[column], column)},)
+    return read_chat(row[column], column, roles=data.roles, text_role="assistant")
+
+
+def can_imitate(row: Row, form: RowFormat, data: DataSettings) -> bool:
     if form.is_whole_chat:
         messages = row[form.prompt]
-        return isinstance(messages, list) and any(
-            isinstance(m, dict) and (m.get("role") == "assistant" or m.get("from") in ("gpt", "assistant"))
-            for m in messages
-        )
+        return isinstance(messages, list) and any(is_answer(message, data.roles) for message in messages)
     return form.answer_column(row) is not None
 
 
@@ -190,12 +278,24 @@ def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
 
 
 def tools_of(row: Row, data: DataSettings) -> tuple[Any, ...]:
+    """Return the tools for the chat template: JSON schemas as OpenAI wraps them, without the nulls of a table."""
     if not data.use_tools or not row.get("tools"):
         return ()
     tools = _parsed("tools", row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+    if tools is None:  # the JSON text null
+        return ()
+    tools = [tool_of(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse("tools", "expected a list of JSON schemas", shown(row["tools"]))
-    return tuple(tools)
+    is_table = isinstance(row, RenamedRow) and row.is_table and not isinstance(row["tools"], str)
+    cleaned = schema_without_padding(tools, is_table=is_table)
+    if cleaned != tools and isinstance(row, RenamedRow):
+        row.changes.add("padding")
+    return tuple({"type": "function", "function": tool} if _is_bare(tool) else tool for tool in cleaned)
+
+
+def _is_bare(tool: Mapping[str, Any]) -> bool:
+    return "name" in tool and "parameters" in tool and "function" not in tool and tool.get("type") != "function"
 
 
 def with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
@@ -229,6 +329,8 @@ def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSetti
 
 def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     column = None if form.is_whole_chat else form.answer_column(row)
+    if column is not None and column == form.calls:
+        return _json(json_of(row[column]), column)
     if column is not None:
         answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
     return None if answer is None else _json(answer, column or form.prompt)
@@ -238,24 +340,55 @@ def _extra_info(row: Row, form: RowFormat) -> str:
     declared = row.get("extra_info", {})
     if not isinstance(declared, dict):
         refuse("extra_info", "expected an object", shown(declared))
-    others = {name: value for name, value in row.items() if name not in form.reads}
-    others.pop("reward_model", None)
-    if images_of(row):
-        others.pop(COLUMN, None)  # the model sees them; bytes are no JSON
+    hidden = {
+        "reward_model",
+        *([COLUMN] if images_of(row) else []),
+    }  # bytes of images are no JSON, and the model sees them
+    others = {name: value for name, value in row.items() if name not in form.reads and name not in hidden}
+    try:
+        _json(others, "").encode()
+    except (MalformedData, UnicodeEncodeError):
+        others = _held_by_json(row, others)
     return _json({**others, **declared}, "extra_info")
+
+
+def _held_by_json(row: Row, columns: Row) -> Row:
+    """Return columns without a meaning, null for each NaN, without those that JSON cannot hold, which are noted."""
+    held: Row = {}
+    for name, value in columns.items():
+        try:
+            held[name] = json.loads(_json(_without_nan(value), name).encode())
+        except (MalformedData, UnicodeEncodeError):
+            if isinstance(row, RenamedRow):
+                row.changes.add(name)
+    return held
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a value with null for each number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _json(value: Any, column: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as err:
-        return refuse(column, "expected a value that JSON can hold", str(err))
+        if isinstance(value, Mapping):  # name the first key that is the reason
+            for key, item in value.items():
+                _json(item, f"{column}.{key}")
+        return refuse(
+            column, "expected a value that JSON can hold", f"{shown(value)} ({err}); set data.ignore to leave it out"
+        )
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (date, time, Decimal)):  # a datetime is a date
+    if isinstance(value, (date, time, timedelta, Decimal, UUID)):  # a datetime is a date
         return str(value)
-    raise TypeError(f"{type(value).__name__}")
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def _parsed(column: str, text: str) -> Any:

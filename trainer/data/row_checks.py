@@ -7,6 +7,7 @@ into a run file that people read: rows are read by what `data.map` says.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN
+from penstock.trainer.data.messages import COLUMN, Chat, text_of
 from penstock.trainer.data.row_files import Row, RowFile
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -29,7 +30,10 @@ _NAMES: Mapping[str, Sequence[str]] = {  # the likeliest first
     ),
 }  # fmt: skip
 MAX_PROBLEMS_SHOWN = 20
+_TAGGED = re.compile(r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL)
 _BATCH_ROWS = 512  # rows that are tokenised together
+LABELS = ("label", "kto_tag")  # of an answer, TRL's and LLaMA-Factory's
+LABELLED = {"completion", "response", "messages", "conversations", "instruction"}
 _PAIR = ("chosen", "rejected")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -108,25 +112,95 @@ def fits(length: int, data: DataSettings, limit: int, place: str, problems: Prob
 
 
 def nothing_left(files: Sequence[RowFile], dropped: Counter[str], limit: int) -> str:
+    """Return what to say of files of which no row is left, with what to do about each reason."""
     names = ", ".join(str(file.path) for file in files)
-    return (
-        f"{names}: no row is left: all {dropped.total()} are longer than the limit of {limit} tokens; raise the limit"
-    )
+    fixes = {
+        "overlong": f"{dropped['overlong']} are longer than the limit of {limit} tokens: raise the limit",
+        "identical": f"{dropped['identical']} have two equal answers: give two that differ",
+        "marked as not trained": f"{dropped['marked as not trained']} answers are marked as not trained: remove the marks",
+    }
+    if set(dropped) == {"overlong"}:
+        return f"{names}: no row is left: all {fixes['overlong']}"
+    reasons = [fixes.get(name, f"{count} of them: {name}") for name, count in dropped.items()]
+    return f"{names}: no row is left: {'; '.join(reasons) or 'none holds anything to train'}"
 
 
-def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: ChatTokenizer) -> list[list[int]]:
-    """Return the token ids of texts; those that begin a sequence without template get the tokenizer's special tokens."""
-    encoded = tokenizer.encode_many(texts)
-    return [
-        tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
-        for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
-    ]
+def encode_texts(
+    texts: Sequence[str],
+    begin_plain: Sequence[bool],
+    tokenizer: ChatTokenizer,
+    *,
+    places: Sequence[str] = (),
+    problems: Problems | None = None,
+) -> list[list[int]]:
+    """Return the token ids of texts; those that begin a sequence without template get the tokenizer's special tokens.
+
+    A text with a token that the model does not have is among the ``problems`` with its place, and has any ids; without them
+    MalformedData is raised.
+    """
+    try:
+        encoded = tokenizer.encode_escaped(texts)
+        return [
+            tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
+            for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
+        ]
+    except MalformedData:
+        if problems is None:
+            raise
+    made = []
+    for text, is_plain, place in zip(texts, begin_plain, places, strict=True):
+        try:
+            made += encode_texts([text], [is_plain], tokenizer)
+        except MalformedData as err:
+            problems.add(place, str(err))
+            made.append([0])
+    return made
+
+
+def for_template(
+    chat: Chat, column: str, tokenizer: ChatTokenizer, data: DataSettings, *, is_plain: bool = False
+) -> Chat:
+    """Return a chat in which texts of control tokens are as ``data.control_tokens`` says; raises MalformedData if refused.
+
+    The tags of Hermes around a tool's result are left out where the template writes them too.
+    """
+    if any(_TAGGED.fullmatch(text_of(message["content"])) for message in chat) and tokenizer.tags_tool_results:
+        chat = tuple(
+            {**message, "content": tagged[1]}
+            if message["role"] == "tool" and (tagged := _TAGGED.fullmatch(text_of(message["content"])))
+            else message
+            for message in chat
+        )
+    controls = tokenizer.control_tokens
+    for number, message in enumerate(chat):
+        texts = {key: value for key, value in message.items() if key != "role"}
+        for text in sorted(controls.found_in(texts)):
+            if controls.has_escaped(text):
+                raise MalformedData(
+                    f"column {column}: message {number} ({message['role']}) has the character U+{ord(text):X}, which is used here for the "
+                    "text of a control token; remove it"
+                )
+            if data.control_tokens == "refuse" and not is_plain:
+                raise MalformedData(
+                    f"column {column}: message {number} ({message['role']}) has the text {text!r}, which is a control token of the model; "
+                    'remove it, or set data.control_tokens = "escape" (it is ordinary text) or "keep" (it is the token)'
+                )
+    if data.control_tokens != "escape" or is_plain:
+        return chat
+    return tuple({**tokenizer.control_tokens.escaped(message), "role": message["role"]} for message in chat)
 
 
 def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> ChatTokenizer:
     data = settings.data
     needs_template = renders_chats and data.text_prompts == "chat"
     return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=needs_template)
+
+
+def row_label(value: Any) -> bool | None:
+    """Return what a label says of an answer; None if it is no true or false, nor the text of one, as in CSV."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    return value if isinstance(value, bool) else None
 
 
 def is_self_play(row: Row) -> bool:
@@ -140,10 +214,10 @@ def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool
             "train on the prompt alone; for SFT on the chosen answers set also "
             'data.map.response = "chosen" and ignore only rejected'
         )
-    if isinstance(row.get("label"), bool) and "completion" in row:
+    if labels := [name for name in LABELS if row_label(row.get(name)) is not None and LABELLED & row.keys()]:
         raise MalformedData(
-            'column label: tells good completions from bad ones, which `penstock dpo` with dpo.loss = "kto" trains on; keep only '
-            'the rows with good ones, or set data.ignore = ["label"]'
+            f'column {labels[0]}: tells good completions from bad ones, which `penstock dpo` with dpo.loss = "kto" trains on; keep only '
+            f'the rows with good ones, or set data.ignore = ["{labels[0]}"]'
         )
     if is_self_play(row) and not reads_self_play:
         raise MalformedData(

@@ -12,8 +12,10 @@ import json
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,14 +32,24 @@ _SMALL_BYTES = 1024**3
 _MAX_PARQUET_ROWS = 2**26
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value of a table that Python cannot hold, and why."""
+
+    reason: str
+
+
 class RowFile(ABC):
-    """The rows of one data file; ``nested_texts``: nested values are JSON texts, as in CSV."""
+    """The rows of one data file; ``nested_texts``: nested values are JSON texts, as in CSV; ``is_table``: of typed columns."""
 
     nested_texts = False
+    is_table = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines = array("q")  # where each row begins
+        self.repeated_keys: set[str] = set()
+        """Keys that an object of a row read so far has twice; the last one counts."""
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -112,7 +124,7 @@ class _JsonLineRows(RowFile):
 
     def row(self, number: int) -> Row:
         self._file.seek(self._offsets[number])
-        return _json_row(self._file.readline())
+        return _json_row(self._file.readline(), self.repeated_keys)
 
 
 class _JsonArrayRows(RowFile):
@@ -126,7 +138,7 @@ class _JsonArrayRows(RowFile):
         self._read(text)
 
     def _read(self, text: str) -> None:
-        decoder = json.JSONDecoder(parse_constant=_no_constant)
+        decoder = json.JSONDecoder(object_pairs_hook=partial(_object, self.repeated_keys))
         position = _skip_blanks(text, text.index("[") + 1)
         line, counted = 1, 0
         while position < len(text) and text[position] != "]":
@@ -185,6 +197,7 @@ class _CsvRows(RowFile):
 
 
 class _TableRows(RowFile):
+    is_table = True
     _table: pa.Table
 
     def __len__(self) -> int:
@@ -195,10 +208,17 @@ class _TableRows(RowFile):
 
     def row(self, number: int) -> Row:
         try:
-            [row] = self._table.slice(number, 1).to_pylist()
-        except (pa.ArrowException, ValueError, OverflowError) as err:
-            raise MalformedData(f"a value that cannot be read ({' '.join(str(err).split())[:200]})") from None
+            [row] = self._table.slice(number, 1).to_pylist(maps_as_pydicts="lossy")
+        except (pa.ArrowException, ValueError, OverflowError):
+            row = {name: _cell(self._table.column(name), number) for name in self._table.column_names}
         return {name: value for name, value in row.items() if value is not None}
+
+
+def _cell(column: pa.ChunkedArray, number: int) -> Any:
+    try:
+        return column[number].as_py(maps_as_pydicts="lossy")
+    except (pa.ArrowException, ValueError, OverflowError) as err:
+        return Unreadable(" ".join(str(err).split())[:200])
 
 
 class _ParquetRows(_TableRows):
@@ -250,9 +270,9 @@ def _check_parquet(path: Path, metadata: pq.FileMetaData, schema: pa.Schema) -> 
         raise MalformedData(f"{path}: {metadata.num_rows} rows, the limit is {_MAX_PARQUET_ROWS}: split the file")
 
 
-def _json_row(line: bytes) -> Row:
+def _json_row(line: bytes, repeated: set[str]) -> Row:
     try:
-        return _an_object(json.loads(line, parse_constant=_no_constant))
+        return _an_object(json.loads(line, object_pairs_hook=partial(_object, repeated)))
     except UnicodeDecodeError as err:
         raise MalformedData(f"not UTF-8 text (at byte {err.start} of the line)") from None
     except (ValueError, RecursionError) as err:
@@ -265,8 +285,12 @@ def _an_object(value: Any) -> Row:
     return {name: item for name, item in value.items() if item is not None}
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def _object(repeated: set[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated.update(key for key in made if keys.count(key) > 1)
+    return made
 
 
 def _reason(err: Exception) -> str:

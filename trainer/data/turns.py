@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.file_notes import FileNotes
-from penstock.trainer.data.read_rows import TurnRow, form_of, rename, turn_rows
-from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
+from penstock.trainer.data.read_rows import TurnRow, form_of, read_row, turn_rows
+from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, for_template, located, nothing_left
 from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
 from penstock.trainer.data_settings import TurnMasks
 from penstock.trainer.errors import MalformedData
@@ -86,9 +86,9 @@ class TurnSet:
             for at in batch:
                 file = files[at.file_number]
                 try:
-                    row = rename(file.row(at.row_number), data, nested_texts=file.nested_texts)
-                    turns = turn_rows(row, data)
-                    row_examples = self._examples(at.place, turns, tokenizer)
+                    row = read_row(file, at.row_number, data)
+                    turns = turn_rows(row, data, self.dropped)
+                    row_examples = self._examples(at.place, turns, tokenizer, data)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
                     continue
@@ -96,21 +96,25 @@ class TurnSet:
                 if turns:
                     text = "".join(text for text, _ in row_examples[-1].parts[:-1])
                     self.notes[at.file_number].add(row, form_of(row, data), turns[-1], data, text)
-            for example, encoded in zip(examples, _encoded(examples, tokenizer), strict=True):
+            for example, encoded in zip(examples, _encoded(examples, tokenizer, problems), strict=True):
                 self._add(example, encoded, tokenizer, data, max_tokens, problems)
         problems.raise_if_any()
         if not len(self):
             raise MalformedData(nothing_left(files, self.dropped, max_tokens))
 
-    def _examples(self, place: str, turns: Sequence[TurnRow], tokenizer: ChatTokenizer) -> list[_Example]:
+    def _examples(
+        self, place: str, turns: Sequence[TurnRow], tokenizer: ChatTokenizer, data: DataSettings
+    ) -> list[_Example]:
         if turns and self._uses_markers and not turns[-1].is_plain:
-            parts = tokenizer.render_marked(turns[-1].chat, tools=turns[-1].tools)
+            last = turns[-1]
+            chat = for_template(last.chat, last.column, tokenizer, data)
+            parts = _without_untrained(tokenizer.render_marked(chat, tools=last.tools), last.trained)
             if not any(is_trained and text.strip() for text, is_trained in parts):
                 raise MalformedData(
                     'the chat template marks no text of this chat, so nothing of it would be trained; set sft.mask = "turns"'
                 )
             return [_Example(place, parts, is_plain=False, is_marked=True)]
-        texts = [prompt_and_completion(turn, tokenizer) for turn in turns]
+        texts = [prompt_and_completion(turn, tokenizer, data) for turn in turns]
         return [
             _Example(place, [(prompt, False), (completion, True)], turn.is_plain, is_marked=False)
             for turn, (prompt, completion) in zip(turns, texts, strict=True)
@@ -144,17 +148,31 @@ class TurnSet:
         self._ends.append(len(self._token_ids))
 
 
-def _encoded(examples: Sequence[_Example], tokenizer: ChatTokenizer) -> list[list[list[int]]]:
+def _without_untrained(parts: Sequence[Part], trained: Sequence[bool]) -> list[Part]:
+    """Unmark the blocks of answers that are not to be trained; raises MalformedData unless each answer is one block."""
+    if all(trained):
+        return list(parts)
+    if sum(is_marked for _, is_marked in parts) != len(trained):
+        raise MalformedData(
+            "some answers of this chat are not to be trained, and the chat template marks not one text for each answer; set "
+            'sft.mask = "turns"'
+        )
+    remaining = iter(trained)
+    return [(text, is_marked and next(remaining)) for text, is_marked in parts]
+
+
+def _encoded(examples: Sequence[_Example], tokenizer: ChatTokenizer, problems: Problems) -> list[list[list[int]]]:
     texts = [text for example in examples for text, _ in example.parts]
     begin_plain = [example.is_plain and number == 0 for example in examples for number, _ in enumerate(example.parts)]
-    encoded = encode_texts(texts, begin_plain, tokenizer)
+    places = [example.place for example in examples for _ in example.parts]
+    encoded = encode_texts(texts, begin_plain, tokenizer, places=places, problems=problems)
     ends = list(accumulate((len(example.parts) for example in examples), initial=0))
     return [encoded[start:end] for start, end in pairwise(ends)]
 
 
-def prompt_and_completion(turn: TurnRow, tokenizer: ChatTokenizer) -> tuple[str, str]:
+def prompt_and_completion(turn: TurnRow, tokenizer: ChatTokenizer, data: DataSettings) -> tuple[str, str]:
     """Return the text before an answer, as for inference, and the text of the answer; raises MalformedData if they differ."""
-    chat = turn.chat
+    chat = for_template(turn.chat, turn.column, tokenizer, data, is_plain=turn.is_plain)
     if turn.is_plain:
         return chat[0]["content"], chat[-1]["content"]
     prompt = tokenizer.render(chat[:-1], add_generation_prompt=True, tools=turn.tools)

@@ -50,6 +50,14 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "messages beside a chat": (
+        {
+            "conversations": [{"from": "human", "value": QUESTION}],
+            "chosen": {"from": "gpt", "value": GOOD},
+            "rejected": {"from": "gpt", "value": BAD},
+        },
+        {},
+    ),
     "json texts": ({"chosen": json.dumps([USER, answer(GOOD)]), "rejected": json.dumps([USER, answer(BAD)])}, {}),
     "other columns": (
         {"question": QUESTION, "better": GOOD, "worse": BAD, "score": 3},

@@ -1,0 +1,492 @@
+"""Rows as other projects write them: the text that is trained is the text that was meant, and what is not trained is counted."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.trainer.data.test_chat_template import write_folder
+
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.trainer.__main__ import main
+from penstock.trainer.algorithm.batch import Row, build
+from penstock.trainer.commands.show_rows import MARKS, shown_rows
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.data.turns import TurnSet
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import DataSettings, TrainerSettings
+
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+_TURNS = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_EACH = "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}CALL{% endfor %}"
+_OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+
+
+def _template(call: str) -> str:
+    return _TURNS.replace("CALLS", _EACH.replace("CALL", call))
+
+
+TEMPLATES = {  # each writes a call in the way of the family it is named after
+    "qwen2.5": _template("<tool_call>\n" + _OBJECT + "\n</tool_call>"),
+    "llama3": _template(_OBJECT.replace("arguments", "parameters", 1)),
+    "mistral": _template('[TOOL_CALLS][{{ {"name": f.name, "arguments": f.arguments} | tojson }}]'),
+    "qwen3": _template(
+        "<tool_call>{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}"
+    ),
+    "deepseek": _template("{{ f.name + '\n' + f.arguments }}"),
+    "printing": _template("{{ f.name }}({{ f.arguments }})"),
+    "glm": _template("{{ f.name }}{% for k, v in f.arguments.items() %}<k>{{ k }}</k><v>{{ v }}</v>{% endfor %}"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
+    base = tmp_path_factory.mktemp("models")
+    return {name: ChatTokenizer.read(write_folder(base / name, text)) for name, text in TEMPLATES.items()}
+
+
+def write(folder: Path, *rows: dict[str, Any], kind: str = "jsonl") -> Path:
+    path = folder / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sft(path: Path, tokenizer: ChatTokenizer, **data: Any) -> TurnSet:
+    return TurnSet([path], data=DataSettings.model_validate(data), tokenizer=tokenizer, max_tokens=10_000)
+
+
+def grpo(path: Path, tokenizer: ChatTokenizer, **data: Any) -> PromptSet:
+    settings = DataSettings.model_validate({"max_prompt_tokens": 10_000, **data})
+    return PromptSet([path], data=settings, reward=RewardSettings(name="r"), tokenizer=tokenizer)
+
+
+def dpo(path: Path, tokenizer: ChatTokenizer, **data: Any) -> PairSet:
+    settings = DataSettings.model_validate(data)
+    return PairSet([path], data=settings, tokenizer=tokenizer, max_tokens=10_000, takes_one_answer=True)
+
+
+def trained(turns: TurnSet, tokenizer: ChatTokenizer) -> list[str]:
+    return [tokenizer.decode(turns[n].token_ids[turns[n].loss_mask].tolist()) for n in range(len(turns))]
+
+
+def tool(name: str, *required: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+
+
+def call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}], **more}
+
+
+TEXT = {"type": "string"}
+WEATHER, STOCK = tool("weather", "city", city=TEXT, unit=TEXT), tool("stock", "ticker", ticker=TEXT, day=TEXT)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["object", "text"])
+def test_arguments_are_written_once_by_every_template(models: Any, tmp_path: Path, name: str, arguments: Any) -> None:
+    """An object and its JSON text give the same trained text, which quotes nothing twice and is no Python."""
+    answers = trained(
+        sft(write(tmp_path, {"messages": [USER, call("weather", arguments)]}), models[name]), models[name]
+    )
+    [expected] = trained(
+        sft(write(tmp_path, {"messages": [USER, call("weather", {"city": "Bern"})]}), models[name]), models[name]
+    )
+    assert answers == [expected]
+    assert "\\" not in expected
+    assert "'" not in expected
+    assert ('{"city": "Bern"}' if name != "glm" else "<k>city</k><v>Bern</v>") in expected
+
+
+def test_padding_of_tables_is_left_out_everywhere(models: Any, tmp_path: Path) -> None:
+    """Schemas and calls of SFT, preferences and prompts have no keys of other rows; the note counts the rows."""
+    model = models["qwen2.5"]
+    chats = [[USER, call("weather", {"city": "Bern"})], [USER, call("stock", {"ticker": "N", "deep": {"a": 1}})]]
+    chats.append([USER, call("stock", {"ticker": "N", "deep": {"b": 2}})])
+    path = write(tmp_path, *({"messages": c, "tools": [WEATHER, STOCK]} for c in chats), kind="parquet")
+    turns = sft(path, model, use_tools=True)
+    assert '"arguments": {"city": "Bern"}}' in trained(turns, model)[0]
+    assert '"arguments": {"ticker": "N", "deep": {"b": 2}}}' in trained(turns, model)[2]
+    assert "null" not in model.decode(turns[0].token_ids.tolist())
+    assert any("3 rows have tools or calls with keys that are null" in hint for hint in turns.notes[0].hints())
+    prompts = [{"messages": [*c, {"role": "tool", "content": "r"}], "tools": [WEATHER, STOCK]} for c in chats]
+    loaded = grpo(write(tmp_path, *prompts, kind="parquet"), model, use_tools=True)
+    assert all("null" not in loaded[n].text for n in range(3))
+    pairs = [{"prompt": [USER], "chosen": [c[1]], "rejected": [ANSWER], "tools": [WEATHER, STOCK]} for c in chats]
+    both = dpo(write(tmp_path, *pairs, kind="parquet"), model, use_tools=True)
+    assert all("null" not in model.decode([*both[n].prompt, *both[n].chosen]) for n in range(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "arguments", "kept"),
+    [
+        ("parquet", tool("f", "a", "b", a=TEXT, b=TEXT), {"a": "x", "b": None}, True),
+        ("parquet", tool("f", "a", a=TEXT, b=TEXT), {"a": "x", "b": None}, False),
+        ("parquet", None, {"a": "x", "b": None}, False),
+        ("jsonl", None, {"a": "x", "b": None}, True),
+        ("jsonl", tool("f", "a", a=TEXT), {"a": "x", "b": None}, False),
+        ("jsonl", tool("f", "a", a=TEXT, b=TEXT), {"a": "x", "b": None}, False),
+        ("jsonl", tool("f", "a", a=TEXT, b={"type": ["string", "null"]}), {"a": "x", "b": None}, True),
+        ("jsonl", tool("f", a=TEXT, b={"anyOf": [TEXT, {"type": "null"}]}), {"a": "x", "b": None}, True),
+        ("jsonl", tool("f", a=TEXT, b={"enum": ["x", None]}), {"a": "x", "b": None}, True),
+        ("jsonl", tool("f", a=TEXT, b={"type": "string", "nullable": True}), {"a": "x", "b": None}, True),
+        ("jsonl", tool("f", a=TEXT), '{"a": "x", "b": null}', False),
+        ("jsonl", tool("f", c={"type": "object", "properties": {"a": TEXT}}), {"c": {"a": "x", "b": None}}, False),
+        ("jsonl", tool("f", c={"type": "array", "items": {"type": "object", "properties": {"a": TEXT}}}),
+         {"c": [{"a": "x", "b": None}]}, False),
+    ],
+)  # fmt: skip
+def test_a_null_that_was_meant_is_kept(models: Any, tmp_path: Path, kind: str, schema: Any, arguments: Any, kept: bool):
+    row = {"messages": [USER, call("f", arguments)], **({"tools": [schema]} if schema else {})}
+    [text] = trained(sft(write(tmp_path, row, kind=kind), models["qwen2.5"]), models["qwen2.5"])
+    assert ('"b": null' in text) is kept
+    assert '"a": "x"' in text
+
+
+_CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
+_TOOLS_TEXT = json.dumps([WEATHER])
+_BARE = json.dumps([WEATHER["function"]])
+_FROM = [{"from": "human", "value": "q"}, {"from": "function_call", "value": _CALL}]
+_RESULT = [{"from": "observation", "value": "cold"}, {"from": "gpt", "value": "It is cold."}]
+RENDERED = f"<tool_call>\n{_CALL}\n</tool_call><|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        ({"conversations": [*_FROM, *_RESULT], "tools": _BARE}, [RENDERED, "It is cold.<|im_end|>"]),  # LLaMA-Factory
+        ({"conversations": [*_FROM, *_RESULT], "tools": _TOOLS_TEXT, "system": "s"}, [RENDERED, "It is cold.<|im_end|>"]),
+        ({"messages": [USER, {"role": "tool_call", "content": _CALL}], "tools": _TOOLS_TEXT}, [RENDERED]),  # ms-swift
+        ({"messages": [USER, {"role": "assistant", "content": ""}, {"role": "tool_call", "content": _CALL},
+                       {"role": "tool_response", "content": "cold"}, ANSWER]}, [RENDERED, "a<|im_end|>"]),
+        ({"query": "q", "answers": f"[{_CALL}]", "tools": _BARE, "id": 1}, [RENDERED]),  # xLAM, APIGen
+        ({"messages": [USER, call("weather", '{"city": "Bern"}', content=None)]}, [RENDERED]),  # OpenAI
+        ({"messages": [USER, {"role": "assistant", "content": None, "function_call":
+                              {"name": "weather", "arguments": '{"city": "Bern"}'}},
+                       {"role": "function", "name": "weather", "content": "cold"}, ANSWER]}, [RENDERED, "a<|im_end|>"]),
+        ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": f"[{_CALL}]"}]}, [RENDERED]),
+        ({"system": "s [weather]", "conversations": [{"from": "user", "value": "q"},
+          {"from": "assistant", "value": '[weather(city="Bern")]'}, {"from": "tool", "value": "[]"},
+          {"from": "assistant", "value": "a"}]}, ['[weather(city="Bern")]<|im_end|>', "a<|im_end|>"]),  # ToolACE
+        ({"conversations": [{"from": "system", "value": f"<tools>{_TOOLS_TEXT}</tools>"}, {"from": "human", "value": "q"},
+          {"from": "gpt", "value": f"<tool_call>\n{_CALL}\n</tool_call>"}], "tools": _TOOLS_TEXT}, [RENDERED]),  # Hermes
+    ],
+)  # fmt: skip
+def test_tool_rows_of_other_projects_are_read(models: Any, tmp_path: Path, row: dict[str, Any], answers: list[str]):
+    model = models["qwen2.5"]
+    turns = sft(write(tmp_path, row), model, use_tools=True)
+    assert trained(turns, model) == answers
+    if "tools" in row:
+        assert '<tools>{"type": "function", "function": {"name": "weather"' in model.decode(turns[0].token_ids.tolist())
+
+
+_SCHEMA_TEXT = json.dumps(WEATHER["function"]["parameters"])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("tools", "shown"),
+    [
+        (_TOOLS_TEXT, True),
+        ([_TOOLS_TEXT[1:-1]], True),
+        ([WEATHER], True),
+        ([WEATHER["function"]], True),
+        ([{**WEATHER["function"], "parameters": _SCHEMA_TEXT}], True),
+        ("[]", False),
+        ("null", False),
+        ("", False),
+    ],
+)
+def test_tools_are_read_alike_everywhere(models: Any, tmp_path: Path, kind: str, tools: Any, shown: bool) -> None:
+    """Objects and JSON texts, whole or in part, are the same to SFT, preferences and prompts."""
+    model, use = models["qwen2.5"], {"use_tools": True}
+    turn = sft(write(tmp_path, {"messages": [USER, ANSWER], "tools": tools}, kind=kind), model, **use)[0]
+    pair = dpo(
+        write(tmp_path, {"prompt": [USER], "chosen": "a", "rejected": "b", "tools": tools}, kind=kind), model, **use
+    )[0]
+    text = grpo(write(tmp_path, {"prompt": [USER], "tools": tools}, kind=kind), model, **use)[0].text
+    assert text == model.decode(pair.prompt.tolist()) == model.decode(turn.token_ids[~turn.loss_mask].tolist())
+    assert ('"weather"' in text) is shown
+    if kind == "jsonl" and shown:
+        assert f"<tools>{json.dumps(WEATHER)}</tools>" in text
+
+
+def test_two_calls_in_messages_of_their_own_are_one_answer(models: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"messages": [USER, *[{"role": "tool_call", "content": _CALL}] * 2]})
+    assert [text.count("<tool_call>") for text in trained(sft(path, models["qwen2.5"]), models["qwen2.5"])] == [2]
+
+
+@pytest.mark.parametrize("tags", [True, False])
+def test_a_tool_result_is_tagged_once(tmp_path: Path, tags: bool) -> None:
+    """Rows of Hermes have the tags in the text; they stay where the template writes none."""
+    wrapped = "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}{{ m.content }}{% endif %}"
+    template = TEMPLATES["qwen2.5"].replace("{{ m.content }}", wrapped) if tags else TEMPLATES["qwen2.5"]
+    model = ChatTokenizer.read(write_folder(tmp_path / "m", template))
+    result = {"from": "tool", "value": "<tool_response>\n{}\n</tool_response>"}
+    turns = sft(write(tmp_path, {"conversations": [*_FROM, result, {"from": "gpt", "value": "a"}]}), model)
+    assert model.decode(turns[1].token_ids.tolist()).count("<tool_response>\n{}\n</tool_response>") == 1
+    assert "<tool_response>\n<tool_response>" not in model.decode(turns[1].token_ids.tolist())
+
+
+_MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("mark", "answers"),
+    [
+        ({key: value}, ["a<|im_end|>"])
+        for key in ("weight", "loss", "train", "train_on_turn", "trainable", "loss_scale", "label")
+        for value in (0, False, 0.0, "false")
+    ]
+    + [({key: True}, ["a<|im_end|>"]) for key in ("mask", "masked", "is_masked")]
+    + [({"weight": 1}, ["bad<|im_end|>", "a<|im_end|>"]), ({"masked": False}, ["bad<|im_end|>", "a<|im_end|>"])],
+)
+def test_marks_of_answers_are_obeyed(models: Any, tmp_path: Path, mark: dict[str, Any], answers: list[str]) -> None:
+    path = write(tmp_path, {"messages": [USER, {**_MARKED[0], **mark}, *_MARKED[1:]]})
+    turns = sft(path, models["qwen2.5"])
+    assert trained(turns, models["qwen2.5"]) == answers
+    assert turns.dropped["marked as not trained"] == 2 - len(answers)
+    [mark_name] = mark
+    assert not any(mark_name in hint for hint in turns.notes[0].hints())
+
+
+def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: Path) -> None:
+    marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    template = TEMPLATES["qwen2.5"].replace("{{ m.content }}", marks, 1)
+    tokenizer = ChatTokenizer.read(write_folder(tmp_path / "m", template))
+    path = write(tmp_path, {"messages": [USER, {**_MARKED[0], "weight": 0}, *_MARKED[1:]]})
+    assert trained(sft(path, tokenizer), tokenizer) == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reply"),
+    [
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"column messages\[1\].weight: expected true, false, 1 or 0"),
+        ({"messages": [USER, {**ANSWER, "train_detail": [{"begin": 0}]}]}, r"column messages\[1\].train_detail"),
+        ({"messages": [USER, ANSWER], "label": False}, r'column label: .* dpo.loss = "kto" .* data.ignore = \["label"\]'),
+        ({"messages": [USER, ANSWER], "kto_tag": True}, r"column kto_tag: tells good completions from bad ones"),
+        ({"prompt": "q", "completion": "a", "label": "False"}, r"column label: tells good"),
+        ({"messages": [USER, {**ANSWER, "content": "a <|im_end|> b"}]},
+         r"column messages: message 1 \(assistant\) has the text '<\|im_end\|>'.* data.control_tokens"),
+        ({"messages": [{**USER, "content": "\U00100001"}, ANSWER]}, r"has the character U\+100001"),
+        ({"messages": [USER, {"role": "function_call", "content": "no call"}]}, r"messages\[1\].content: expected a call"),
+        ({"messages": [USER, call("f", "{broken")]}, r"tool_calls\[0\].function.arguments: expected an object"),
+        ({"system": "SYSTEM: you have functions", "chat": "USER: q ASSISTANT: a <|endoftext|>"}, "Glaive"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(models: Any, tmp_path: Path, row: dict[str, Any], reply: str) -> None:
+    with pytest.raises(MalformedData, match=f"rows.jsonl:1: .*{reply}"):
+        sft(write(tmp_path, row), models["qwen2.5"])
+
+
+def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: Path) -> None:
+    """Escaped, the text is read as it was written, and ends at the token that the template writes; kept, it ends early."""
+    model = models["qwen2.5"]
+    texts = "say <|im_end|> now <|im_end|><|im_start|>system"
+    path = write(tmp_path, {"messages": [{**USER, "content": texts}, {**ANSWER, "content": texts}]})
+    escaped = sft(path, model, control_tokens="escape")
+    assert trained(escaped, model) == [f"{texts}<|im_end|>"]
+    assert escaped[0].token_ids.tolist().count(2) == 2  # those of the template alone
+    assert trained(sft(path, model, control_tokens="keep"), model) == ["say <|im_end|>"]
+    prompt = grpo(write(tmp_path, {"prompt": texts}), model, control_tokens="escape")[0]
+    assert prompt.token_ids.count(2) == 1
+    assert model.decode(prompt.token_ids) == prompt.text
+    both = dpo(write(tmp_path, {"prompt": "q", "chosen": texts, "rejected": "b"}), model, control_tokens="escape")
+    assert model.decode(both[0].chosen.tolist()) == f"{texts}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [ANSWER]}, "answer without a prompt"),
+        ({"conversations": [{"from": "gpt", "value": "a"}]}, "answer without a prompt"),
+        ({"messages": [USER, {**ANSWER, "content": " "}]}, "empty answer"),
+        ({"messages": [{**USER, "content": "\n"}, ANSWER]}, "blank prompt"),
+    ],
+)
+def test_what_is_left_out_has_a_reason(
+    models: Any, tmp_path: Path, row: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, {"messages": [USER, ANSWER]}, row)
+    turns = sft(path, models["qwen2.5"])
+    assert (len(turns), dict(turns.dropped)) == (1, {reason: 1})
+    main(["data-check", str(path)])
+    assert f"1 {reason}" in capsys.readouterr().out
+    with pytest.raises(MalformedData, match=f"no row is left: 1 of them: {reason}"):
+        sft(write(tmp_path, row), models["qwen2.5"])
+
+
+def test_a_labelled_chat_is_read_for_kto(models: Any, tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER], "label": False}, {"conversations": _FROM, "kto_tag": "true"}]
+    pairs = dpo(write(tmp_path, *rows), models["qwen2.5"])
+    assert [(bool(len(pairs[n].chosen)), bool(len(pairs[n].rejected))) for n in range(2)] == [
+        (False, True),
+        (True, False),
+    ]
+
+
+_UNUSED: dict[str, Any] = {
+    "nan": pa.array([float("nan")]),
+    "infinite": pa.array([float("inf")]),
+    "bytes": pa.array([b"\xff\x00"]),
+    "timedelta": pa.array([timedelta(days=1)]),
+    "nanoseconds": pa.array([1], pa.timestamp("ns")),
+    "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
+    "nested": pa.array([{"a": [{"b": float("nan"), "c": b"x"}]}]),
+}
+
+
+@pytest.mark.parametrize("kind", _UNUSED)
+def test_a_column_without_a_meaning_never_refuses_a_row(models: Any, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["q"], "level": [3], "odd": _UNUSED[kind]}), path)
+    loaded = grpo(path, models["qwen2.5"])
+    assert json.loads(loaded[0].reward.extra_info)["level"] == 3
+    if kind in ("bytes", "nanoseconds", "nested"):
+        assert any(
+            "left out, as the reward's input cannot hold it in some rows: odd" in h for h in loaded.notes[0].hints()
+        )
+
+
+def test_values_of_tables_and_nan_of_json_reach_the_reward(models: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["q"], "extra_info": _UNUSED["map"]}), path)
+    assert json.loads(grpo(path, models["qwen2.5"])[0].reward.extra_info) == {"k": 1}
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "score": NaN, "x": {"y": Infinity}, "odd": "\\ud800"}\n')
+    assert json.loads(grpo(tmp_path / "rows.jsonl", models["qwen2.5"])[0].reward.extra_info) == {
+        "score": None,
+        "x": {"y": None},
+    }
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "extra_info": {"a": {"b": NaN}}}\n')
+    with pytest.raises(MalformedData, match=r":1: column extra_info.a.b: .* got nan .* data.ignore"):
+        grpo(tmp_path / "rows.jsonl", models["qwen2.5"])
+
+
+@pytest.mark.parametrize(
+    ("content", "note"),
+    [
+        ('prompt\n"[{\'role\': \'user\', \'content\': \'q\'}]"\n', "1 prompts are a chat as Python prints it"),
+        ("prompt,ground_truth\nNone,1\nq,nan\n", "the prompt of 1 rows is a word for a missing value"),
+        ("prompt,ground_truth\nq,nan\n", "the ground truth of 1 rows is a word for a missing value"),
+        ('{"prompt": "a", "prompt": "q"}\n', "twice, of which the last counts: prompt"),
+        ('{"prompt": "q", "ground_truth": "1"}\n{"prompt": "q", "ground_truth": "2"}\n',
+         "1 rows repeat an earlier prompt with another ground truth"),
+        ('{"prompt": "q", "ground_truth": "", "data_source": "s"}\n', "s: 1 rows, 0 with a ground truth"),
+        (json.dumps({"messages": [USER, ANSWER], "answer": "4"}) + "\n", 'data.map.ground_truth = "answer"'),
+    ],
+)  # fmt: skip
+def test_data_check_says_what_is_odd(
+    tmp_path: Path, content: str, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("rows.jsonl" if content.startswith("{") else "rows.csv")
+    path.write_text(content)
+    assert main(["data-check", str(path)]) == 0
+    assert note in capsys.readouterr().out
+
+
+def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An end of turn that is no end token, two BOS, tokens beyond the embedding by line, and no false lost characters."""
+    folder = write_folder(tmp_path / "m", TEMPLATES["qwen2.5"], eos_token="<|endoftext|>", unk_token="<|endoftext|>")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 0, "vocab_size": 300}))
+    path = write(tmp_path, {"prompt": "q"})
+    assert main(["data-check", str(path), "--model", str(folder)]) == 0
+    assert (
+        "the chat template ends an answer with '<|im_end|>', in which none of the model's end tokens is"
+        in capsys.readouterr().out
+    )
+    described = json.loads((folder / "tokenizer.json").read_text())
+    single = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    described["post_processor"] = {
+        "type": "TemplateProcessing", "single": [single, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    path = write(tmp_path, {"prompt": "<|endoftext|>q"}, {"prompt": "z"})
+    assert main(["data-check", str(path), "--model", str(folder), "data.text_prompts=plain"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 prompts begin with the token that begins a text twice" in printed
+    assert "no token for these characters" not in printed
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 0, "vocab_size": 70}))
+    with pytest.raises(MalformedData, match=r"rows.jsonl:2: token 'z' has id \d+, and the model's vocabulary is 70"):
+        grpo(path, ChatTokenizer.read(folder, needs_template=False), text_prompts="plain")
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a", "label": True}]
+)
+def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data-check", str(write(tmp_path, row)), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["bad_rows"], report["can_train"]) == (0, {"grpo": 0, "sft": 0, "dpo": 1})
+
+
+@pytest.mark.parametrize(
+    ("row", "reply"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "no row is left: 1 have two equal answers"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": [{**ANSWER, "content": ""}]},
+            "no row is left: 1 of them: empty answer",
+        ),
+        (
+            {"prompt": [{**USER, "content": " "}], "chosen": "a", "rejected": "b"},
+            "no row is left: 1 of them: blank prompt",
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "column rejected: missing: its text is empty"),
+        (
+            {"prompt": "q ", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "b"}]},
+            "white space at their ends",
+        ),
+        ({"prompt": "q", "chosen": [{**ANSWER, "weight": 0}], "rejected": "b"}, "an answer to train"),
+    ],
+)
+def test_preferences_that_teach_nothing_are_explained(models: Any, tmp_path: Path, row: Any, reply: str) -> None:
+    with pytest.raises(MalformedData, match=reply):
+        dpo(write(tmp_path, row), models["qwen2.5"])
+
+
+@pytest.mark.parametrize(
+    ("purpose", "row"),
+    [
+        ("sft", {"messages": [USER, ANSWER, USER, call("weather", '{"city": "Bern"}')], "tools": [WEATHER]}),
+        ("grpo", {"prompt": "q", "ground_truth": "1"}),
+        ("dpo", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+    ],
+)
+def test_what_is_shown_is_what_a_batch_holds(models: Any, tmp_path: Path, purpose: Any, row: dict[str, Any]) -> None:
+    """Without its marks the text is that of the packed micro-batch's tokens; what is marked are the trained ones."""
+    model, path = models["qwen2.5"], write(tmp_path, row)
+    settings = TrainerSettings.model_validate({"model": {"path": "m"}})
+    shown = [text.partition("\n")[2] for text in shown_rows(path, 5, purpose, settings, model, None)]
+    assert len(shown) == {"sft": 2, "grpo": 1, "dpo": 2}[purpose]
+    plain = [text.replace(MARKS[0], "").replace(MARKS[1], "") for text in shown]
+    if purpose == "sft":
+        turns = sft(path, model)
+        for n, text in enumerate(plain):
+            ids, mask = turns[n].token_ids, turns[n].loss_mask
+            logprobs = np.zeros(len(ids), dtype=np.float32)
+            batch = build([Row(token_ids=ids, loss_mask=mask, behaviour_logprobs=logprobs, advantage=0.0, weight=1.0)])
+            assert model.decode([*batch.input_ids.flatten().tolist(), int(batch.targets[-1])]) == text
+            assert shown[n].partition(MARKS[0])[2].partition(MARKS[1])[0] == model.decode(batch.targets.tolist())
+    elif purpose == "grpo":
+        assert plain == [grpo(path, model)[0].text]
+    else:
+        pair = dpo(path, model)[0]
+        assert plain == [model.decode([*pair.prompt, *answer]) for answer in (pair.chosen, pair.rejected)]

@@ -1,0 +1,112 @@
+"""Removes the nulls with which Arrow fills up the objects of a column, in tool schemas and in the arguments of calls; pure.
+
+In a table each object of a column has the keys of all of them, so a null there stands for a key that is not there, unless the
+tool's schema requires the key. In JSON a null is what somebody wrote, unless the schema has no such key or allows no null: then it was
+written from such a table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from penstock.protocol.call_arguments import parsed_arguments
+
+Parameters = Mapping[str, Mapping[str, Any]]  # the JSON schema of a tool's arguments, by its name
+
+_VALUES = frozenset({"default", "const", "example"})  # keywords whose null is a value, in JSON
+
+
+def schema_without_padding(value: Any, *, is_table: bool) -> Any:
+    """Return a tool, or a part of its JSON schema, without keys whose value is null, at every depth."""
+    if isinstance(value, list):
+        return [schema_without_padding(item, is_table=is_table) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: {name: schema_without_padding(part, is_table=is_table) for name, part in item.items() if part is not None}
+        if key == "properties" and isinstance(item, Mapping)
+        else schema_without_padding(item, is_table=is_table)
+        for key, item in value.items()
+        if item is not None or (key in _VALUES and not is_table)
+    }
+
+
+def tool_of(value: Any) -> Any:
+    """Return a tool, or what its JSON text holds, with its ``parameters`` as an object where they are a JSON text."""
+    tool = parsed_arguments(value) or value
+    if isinstance(tool, Mapping):
+        if isinstance(tool.get("function"), Mapping):
+            return {**tool, "function": tool_of(tool["function"])}
+        if isinstance(text := tool.get("parameters"), str):
+            return {**tool, "parameters": parsed_arguments(text) or text}
+    return tool
+
+
+def parameters_of(tools: Iterable[Any]) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("parameters"), Mapping):
+            found[str(function.get("name"))] = function["parameters"]
+    return found
+
+
+def message_without_padding(message: Any, parameters: Parameters, *, is_table: bool) -> Any:
+    """Return a message whose calls have no padding; itself if there is none."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list):
+        return message
+    cleaned = [_call(call, parameters, is_table) for call in calls]
+    return message if cleaned == calls else {**message, "tool_calls": cleaned}
+
+
+def _call(call: Any, parameters: Parameters, is_table: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    call = {key: value for key, value in call.items() if value is not None}
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], parameters, is_table)}
+    if "arguments" not in call or (arguments := parsed_arguments(call["arguments"])) is None:
+        return call
+    is_text = isinstance(call["arguments"], str)
+    schema = parameters.get(str(call.get("name")))
+    cleaned = _arguments(arguments, schema, is_table=is_table and not is_text)
+    if cleaned == arguments:
+        return call
+    return {**call, "arguments": json.dumps(cleaned, ensure_ascii=False) if is_text else cleaned}
+
+
+def _arguments(value: Any, schema: Any, *, is_table: bool) -> Any:
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, list):
+        return [_arguments(item, schema.get("items"), is_table=is_table) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    properties = schema.get("properties")
+    return {
+        key: _arguments(item, properties.get(key) if isinstance(properties, Mapping) else None, is_table=is_table)
+        for key, item in value.items()
+        if item is not None or _keeps_null(key, properties, schema.get("required"), is_table=is_table)
+    }
+
+
+def _keeps_null(key: str, properties: Any, required: Any, *, is_table: bool) -> bool:
+    if isinstance(required, list) and key in required:
+        return True
+    if is_table:
+        return False
+    return not isinstance(properties, Mapping) or (key in properties and _allows_null(properties[key]))
+
+
+def _allows_null(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return True
+    kinds = schema.get("type")
+    if schema.get("nullable") is True or "null" in (kinds if isinstance(kinds, list) else [kinds]):
+        return True
+    if None in (schema.get("enum") or []):
+        return True
+    parts = [part for key in ("anyOf", "oneOf") for part in schema.get(key) or []]
+    return any(map(_allows_null, parts)) if parts else kinds is None and "enum" not in schema
