@@ -22,6 +22,7 @@ from types import FrameType
 
 from penstock.console import launch
 from penstock.console.cli.options import LocalOptions
+from penstock.console.connections import RUN_FILE
 from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
@@ -34,10 +35,10 @@ from penstock.deploy.local_run import TRAINER, LocalRun, death_signal
 from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
 from penstock.deploy.processes.supervise import Supervisor
-from penstock.protocol import logs, streams
+from penstock.protocol import logs, seals, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
+from penstock.protocol.errors import BlobStoreRefused, BusRefused, ConfigError, MissingStream, PenstockError
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -93,6 +94,7 @@ def _train_local(
             for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
             run_folder.withdraw_pause(run.folder)
+            seal_run_file(arguments, run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             page.start()
@@ -119,6 +121,13 @@ def _train_local(
     for line in trackers.finish():
         say(line)
     return 0
+
+
+def seal_run_file(arguments: Sequence[str], folder: Path) -> None:
+    """Seal the run file that was given if it is the one in the run's folder, so that the console uses the servers it names."""
+    if any(file.absolute() == folder.absolute() / RUN_FILE for file in split_arguments(arguments)[0]):
+        with contextlib.suppress(ConfigError, OSError):  # without a key, or a link: the console asks
+            seals.seal(folder / RUN_FILE)
 
 
 def say(text: str) -> None:
@@ -193,6 +202,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
                 print(note, file=sys.stderr)
             create_what_is_missing(settings)
             run_folder.withdraw_pause(settings.run.folder)
+            seal_run_file(arguments, settings.run.folder)
             with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 trackers.start()
                 if trainer.is_logged:

@@ -21,7 +21,7 @@ from penstock.console import connections, launch
 from penstock.console.registry import versions
 from penstock.console.registry.model_merge import open_model
 from penstock.console.tools.runs import unknown_run
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, seals
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Head
@@ -110,13 +110,13 @@ def recorded_settings(target: Target, *, with_reward: bool, with_format: bool = 
     """Return the run's own settings of data, sampling and rewards as a run file; empty for a folder.
 
     ``with_reward`` is False when another reward was named: then rewards by source are left out. ``with_format`` is False when
-    ``data.format`` was given. Raises ConfigError for settings that cannot be read, and for a format of rows that is a file or module
-    of somebody's: a folder of a run that was copied here names no code to run.
+    ``data.format`` was given. Raises UntrustedFolder unless this user's run wrote them, ConfigError for settings that cannot be read,
+    and for a format of rows that is a file or module.
     """
     if target.recorded is None:
         return ""
     try:
-        settings = json.loads(read_regular(target.recorded))["settings"]
+        settings = json.loads(seals.read(target.recorded) or b"null")["settings"]
         sections = {name: _part(settings.get(name) or {}, keys) for name, keys in _SECTIONS.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(

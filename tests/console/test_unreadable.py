@@ -28,7 +28,7 @@ from penstock.deploy.processes.servers import NatsServer
 from penstock.forensics.audit.audit import audit_run
 from penstock.forensics.audit.audit_checks import LETTERS, AuditInputs, check_record
 from penstock.forensics.audit.audit_inputs import gather
-from penstock.protocol import streams, subjects
+from penstock.protocol import seals, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError, MalformedFact
 from penstock.protocol.facts import Heartbeat, RunEvent, decode, encode, encode_unbounded
@@ -276,7 +276,7 @@ def test_files_in_place_of_others_stop_no_listing(tmp_path: Path) -> None:
     assert list(curves.rows(tmp_path)) == []
     assert curves.num_unreadable(tmp_path) == 1
     for content in (b"export PENSTOCK_NATS__PASSWORD='hunter2\n", b"\xff"):
-        (tmp_path / "environment").write_bytes(content)
+        seals.write(tmp_path / "environment", content)
         with pytest.raises(ConfigError, match="environment cannot be read") as failed:
             connections.store_environment(tmp_path)
         assert "hunter2" not in str(failed.value)
