@@ -52,7 +52,8 @@ _FORMS = re.compile(
     re.DOTALL,
 )
 _IN_CONTEXT = re.compile(  # group 1 stays, what follows is hidden
-    r"([a-z][a-z0-9+.-]*://)[^\s/?#@\"']+(?=@)"
+    r"((?<![\w/])[\w.+-]+:)[^\s/@:\"']+(?=@[\w.-])"
+    r"|([a-z][a-z0-9+.-]*://)[^\s/?#@\"']+(?=@)"
     r"|((?:authorization|proxy-authorization|x-api-key|api-key)[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?)[^\s\"',;]+"
     r"|(\bbearer\s+)(?=\S*\d)[\w.~+/=-]{8,}"
     r"|((?:[?&]|\b|--?)[\w-]*(?:password|passwd|passphrase|secret|api[-_]?key|access[-_]?key|account[-_]?key|auth[-_]?token|access[-_]?token"

@@ -109,9 +109,9 @@ class EpisodeEnvironment(Environment):
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
         """Return this environment under another name, with options and limits; raises ConfigError for wrong options."""
+        where = f"environment.define.{name}.options"
+        options = resolved(definition.options, where, os.environ, tuple(self.options.model_fields))
         try:
-            where = f"environment.define.{name}.options"
-            options = resolved(definition.options, where, os.environ, tuple(self.options.model_fields))
             chosen = self.options.model_validate(options)
         except ValidationError as err:
             problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())

@@ -142,15 +142,22 @@ def _model(target: str, arguments: Sequence[str]) -> Iterator[Path]:
             raise ConfigError(
                 f"run {run} has no final model yet ({home / 'model'}); name a version: {run}@head or {run}@best"
             )
-        yield home / "model"
+        yield _without_links(home / "model")
     elif (home / versions.MODELS / version / "config.json").is_file():
-        yield home / versions.MODELS / version
+        yield _without_links(home / versions.MODELS / version)
     else:
         number = Registry.read(run).version(version)
         with tempfile.TemporaryDirectory(prefix="penstock-push-") as scratch:
             with contextlib.redirect_stdout(sys.stderr):
                 export(run, number, Path(scratch) / "model")
             yield Path(scratch) / "model"
+
+
+def _without_links(folder: Path) -> Path:
+    """Return a model folder of a run; raises ConfigError for a link in it, which would upload another file of this machine."""
+    if links := files.links_below(folder):
+        raise ConfigError(f"{links[0]} is a link or no regular file; replace it by the file itself")
+    return folder
 
 
 def model_card(run_folder: Path, version: int | None, state_root: str, scores: Scores) -> str:

@@ -31,7 +31,7 @@ FORMS = [  # joined here, so that no scanner of secrets takes this file for a le
     f"SG.{BODY}.{BODY}", "npm_" + BODY, "pypi-" + BODY, "dckr_pat_" + BODY, "nvapi-" + BODY, "gsk_" + BODY, "r8_" + BODY, "xai-" + BODY,
     "pplx-" + BODY, "tvly-" + BODY, "dop_v1_" + BODY, "hvs." + BODY, "lsv2_pt_" + BODY, "SUA" + CAPITALS * 3, "SK" + "0a" * 16,
     "AGE-SECRET-KEY-1" + CAPITALS, f"12345678:AA{BODY}{BODY}", f"-----BEGIN RSA PRIVATE KEY-----\n{BODY}\n-----END RSA PRIVATE KEY-----",
-    f"-----BEGIN OPENSSH PRIVATE KEY-----\n{BODY}", f"postgres://user:{BODY}@db/x", f"https://{BODY}@host/x", f"https://h/?x=1&token={BODY}",
+    f"-----BEGIN OPENSSH PRIVATE KEY-----\n{BODY}", f"postgres://user:{BODY}@db/x", f"https://{BODY}@host/x", f"me:{BODY}@host", f"https://h/?x=1&token={BODY}",
     f"https://h/o?X-Amz-Signature={BODY}", f"Authorization: Bearer {BODY}", f"Authorization: Basic {BODY}", f"curl -H 'X-Api-Key: {BODY}'",
     f"OPENAI_API_KEY={BODY} agent", f"MY_TOKEN={BODY} agent", f"agent --password={BODY}", f"Server=x;Password={BODY};User=y",
     f"AccountName=x;AccountKey={BODY}==", f"https://hooks.slack.com/services/T0/B0/{BODY}", f"https://discord.com/api/webhooks/1/{BODY}",
@@ -57,9 +57,9 @@ def planted(secret: str) -> list[str]:
     return [
         "model.path=m", "data.train=d", "environment.define.e.type=x", f"environment.define.e.options.variables={{FOO={text}}}",
         f"environment.define.e.options.servers.web={{command=['agent', {text}], variables={{X={text}}}}}",
-        f"environment.define.e.options.deep=[{{note={text}}}]", f"environment.define.e.system_prompt={text}", 
+        f"environment.define.e.options.deep=[{{note={text}}}]", f"environment.define.e.system_prompt={text}",
         "reward.define.r.parts.p.reward=format", f"data.template_arguments.note={text}", f"data.system_prompt={text}", f"data.map.prompt={text}",
-        f"data.roles.bot={text}", f"reward.define.r.parts.p.parameters.note={text}", 
+        f"data.roles.bot={text}", f"reward.define.r.parts.p.parameters.note={text}",
     ]  # fmt: skip
 
 

@@ -80,8 +80,7 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
     home = tmp_path / "runs" / "one"
     home.mkdir(parents=True)
     seals.write(
-        home / "config.json",
-        '{"settings": {"data": {"train": "x", "system_prompt": "s"}, "reward": {"name": "math"}}}'
+        home / "config.json", '{"settings": {"data": {"train": "x", "system_prompt": "s"}, "reward": {"name": "math"}}}'
     )
     with pytest.raises(ConfigError, match="run one has no final model yet"):
         target.find("one", runs, {})

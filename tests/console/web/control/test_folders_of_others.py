@@ -17,7 +17,7 @@ from penstock.client import events, local_start
 from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.live.panel import watch_run
-from penstock.console.registry.exchange import model_card
+from penstock.console.registry import exchange
 from penstock.console.tools import trust
 from penstock.console.tracking import trackers
 from penstock.console.web.jobs import job_file, queue
@@ -95,11 +95,14 @@ def test_no_route_uses_what_a_sent_folder_names(gift: Path, stranger: Stranger, 
     api = Api(gift.parent)
     api.context.environ.pop("PENSTOCK_NATS__URL", None)  # type: ignore[attr-defined]
     with api.client() as http:
+        paths = [
+            (str(getattr(route, "path", "")), getattr(route, "methods", None) or set[str]()) for route in api.app.routes
+        ]
         routes = [
-            (method, route.path.replace("{run}", "gift").replace("{number}", "1"))
-            for route in api.app.routes
-            if "{run}" in getattr(route, "path", "") and not route.path.endswith("/events")  # type: ignore[attr-defined]
-            for method in sorted(route.methods - {"DELETE"})  # type: ignore[attr-defined]
+            (method, path.replace("{run}", "gift").replace("{number}", "1"))
+            for path, methods in paths
+            if "{run}" in path and not path.endswith("/events")
+            for method in sorted(methods - {"DELETE"})
         ]
         assert len(routes) > 15
         for method, path in routes:
@@ -124,7 +127,7 @@ VERBS: dict[str, Callable[[Path], object]] = {
     "watch": lambda gift: watch_run(run_of(gift), plain=True, as_json=True),
     "settings": lambda gift: run_of(gift).settings,
     "weights": lambda gift: connections.trusted_keys(None, {}, gift / "store"),
-    "audit": lambda gift: audit.audit_run("gift", [f"run.dir={gift.parent}"], {}),
+    "audit": lambda gift: audit.audit_run("gift", [f"run.dir={gift.parent}"], {}, fast=True, as_json=True),
     "backup": lambda gift: backup._backup("gift", [f"run.dir={gift.parent}"], gift.parent / "to"),
     "track": lambda gift: trackers.load_settings("gift", [f"run.dir={gift.parent}", "nats.url=nats://127.0.0.1:1"], {}),
     "eval": lambda gift: target.recorded_settings(
@@ -148,7 +151,15 @@ def test_no_verb_uses_what_a_sent_folder_names(gift: Path, stranger: Stranger, v
 
 
 def test_a_card_has_no_digest_of_a_file_that_somebody_else_named(gift: Path) -> None:
-    assert "| not read |" in model_card(gift, None, "", {})
+    assert "| not read |" in exchange.model_card(gift, None, "", {})
+
+
+def test_a_link_in_a_model_folder_uploads_no_other_file(gift: Path) -> None:
+    (gift / "model").mkdir()
+    (gift / "model" / "config.json").write_text("{}")
+    (gift / "model" / "tokenizer.json").symlink_to(gift.parent.parent / "id_rsa")
+    with pytest.raises(PenstockError, match="is a link"), exchange._model("gift", [f"run.dir={gift.parent}"]):
+        pass
 
 
 NAMES = ("job.json", "run.toml", "config.json", "store/environment", "trackers/settings.json")
