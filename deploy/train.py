@@ -39,6 +39,7 @@ from penstock.protocol import logs, seals, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, ConfigError, MissingStream, PenstockError
+from penstock.protocol.files import read_regular
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -125,9 +126,10 @@ def _train_local(
 
 def seal_run_file(arguments: Sequence[str], folder: Path) -> None:
     """Seal the run file that was given if it is the one in the run's folder, so that the console uses the servers it names."""
-    if any(file.absolute() == folder.absolute() / RUN_FILE for file in split_arguments(arguments)[0]):
+    path = folder.absolute() / RUN_FILE
+    if any(file.absolute() == path for file in split_arguments(arguments)[0]):
         with contextlib.suppress(ConfigError, OSError):  # without a key, or a link: the console asks
-            seals.seal(folder / RUN_FILE)
+            seals.seal(path, read_regular(path))
 
 
 def say(text: str) -> None:

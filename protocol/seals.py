@@ -24,7 +24,8 @@ from penstock.protocol.files import atomic_write, read_regular
 
 KEY_FILE = "PENSTOCK_SEAL_KEY_FILE"
 _KEY_BYTES = 32
-_MOST_SEALS = 1024  # bytes
+_MOST_SEALS = 16  # of a file, each of another user
+_SEAL_CHARS = 64
 _PARTS = frozenset({"store", "trackers"})  # folders inside of a run's whose files are sealed
 log = structlog.get_logger("protocol.seals")
 
@@ -50,9 +51,18 @@ def write(path: Path, data: bytes | str, *, at: Path | None = None, sync: bool =
     atomic_write(path, content, sync=sync)
 
 
-def seal(path: Path) -> None:
-    """Seal a file as it is. Raises ConfigError, and OSError for what is no regular file."""
-    atomic_write(_seal_file(path), _seal(path, read_regular(path)), sync=True)
+def seal(path: Path, content: bytes) -> None:
+    """Seal the content of a file, beside the seals of other users. Raises ConfigError, OSError."""
+    seals = dict.fromkeys([_seal(path, content), *_stored(path)])
+    atomic_write(_seal_file(path), "\n".join([*seals][:_MOST_SEALS]), sync=True)
+
+
+def changed_ns(path: Path) -> int:
+    """Return when the seal of a file was last changed, in ns since 1970; 0 for a file without one."""
+    try:
+        return _seal_file(path).lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def read(path: Path, most: int = 1 << 26) -> bytes | None:
@@ -82,11 +92,19 @@ def is_sealed(path: Path) -> bool:
 
 def _fits(path: Path, content: bytes) -> bool:
     try:
-        stored = read_regular(_seal_file(path), _MOST_SEALS).decode("ascii").split()
         expected = _seal(path, content)
-    except (OSError, ValueError, ConfigError):
+    except ConfigError:
         return False
-    return any(hmac.compare_digest(expected, text) for text in stored)
+    return any(hmac.compare_digest(expected, text) for text in _stored(path))
+
+
+def _stored(path: Path) -> list[str]:
+    try:
+        return [
+            text for text in read_regular(_seal_file(path), 4096).decode("ascii").split() if len(text) == _SEAL_CHARS
+        ]
+    except (OSError, ValueError):
+        return []
 
 
 def _seal(path: Path, content: bytes) -> str:

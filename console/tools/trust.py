@@ -46,7 +46,7 @@ def trust(run: NamedRun, *, yes: bool) -> int:
         return 1
     else:
         for name, content in unsealed.items():
-            seals.write(folder / name, content, sync=True)
+            seals.seal(folder / name, content)
         print(f"run {run} is trusted until one of these files is changed or moved by somebody else")
     return 0
 

@@ -106,12 +106,11 @@ def export(target: Target, to: Path, arguments: Sequence[str]) -> Path:
     return to
 
 
-def recorded_settings(target: Target, *, with_reward: bool, with_format: bool = True) -> str:
+def recorded_settings(target: Target, *, with_reward: bool) -> str:
     """Return the run's own settings of data, sampling and rewards as a run file; empty for a folder.
 
-    ``with_reward`` is False when another reward was named: then rewards by source are left out. ``with_format`` is False when
-    ``data.format`` was given. Raises UntrustedFolder unless this user's run wrote them, ConfigError for settings that cannot be read,
-    and for a format of rows that is a file or module.
+    ``with_reward`` is False when another reward was named: then rewards by source are left out. Raises UntrustedFolder unless this
+    user's run wrote them, since they may name code and servers, and ConfigError for settings that cannot be read.
     """
     if target.recorded is None:
         return ""
@@ -124,13 +123,6 @@ def recorded_settings(target: Target, *, with_reward: bool, with_format: bool = 
             "(penstock weights export) and evaluate the folder"
         ) from None
     sections["data"] = {key: value for key, value in sections["data"].items() if key not in OWN_DATA}
-    if not with_format:
-        sections["data"].pop("format", None)
-    elif ":" in (row_format := str(sections["data"].get("format", ""))):
-        raise ConfigError(
-            f"{target.recorded}: data.format = {row_format!r} names code, which an evaluation runs only when it is named again; if you "
-            f"trust it, add data.format={row_format}"
-        )
     if not with_reward:
         sections["reward"] = {k: v for k, v in sections["reward"].items() if k not in {"name", "by_source"}}
     return "".join(f"{name} = {toml_text(section)}\n" for name, section in sections.items() if section)

@@ -37,7 +37,7 @@ _LOCK_S = 10.0
 _MAX_BYTES = 1024 * 1024
 _MAX_KNOWN = 20_000
 Intent = Literal["none", "run", "pause", "stop"]
-_intents: dict[Path, tuple[tuple[int, int, int], Intent]] = {}  # by folder: the file's stamp, and what it says
+_intents: dict[Path, tuple[tuple[int, int, int, int], Intent]] = {}  # by folder: the file's stamp, and what it says
 State = Literal[
     "created", "queued", "waiting", "running", "pausing", "paused", "stopping", "stopped", "failed", "finished"
 ]
@@ -106,7 +106,7 @@ def intent_of(folder: Path) -> Intent:
         stat = (folder / JOB).lstat()
     except OSError:
         return "none"
-    stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size, seals.changed_ns(folder / JOB))
     known = _intents.get(folder)
     if known is None or known[0] != stamp:
         try:

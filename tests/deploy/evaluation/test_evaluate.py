@@ -28,7 +28,7 @@ from penstock.deploy.evaluation.prepare import _sampling, alone, prepare
 from penstock.protocol import seals
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, UntrustedFolder
 from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.settings import TrainerSettings
 
@@ -92,10 +92,9 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
         target.recorded_settings(final, with_reward=True) == 'data = {system_prompt = "s"}\nreward = {name = "math"}\n'
     )
     assert target.recorded_settings(final, with_reward=False) == 'data = {system_prompt = "s"}\n'
-    seals.write(home / "config.json", '{"settings": {"data": {"system_prompt": "s", "format": "evil.py:f"}}}')
-    with pytest.raises(ConfigError, match=r"'evil.py:f' names code, .*add data.format=evil.py:f"):
+    (home / "config.json").write_text('{"settings": {"data": {"format": "evil.py:f"}}}')
+    with pytest.raises(UntrustedFolder, match="penstock runs trust one"):
         target.recorded_settings(final, with_reward=True)
-    assert target.recorded_settings(final, with_reward=True, with_format=False) == 'data = {system_prompt = "s"}\n'
     versions.store_tag(home, "kept", Tag(version=7))
     quickstart_task.write_model(home / versions.MODELS / "kept", seed=0)
     kept = target.find("one@kept", runs, {})

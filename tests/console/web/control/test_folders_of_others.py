@@ -186,6 +186,19 @@ def test_a_seal_holds_for_one_content_at_one_place_under_one_key(gift: Path, tmp
     assert not seals.is_sealed(path)
 
 
+def test_two_users_trust_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a console and the pods that its launcher starts, which have another key."""
+    path = tmp_path / "run.toml"
+    seals.write(path, "a = 1")
+    for number in range(20):
+        monkeypatch.setenv(seals.KEY_FILE, str(tmp_path / f"key{number % 2}"))
+        assert seals.is_sealed(path) == (number > 1)
+        seals.seal(path, path.read_bytes())
+    monkeypatch.undo()
+    assert seals.is_sealed(path)
+    assert len((tmp_path / ".run.toml.seal").read_text().split()) == 3
+
+
 def test_a_kill_between_seal_and_content_leaves_the_old_file_sealed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
