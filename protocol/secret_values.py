@@ -18,7 +18,6 @@ from penstock.protocol.errors import ConfigError
 MASK = "********"
 FROM_ENVIRONMENT = "env:"
 _FILE = "_file"
-_MOST_BYTES = 64 * 1024
 _LEAST_CHARS = 6  # of a value that is searched for in texts: shorter ones are in ordinary words
 
 _TABLES = frozenset({"variables", "env", "environ", "envs", "headers", "extra_headers", "default_headers", "cookies"})
@@ -39,7 +38,7 @@ _RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])\S{12,}")
 
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:.*?-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|.*)"
-    r"|(?<![A-Za-z0-9_-])(?:"
+    r"|(?<![A-Za-z0-9_-])(?=[A-Zadeghjklnprstwxy0-9])(?:"
     r"sk-[A-Za-z0-9_-]{8,}|(?:sk|rk|pk|whsec)_(?:live_|test_)?[A-Za-z0-9]{16,}"
     r"|gh[pousr]_[A-Za-z0-9]{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{10,}"
     r"|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_(?=\w*[0-9A-Z])[A-Za-z0-9]{10,}|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,}"
@@ -51,14 +50,13 @@ _FORMS = re.compile(
     r"|(?<=hooks\.slack\.com/services/)\S+|(?<=discord\.com/api/webhooks/)\S+",
     re.DOTALL,
 )
-_IN_CONTEXT = re.compile(  # group 1 stays, what follows is hidden
-    r"((?<![\w/])[\w.+-]+:)[^\s/@:\"']+(?=@[\w.-])"
-    r"|([a-z][a-z0-9+.-]*://)[^\s/?#@\"']+(?=@)"
-    r"|((?:authorization|proxy-authorization|x-api-key|api-key)[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?)[^\s\"',;]+"
-    r"|(\bbearer\s+)(?=\S*\d)[\w.~+/=-]{8,}"
-    r"|((?:[?&]|\b|--?)[\w-]*(?:password|passwd|passphrase|secret|api[-_]?key|access[-_]?key|account[-_]?key|auth[-_]?token|access[-_]?token"
-    r"|signature|(?<![a-z])token|(?<![a-z])sig)=)[^\s&\"',;]+"
-    r"|((?-i:\b[A-Z][A-Z0-9_]*_(?:TOKEN|KEY|PASS|PWD|PAT))=)[^\s&\"',;]+",
+_IN_CONTEXT = re.compile(  # group 1 stays, what follows is hidden; every alternative begins with a letter of its own: texts may be long
+    r"(:(?://)?)[^\s/?#@:\"']{1,300}(?=@)"
+    r"|((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)[^\s\"',;]+"
+    r"|(bearer\s{1,9})(?=\S{0,99}\d)[\w.~+/=-]{8,}"
+    r"|((?:password|passwd|passphrase|secret|(?:api|access|account)[-_]?key|(?:auth|access)[-_]?token|signature|(?<![a-z])(?:token|sig))=)"
+    r"[^\s&\"',;]+"
+    r"|((?-i:(?<=[A-Z0-9])_(?:TOKEN|KEY|PASS|PWD|PAT))=)[^\s&\"',;]+",
     re.IGNORECASE,
 )
 _FLAG = re.compile(r"--?[\w-]*(?:password|passwd|passphrase|secret|token|api[-_]?key|auth|credentials?)", re.IGNORECASE)
