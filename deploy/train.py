@@ -22,7 +22,6 @@ from types import FrameType
 
 from penstock.console import launch
 from penstock.console.cli.options import LocalOptions
-from penstock.console.connections import RUN_FILE
 from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
@@ -31,15 +30,14 @@ from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
-from penstock.deploy.local_run import TRAINER, LocalRun, death_signal
+from penstock.deploy.local_run import TRAINER, LocalRun, death_signal, seal_run_file
 from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
 from penstock.deploy.processes.supervise import Supervisor
-from penstock.protocol import logs, seals, streams
+from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import BlobStoreRefused, BusRefused, ConfigError, MissingStream, PenstockError
-from penstock.protocol.files import read_regular
+from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -95,7 +93,6 @@ def _train_local(
             for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
             run_folder.withdraw_pause(run.folder)
-            seal_run_file(arguments, run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             page.start()
@@ -122,14 +119,6 @@ def _train_local(
     for line in trackers.finish():
         say(line)
     return 0
-
-
-def seal_run_file(arguments: Sequence[str], folder: Path) -> None:
-    """Seal the run file that was given if it is the one in the run's folder, so that the console uses the servers it names."""
-    path = folder.absolute() / RUN_FILE
-    if any(file.absolute() == path for file in split_arguments(arguments)[0]):
-        with contextlib.suppress(ConfigError, OSError):  # without a key, or a link: the console asks
-            seals.seal(path, read_regular(path))
 
 
 def say(text: str) -> None:

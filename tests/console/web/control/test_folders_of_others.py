@@ -21,7 +21,7 @@ from penstock.console.registry import exchange
 from penstock.console.tools import trust
 from penstock.console.tracking import trackers
 from penstock.console.web.jobs import job_file, queue
-from penstock.deploy import scoring, train
+from penstock.deploy import local_run, scoring
 from penstock.deploy.evaluation import target
 from penstock.forensics import backup
 from penstock.forensics.audit import audit
@@ -258,7 +258,7 @@ def test_what_this_user_starts_needs_no_yes(tmp_path: Path, launcher: FakeLaunch
     run_file.write_text('[nats]\nurl = "nats://127.0.0.1:1"\n')
     with pytest.raises(UntrustedFolder):
         api.context.settings_of("mine")
-    train.seal_run_file([str(run_file)], folder)
+    local_run.seal_run_file([str(run_file)], folder)
     assert api.context.settings_of("mine").settings.nats.url == "nats://127.0.0.1:1"
     job_file.write(folder, job_file.Job(run="mine", created_at=1.0, intent="run", starts=1))
     (tmp_path / "other").symlink_to(tmp_path / "runs")
