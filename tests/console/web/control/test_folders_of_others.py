@@ -27,6 +27,7 @@ from penstock.forensics import backup
 from penstock.forensics.audit import audit
 from penstock.protocol import seals
 from penstock.protocol.errors import PenstockError, UntrustedFolder
+from penstock.protocol.record.run_folder import hold_lock
 
 SECRET = "PRIVATE-KEY-CONTENT"
 EVIL = 'from pathlib import Path\nPath("{ran}").touch()\n'
@@ -159,6 +160,12 @@ def test_a_link_in_a_model_folder_uploads_no_other_file(gift: Path) -> None:
     (gift / "model" / "config.json").write_text("{}")
     (gift / "model" / "tokenizer.json").symlink_to(gift.parent.parent / "id_rsa")
     with pytest.raises(PenstockError, match="is a link"), exchange._model("gift", [f"run.dir={gift.parent}"]):
+        pass
+
+
+def test_a_run_in_a_sent_folder_does_not_write_through_a_link(gift: Path) -> None:
+    (gift / "report.md").symlink_to(gift.parent.parent / "id_rsa")
+    with pytest.raises(PenstockError, match=r"report\.md is a link"), hold_lock(gift):
         pass
 
 
