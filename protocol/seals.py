@@ -17,8 +17,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import structlog
-
 from penstock.protocol.errors import ConfigError, UntrustedFolder
 from penstock.protocol.files import atomic_write, read_regular
 
@@ -27,7 +25,6 @@ _KEY_BYTES = 32
 _MOST_SEALS = 16  # of a file, each of another user
 _SEAL_CHARS = 64
 _PARTS = frozenset({"store", "trackers"})  # folders inside of a run's whose files are sealed
-log = structlog.get_logger("protocol.seals")
 
 
 def write(path: Path, data: bytes | str, *, at: Path | None = None, sync: bool = False, optional: bool = False) -> None:
@@ -42,6 +39,9 @@ def write(path: Path, data: bytes | str, *, at: Path | None = None, sync: bool =
     except ConfigError as err:
         if not optional:
             raise
+        import structlog  # noqa: PLC0415  verbs that only list files start without it
+
+        log = structlog.get_logger("protocol.seals")
         log.warning("a file of the run has no seal: the console asks before it uses what it names", error=str(err))
         seals = set[str]()
     with contextlib.suppress(OSError):
