@@ -12,11 +12,9 @@ from typing import Any
 
 from penstock.console import connections
 from penstock.protocol import subjects
-from penstock.protocol.errors import BusError, ConfigError
+from penstock.protocol.errors import BusError, ConfigError, UntrustedFolder
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
-
-RUN_FILE = "run.toml"
 
 _CONNECT_S = 2.0
 _POLL_S = 0.1
@@ -70,12 +68,14 @@ def published(run_id: str, folder: Path, is_over: Callable[[], bool]) -> Iterato
 
 
 def _connected(run_id: str, folder: Path) -> Bus | None:
-    """Return a connection if the run's stream exists."""
+    """Return a connection if the run's stream exists. Raises UntrustedFolder."""
     try:
-        run_file = folder / RUN_FILE  # its servers may be others than the run's own
-        arguments = [*([str(run_file)] if run_file.exists() else []), f"run.dir={folder.parent}"]
+        # The servers that its run file names may be others than the run's own.
+        arguments = [*connections.run_file_of(folder), f"run.dir={folder.parent}"]
         settings = connections.find(arguments, os.environ, run_id=run_id).settings
         bus = Bus.connect(settings.nats, name="client", deadline_s=_CONNECT_S)
+    except UntrustedFolder:
+        raise
     except (BusError, ConfigError):
         return None
     try:

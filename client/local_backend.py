@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client import events
-from penstock.client.events import RUN_FILE, Event
+from penstock.client.events import Event
 from penstock.client.processes import GOING_ON, POLL_S, LocalProcess, RunFailed, State
 from penstock.client.rewards import RegisteredReward, ServedFunction
-from penstock.console import launch
+from penstock.console import connections, launch
 from penstock.console.report import curves
 from penstock.console.tools.runs import is_finished
 from penstock.deploy.processes.child import wait_until
@@ -50,14 +50,14 @@ class LocalBackend:
                 raise PenstockError(
                     f"run {self.run_id} is running already, in {self.folder}; stop it, or choose another run_id"
                 )
-            if not (self.folder / RUN_FILE).exists():
+            if not (run_file := connections.run_file_of(self.folder)):
                 raise ConfigError(
-                    f"run {self.run_id} has no {RUN_FILE} in {self.folder}: start it as it was started before"
+                    f"run {self.run_id} has no {connections.RUN_FILE} in {self.folder}: start it as it was started before"
                 )
             self._reward_port.unlink(missing_ok=True)
             run_folder.withdraw_pause(self.folder)
             local = ("--local", "--workers", str(self._workers))
-            command = launch.module("penstock", "train", str(self.folder / RUN_FILE), *local)
+            command = launch.module("penstock", "train", *run_file, *local)
             self._process = LocalProcess(f"run {self.run_id}", command, self.folder / "logs" / _LOG)
         if self._reward is not None:
             try:

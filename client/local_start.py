@@ -12,16 +12,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.client import data_files, run_settings
-from penstock.client.events import RUN_FILE
 from penstock.client.local_backend import LocalBackend, LocalTraining
 from penstock.client.processes import LocalProcess
 from penstock.client.rewards import RegisteredReward, ServedFunction, reward_name, reward_of
 from penstock.client.run_settings import DATA, MODEL, REWARD, Values
 from penstock.console import launch
+from penstock.console.connections import RUN_FILE
 from penstock.console.tools.runs import unknown_run
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import LocalRun
 from penstock.fine_tuning.sections import DPO, SFT
+from penstock.protocol import seals
 from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_folder
@@ -58,7 +59,7 @@ def train(values: Values, runs: Path, *, workers: int) -> LocalBackend:
             checked.check()
         reward = endpoint if function is None else ServedFunction(function, str(name))
         command = shlex.join(["penstock", "train", str(folder / RUN_FILE), "--local"])
-        (folder / RUN_FILE).write_text(run_settings.run_file_text(complete, command), encoding="utf-8")
+        seals.write(folder / RUN_FILE, run_settings.run_file_text(complete, command))
     backend = LocalBackend(run_id, folder, workers=workers, reward=reward)
     try:
         backend.start()

@@ -1,7 +1,8 @@
 """The addresses of a run's NATS and S3: from arguments, the environment, or the run's local store.
 
 A run that this machine started together with its NATS and S3 stores their addresses in
-``<run folder>/store/environment``, as the PENSTOCK_ variables that every service reads.
+``<run folder>/store/environment``, as the PENSTOCK_ variables that every service reads. That file, and a run file in the run's
+folder, are used only as this user sealed them (`protocol/seals.py`): the folder may be somebody else's.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
+from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import read_regular
 from penstock.protocol.subjects import check_run_id
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
 
 STORE = "store"
+RUN_FILE = "run.toml"  # in the folder of a run that the API or the Python client created
 COPIED_INPUTS = "copied-inputs"  # folder in a store: names of the rescored inputs that are copies of another run's
 # What is about servers, and the keys that the run's trainer signs its weights with. Nothing else of the file is read.
 _TRUSTED_KEYS = f"{ENVIRONMENT_PREFIX}WORKER__TRUSTED_KEYS_FILE"
@@ -78,6 +80,11 @@ class NamedRun:
     @property
     def folder(self) -> Path:
         return self.given.settings.run.dir / check_run_id(self.id)
+
+
+def run_file_of(folder: Path) -> list[str]:
+    """Return the run file in a run's folder as an argument, if there is one. Raises UntrustedFolder unless this user sealed it."""
+    return [] if seals.read(folder / RUN_FILE) is None else [str(folder / RUN_FILE)]
 
 
 def trusted_keys(keys_file: Path | None, environ: Mapping[str, str], store: Path) -> TrustedKeys | None:
@@ -132,12 +139,10 @@ def may_answer(addresses: str) -> bool:
 def store_environment(store: Path) -> dict[str, str]:
     """Return the variables that local servers wrote to their data folder; empty when there are none.
 
-    Raises ConfigError for a file that is not theirs.
+    Raises ConfigError for a file that is not theirs, UntrustedFolder for one that this user's servers did not write.
     """
     try:
-        words = shlex.split(read_regular(store / "environment").decode())
-    except OSError:
-        return {}
+        words = shlex.split((seals.read(store / "environment") or b"").decode())
     except ValueError:  # not UTF-8, or a quote without its end
         raise ConfigError(
             f"{store / 'environment'} cannot be read: start the servers again (penstock up --data {store}), which writes it"

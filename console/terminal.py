@@ -1,8 +1,10 @@
-"""Print to a terminal: tables, durations, curves in braille characters, and text without control characters."""
+"""Print to a terminal: tables, durations, curves in braille characters, and texts of others, there and in Markdown."""
 
 from __future__ import annotations
 
+import re
 import sys
+import unicodedata
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -12,7 +14,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNBOUNDED = 100_000  # columns
-_KEPT = frozenset("\n\t")
+_KEPT = frozenset("\n\t\u200c\u200d")  # the last two join letters of Persian and parts of emoji
+_INVISIBLE = re.compile(
+    "[\u115f\u1160\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
+)  # though letters or marks by their category
+_MARKDOWN = re.compile(r"[\\`*\[\]|&<]")
+_BLOCK = re.compile(
+    r"\d{0,9}[.)](?=\s|$)|[#>=~]|[-+](?=[\s-]|$)"
+)  # at its beginning they make a text a heading, a quotation or a list
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row from the top]
 
@@ -38,24 +47,36 @@ def table(*columns: str, right: Collection[str] = (), wide: Collection[str] = ()
 def printable(text: object) -> str:
     """Return a text with control characters as their escapes: printed, they could change what a terminal shows.
 
-    Line feeds and tabs are kept, except a carriage return, which would overwrite the line.
+    So are marks of direction, characters without a width, tag characters and U+2028. Line feeds and tabs are kept, except a carriage
+    return, which would overwrite the line.
     """
     shown = str(text)
-    if shown.isprintable():
+    if shown.isprintable() and not _INVISIBLE.search(shown):
         return shown
     return "".join(c if c in _KEPT or not _is_control(c) else c.encode("unicode_escape").decode() for c in shown)
 
 
-def _is_control(letter: str) -> bool:
-    """Return True for C0, DEL, C1, surrogates, and the characters that change the direction of text."""
-    code = ord(letter)
-    return (
-        code < 0x20
-        or 0x7F <= code < 0xA0
-        or 0xD800 <= code < 0xE000
-        or 0x202A <= code <= 0x202E
-        or 0x2066 <= code <= 0x2069
+def one_line(text: object) -> str:
+    """Return a `printable` text as one line: a line feed in a text of others would begin a line that looks like ours."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def indented(text: object, width: int) -> str:
+    """Return a `printable` text of several lines, which begin at the column ``width`` from the second one on."""
+    return printable(text).replace("\n", "\n" + " " * width)
+
+
+def markdown(text: object) -> str:
+    """Return a text as one line of Markdown that shows it: no link, image, markup, HTML, or further cell of a table."""
+    shown = _MARKDOWN.sub(
+        lambda match: {"&": "&amp;", "<": "&lt;"}.get(match[0], f"\\{match[0]}"), one_line(text).strip()
     )
+    begins = _BLOCK.match(shown)
+    return shown if begins is None else f"{shown[: begins.end() - 1]}\\{shown[begins.end() - 1 :]}"
+
+
+def _is_control(letter: str) -> bool:
+    return unicodedata.category(letter) in {"Cc", "Cf", "Cs", "Zl", "Zp"} or _INVISIBLE.match(letter) is not None
 
 
 def clock(seconds: float) -> str:

@@ -25,7 +25,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import DeployError, wait_until
 from penstock.deploy.processes.servers import Certificate, NatsServer, S3Server, Server, port_is_free
 from penstock.deploy.processes.supervise import Supervisor
-from penstock.protocol import logs
+from penstock.protocol import logs, seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport import tls
@@ -122,7 +122,7 @@ class LocalStack:
         self._port_file.write_text(json.dumps({server.name: server.port for server in servers}))
         variables = {**self.environment(), **self._http_environment()}
         lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
-        (self.data / "environment").write_text(lines)
+        seals.write(self.data / "environment", lines, optional=True)
 
     def stop(self) -> None:
         if self._supervisor is not None and self._own_supervisor:

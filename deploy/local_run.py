@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
+from penstock.console.connections import RUN_FILE
 from penstock.deploy import local_settings
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_engine, check_engine_is_installed, check_inputs, check_metrics_ports
@@ -36,7 +37,11 @@ from penstock.deploy.processes.child import (
 )
 from penstock.deploy.processes.servers import port_is_free
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
+from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.sources import split_arguments
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import read_regular
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -142,6 +147,7 @@ class LocalRun:
 
     def start_services(self) -> None:
         self._lock.enter_context(run_folder.hold_lock(self.folder))
+        seal_run_file(self._local.arguments, self.folder)
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
@@ -353,3 +359,11 @@ def endpoint_name(file: Path) -> str:
 def _cpu_s() -> float:
     usages = (resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def seal_run_file(arguments: Sequence[str], folder: Path) -> None:
+    """Seal the run file that was given if it is the one in the run's folder, so that the console uses the servers it names."""
+    path = folder.absolute() / RUN_FILE
+    if any(file.absolute() == path for file in split_arguments(arguments)[0]):
+        with contextlib.suppress(ConfigError, OSError):  # without a key, or a link: the console asks
+            seals.seal(path, read_regular(path))

@@ -25,11 +25,10 @@ from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import Child, wait_until
 from penstock.deploy.processes.supervise import Supervisor, stop_all
 from penstock.deploy.stored import run_command
-from penstock.protocol import logs
+from penstock.protocol import logs, seals
 from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -117,10 +116,11 @@ def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -
 
 
 def _recorded_rewards(path: Path) -> dict[str, Any]:
-    if not path.exists():
+    content = seals.read(path)
+    if content is None:
         return {}
     try:
-        return dict(json.loads(read_regular(path))["settings"].get("reward") or {})
+        return dict(json.loads(content)["settings"].get("reward") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ConfigError(f"{path}: its recorded rewards cannot be read ({type(err).__name__}: {err})") from None
 

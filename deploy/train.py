@@ -30,7 +30,7 @@ from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
-from penstock.deploy.local_run import TRAINER, LocalRun, death_signal
+from penstock.deploy.local_run import TRAINER, LocalRun, death_signal, seal_run_file
 from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
 from penstock.deploy.processes.supervise import Supervisor
@@ -193,6 +193,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
                 print(note, file=sys.stderr)
             create_what_is_missing(settings)
             run_folder.withdraw_pause(settings.run.folder)
+            seal_run_file(arguments, settings.run.folder)
             with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 trackers.start()
                 if trainer.is_logged:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from cyclopts import App, Argument, CycloptsError, Group, Parameter
 
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.secret_values import scrub
 
 __all__ = [
     "FLAT",
@@ -91,7 +92,7 @@ def program(name: str, function: Callable[..., int], *, error: int | None = 1) -
         except PenstockError as err:
             if error is None:
                 raise
-            sys.stderr.write(f"{name}: {err}\n")
+            sys.stderr.write(f"{name}: {scrub(str(err))}\n")
             return error
         except KeyboardInterrupt:
             return 130
@@ -109,7 +110,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
     except CycloptsError:  # it is printed already
         return USAGE_ERROR
     except UsageError as err:
-        sys.stderr.write(f"{app.name[0]}: {err}\n")
+        sys.stderr.write(f"{app.name[0]}: {scrub(str(err))}\n")
         return USAGE_ERROR
     finally:
         _typed.reset(before)

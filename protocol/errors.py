@@ -32,6 +32,7 @@
     │   └── BlobCorrupt           size or sha256 differs from the message
     ├── TargetRefused             a URL or an address that may not be called
     └── ConfigError               the run file is wrong; lists every problem with file and line
+        └── UntrustedFolder       what a file in a run's folder names is not used: this user did not write it there
 
 Texts say what happened, which id, expected and got, and the fix. A new error belongs where a caller
 would catch it; an error that no caller catches separately needs no separate class.
@@ -170,3 +171,7 @@ class TargetRefused(PenstockError):
 
 class ConfigError(PenstockError):
     """The run file is wrong; the text lists every problem with file, line and the nearest valid name."""
+
+
+class UntrustedFolder(ConfigError):
+    """A file in the folder of a run was not sealed there by this user, so that what it names is not used; the text has the command."""

@@ -97,8 +97,8 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def links_below(folder: Path) -> list[Path]:
-    """Return every symbolic link below a folder, and every file there that is neither regular nor a folder."""
-    links = list[Path]()
+    """Return every symbolic link below a folder and the folder if it is one, and every file that is neither regular nor a folder."""
+    links = [folder] if folder.is_symlink() else []
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             mode = (Path(parent) / name).lstat().st_mode

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
 from penstock.protocol import process_end
+from penstock.protocol.secret_values import scrub
 
 
 class _Stderr:
@@ -40,6 +41,7 @@ def configure(service: str, *, level: str = "info") -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _without_secrets,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -48,9 +50,26 @@ def configure(service: str, *, level: str = "info") -> None:
     )
     structlog.contextvars.bind_contextvars(service=service)
     of_libraries = logging.StreamHandler(_STDERR)
-    of_libraries.setFormatter(_json_format() if as_json else logging.Formatter("%(levelname)s %(name)s %(message)s"))
+    of_libraries.setFormatter(_json_format() if as_json else _LineFormat("%(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[of_libraries])
     logging.getLogger("asyncio").addFilter(_concerns_us)
+
+
+class _LineFormat(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return scrub(super().format(record))
+
+
+def _without_secrets(_logger: object, _method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    return {name: _scrubbed(value) for name, value in event.items()}
+
+
+def _scrubbed(value: Any) -> Any:
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, dict):
+        return {name: _scrubbed(item) for name, item in value.items()}
+    return [_scrubbed(item) for item in value] if isinstance(value, list | tuple | set | frozenset) else value
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
@@ -70,6 +89,7 @@ def _json_format() -> logging.Formatter:
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
+            _without_secrets,
             structlog.processors.JSONRenderer(),
         ],
     )

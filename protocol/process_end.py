@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from penstock.protocol.secret_values import scrub
+
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _PACKAGE = Path(__file__).parent.parent  # its files are named relative to it
 EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
@@ -30,7 +32,7 @@ def explain(service: str, err: BaseException) -> str:
     """Return one line: which process, what happened, where, and what to do; of a group its first error."""
     while isinstance(err, BaseExceptionGroup):
         err = err.exceptions[0]
-    what = " ".join(f"{type(err).__name__}: {err}".split())[:500]
+    what = " ".join(scrub(f"{type(err).__name__}: {err}").split())[:500]
     if isinstance(err, OSError) and err.errno in _DISK_FULL:
         return f"penstock {service}: the disk is full ({what}); free disk space and start it again"
     if isinstance(err, MemoryError):
@@ -47,7 +49,7 @@ def _place(err: BaseException) -> str:
 
 
 def _report(service: str, kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-    sys.__excepthook__(kind, err, trace)
+    sys.stderr.write(scrub("".join(traceback.format_exception(kind, err, trace))))
     if isinstance(err, Exception):
         sys.stderr.write(explain(service, err) + "\n")
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import structlog
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -25,6 +27,8 @@ from tests import examples, rewritten, servers
 _numbers = itertools.count(1)
 examples.take_effect()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other by spinning: slow on a busy machine
+_state = tempfile.TemporaryDirectory(prefix="penstock-state-")  # of this process of pytest and its children
+os.environ.setdefault(seals.KEY_FILE, f"{_state.name}/seal.key")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the hundreds of processes compiles every module again
 
 

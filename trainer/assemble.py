@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import structlog
 
-from penstock.protocol import streams
+from penstock.protocol import seals, streams
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import certificate_ends
@@ -181,7 +181,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
     session = replace(session, repeats_steps=repeats)
     if newest is not None and (changed := changed_settings(config_file, session.config)):
         log.warning("settings changed since the last session", changed=changed)
-    config_file.write_bytes(session.config)
+    seals.write(config_file, session.config, optional=True)
     learner, _, coordinator, writer = _on_every_rank(settings, ranks, connections.blobs, session.data.pairs)
     watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if ranks.num_ranks > 1:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from penstock.protocol.config.environment_settings import EnvironmentDefinition,
 from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.groups import Task, derived_seed
+from penstock.protocol.secret_values import resolved
 from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.run_images import RunImages
@@ -108,12 +110,14 @@ class EpisodeEnvironment(Environment):
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
         """Return this environment under another name, with options and limits; raises ConfigError for wrong options."""
+        where = f"environment.define.{name}.options"
+        options = resolved(definition.options, where, os.environ, tuple(self.options.model_fields))
         try:
-            chosen = self.options.model_validate(definition.options)
+            chosen = self.options.model_validate(options)
         except ValidationError as err:
             problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
             raise ConfigError(
-                f"environment.define.{name}.options: {'; '.join(problems)}; {self.name} has "
+                f"{where}: {'; '.join(problems)}; {self.name} has "
                 f"{', '.join(self.options.model_fields) or 'no options'}"
             ) from None
         ANSWER_FORMATS.find(definition.answer_format)

@@ -113,6 +113,26 @@ def export_weights(
     return export(named, version, to, adapter=adapter, trusted_keys_file=trusted_keys)
 
 
+@runs.command(name="trust")
+def trust_run(
+    run: RunName,
+    *arguments: RunArguments,
+    yes: Annotated[bool, Help("Do not ask for confirmation.")] = False,
+) -> int:
+    """Use the settings in the folder of a run that somebody else made, that was moved, or that an earlier release started.
+
+    Prints the commands, servers, files and code that they name, and asks for confirmation. Until then they are data: the
+    console does not start the run or connect to its servers, and no command uses the rewards or trackers that it names.
+
+    Example:  penstock runs trust from-a-colleague
+    Then:     penstock watch RUN
+    """
+    from penstock.console.connections import NamedRun
+    from penstock.console.tools.trust import trust
+
+    return trust(NamedRun(run, arguments), yes=yes)
+
+
 @runs.command(name="rm")
 def remove_run(
     run: RunName,

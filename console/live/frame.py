@@ -20,7 +20,7 @@ from rich.text import Text
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
 from penstock.console.report import learning
 from penstock.console.report.run_summary import attention_text
-from penstock.console.terminal import clock, curve, printable
+from penstock.console.terminal import clock, curve, one_line
 
 _MANY = 10_000
 _FRAME_LINES = 4  # border, progress, and one line free so that the terminal does not scroll
@@ -123,7 +123,7 @@ def render(snapshot: Snapshot, width: int = 96, height: int | None = None) -> Re
     return Panel(
         Group(*_joined(parts, layout)),
         title=f"[bold]penstock[/] · {snapshot.run_id}",
-        subtitle=Text(" · ".join(filter(None, (printable(snapshot.state), snapshot.waiting_for)))),
+        subtitle=Text(" · ".join(filter(None, (one_line(snapshot.state), snapshot.waiting_for)))),
         border_style="green" if snapshot.finished else "cyan",
         padding=(0, 1),
         width=width,
@@ -214,7 +214,7 @@ def _figures(s: Snapshot) -> list[RenderableType]:
         ("tokens/s", Text(f"{rate(s.generated_per_s)} generated, {rate(s.trained_per_s)} trained")),
         ("weights", Text(f"v{s.newest_version}, {s.versions_published} published")),
         ("groups", Text(groups)),
-        ("dropped", Text(printable(", ".join(f"{n} {reason}" for reason, n in s.dropped.items())) or "none")),
+        ("dropped", Text(one_line(", ".join(f"{n} {reason}" for reason, n in s.dropped.items())) or "none")),
     ]
     left = max(len(value) for _, value in pairs[::2])
     return [
@@ -244,7 +244,7 @@ def _details(s: Snapshot, *, is_wide: bool) -> list[RenderableType]:
         ("engine gap", engine),
         ("attention", attention_text(s.attention)),
     ]
-    return [_line(Text.assemble((f"{name:<11}", "dim"), printable(text))) for name, text in rows if text]
+    return [_line(Text.assemble((f"{name:<11}", "dim"), one_line(text))) for name, text in rows if text]
 
 
 def _line(text: Text) -> Text:
@@ -253,8 +253,8 @@ def _line(text: Text) -> Text:
 
 
 def _problem(what: str, cause: str, cure: str, inside: int) -> list[RenderableType]:
-    lines = [Text(line, style="bold yellow") for line in textwrap.wrap(f"! {printable(what)}", inside)]
-    rest = textwrap.wrap(f"{printable(cause)} {printable(cure)}", max(inside - 2, 1))
+    lines = [Text(line, style="bold yellow") for line in textwrap.wrap(f"! {one_line(what)}", inside)]
+    rest = textwrap.wrap(f"{one_line(cause)} {one_line(cure)}", max(inside - 2, 1))
     return [*lines, *(Text(f"  {line}", style="yellow") for line in rest)]
 
 
@@ -283,7 +283,7 @@ def _service(line: ServiceLine, s: Snapshot) -> tuple[Text, ...]:
     state, style = _state(line, s)
     speed = rate(line.tokens_per_s) if line.role == "rollout" else ""
     cells = (line.name + starts, version, speed, share(line.idle_share), state)
-    return tuple(Text(printable(cell), style=style, overflow="ellipsis") for cell in cells)
+    return tuple(Text(one_line(cell), style=style, overflow="ellipsis") for cell in cells)
 
 
 def _state(line: ServiceLine, s: Snapshot) -> tuple[str, str]:
@@ -302,7 +302,7 @@ def _incidents(s: Snapshot, rows: int) -> list[RenderableType]:
     return [
         _line(
             Text.assemble(
-                (f"{clock(s.elapsed_at(incident.at))} ", "dim"), (printable(incident.text), styles[incident.kind])
+                (f"{clock(s.elapsed_at(incident.at))} ", "dim"), (one_line(incident.text), styles[incident.kind])
             )
         )
         for incident in s.incidents[len(s.incidents) - min(rows, _MAX_INCIDENTS, len(s.incidents)) :]

@@ -29,7 +29,7 @@ from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.report import curves
 from penstock.console.report.run_summary import RunSummary
-from penstock.console.terminal import clock, printable
+from penstock.console.terminal import clock, one_line
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
@@ -172,7 +172,7 @@ class LivePanel:
             self._lines.show(snapshot, last=last)
 
     def _write(self, line: str) -> None:
-        print(printable(line), file=self._stream, flush=True)
+        print(one_line(line), file=self._stream, flush=True)
 
 
 class PlainLines:

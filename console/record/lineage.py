@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, indented, one_line
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.groups import BlobRef
@@ -260,7 +260,7 @@ def _show_version(lineage: VersionLineage, console: Console, *, full: bool) -> N
     console.print(f"weights {link.weights_digest}", highlight=False)
     if lineage.environment:
         made_with = ", ".join(f"{k} {v}" for k, v in lineage.environment.items())
-        console.print(Text(printable(f"made with {made_with}")), highlight=False)
+        console.print(Text(one_line(f"made with {made_with}")), highlight=False)
     if lineage.skipped:
         console.print(
             "filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in lineage.skipped.items())
@@ -293,7 +293,7 @@ def _show_version(lineage: VersionLineage, console: Console, *, full: bool) -> N
     )
     by = ", ".join(f"{n} by {name}" for name, n in lineage.scorers.items()) or "none"
     total = f"in total {groups} groups of {lineage.num_prompts} prompts, {tokens} tokens; scored: {by}"
-    console.print(Text(printable(total)), highlight=False)
+    console.print(Text(one_line(total)), highlight=False)
 
 
 def _origin(parent: int | None) -> str:
@@ -341,15 +341,15 @@ def _groups_table(members: Sequence[Member]) -> Table:
             parts,
             member.scorer,
         )
-        table.add_row(*(Text(printable(cell)) for cell in (*cells, versions, str(member.num_tokens))))
+        table.add_row(*(Text(one_line(cell)) for cell in (*cells, versions, str(member.num_tokens))))
     return table
 
 
 def _show_texts(member: Member, console: Console) -> None:
-    console.print(Text(printable(f"\n{member.group_id}: {member.prompt_text}")))
+    console.print(Text(f"\n{one_line(member.group_id)}: {indented(member.prompt_text, 2)}"))
     for number, (text, reward) in enumerate(zip(member.completions, member.rewards, strict=True)):
         parts = "".join(f"  {name}={values[number]:g}" for name, values in member.parts.items())
-        console.print(Text(printable(f"{reward:8.3f}  {text!r}{parts}")))
+        console.print(Text(one_line(f"{reward:8.3f}  {text!r}{parts}")))
 
 
 def short(text: str) -> str:

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, one_line
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
 from penstock.protocol.groups import ScoredGroup
@@ -57,7 +58,7 @@ def print_stopped(run: NamedRun, *, step: int | None, as_json: bool) -> int:
         }
         print(json.dumps(document))
         return 0
-    print(f"run {run}, step {batch.step} on version {batch.version}: {printable(batch.reason)}\n{chosen}\n")
+    print(f"run {run}, step {batch.step} on version {batch.version}: {one_line(batch.reason)}\n{chosen}\n")
     console().print(_table(shown))
     return 0
 
@@ -85,13 +86,13 @@ def _table(groups: Sequence[StoppedGroup]) -> Table:
     )
     for group in groups:
         table.add_row(
-            group.group_id,
-            printable(group.prompt_text[:_PROMPT].replace("\n", " ")),
+            Text(one_line(group.group_id)),
+            Text(one_line(group.prompt_text[:_PROMPT].replace("\n", " "))),
             " ".join(f"{reward:.3g}" for reward in group.rewards),
             " ".join(map(str, group.completion_tokens)),
             "–".join(map(str, dict.fromkeys(group.versions))),
             f"{group.least_logprob:.3g}",
-            printable(group.scorer),
-            printable(", ".join(group.far_out)),
+            Text(one_line(group.scorer)),
+            Text(one_line(", ".join(group.far_out))),
         )
     return table

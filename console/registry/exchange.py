@@ -25,11 +25,13 @@ from penstock.console.evaluation_results import EvaluationResult, estimate_text
 from penstock.console.registry import versions
 from penstock.console.registry.versions import OFFLINE, Registry, Scores, stored_scores
 from penstock.console.report import curves
+from penstock.console.terminal import markdown, one_line
 from penstock.console.tools.runs import existing_folder
 from penstock.console.tools.weights import export
-from penstock.protocol import files
+from penstock.protocol import files, seals
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import read_regular
+from penstock.protocol.secret_values import hide
 
 CARD = "README.md"
 _MOST_POINTS = 12
@@ -140,9 +142,9 @@ def _model(target: str, arguments: Sequence[str]) -> Iterator[Path]:
             raise ConfigError(
                 f"run {run} has no final model yet ({home / 'model'}); name a version: {run}@head or {run}@best"
             )
-        yield home / "model"
+        yield _without_links(home / "model")
     elif (home / versions.MODELS / version / "config.json").is_file():
-        yield home / versions.MODELS / version
+        yield _without_links(home / versions.MODELS / version)
     else:
         number = Registry.read(run).version(version)
         with tempfile.TemporaryDirectory(prefix="penstock-push-") as scratch:
@@ -151,10 +153,18 @@ def _model(target: str, arguments: Sequence[str]) -> Iterator[Path]:
             yield Path(scratch) / "model"
 
 
+def _without_links(folder: Path) -> Path:
+    """Return a model folder of a run; raises ConfigError for a link in it, which would upload another file of this machine."""
+    if links := files.links_below(folder):
+        raise ConfigError(f"{links[0]} is a link or no regular file; replace it by the file itself")
+    return folder
+
+
 def model_card(run_folder: Path, version: int | None, state_root: str, scores: Scores) -> str:
     """Return the card of a version, None for the final model. Raises ConfigError when the run has no settings."""
     document = _run_config(run_folder)
     settings, origins = document["settings"], document.get("origins") or {}
+    is_ours = seals.is_sealed(run_folder / "config.json")  # else it may name any file of this machine
     stored = [
         evaluation
         for evaluation in evaluation_results.results_of(run_folder)
@@ -168,7 +178,7 @@ def model_card(run_folder: Path, version: int | None, state_root: str, scores: S
         "## Settings\n\nWhat was set; everything else has its default.\n\n```toml\n"
         + "\n".join(_given(settings, origins))
         + "\n```",
-        "## Data\n\n" + "\n".join(_data_files(settings, stored)),
+        "## Data\n\n" + "\n".join(_data_files(settings, stored, reads_files=is_ours)),
         "## Licence\n\n<!-- Name the licence of this model here and in the field license above; that of the base model and of the data apply. -->",
     ]
     return "\n\n".join(sections) + "\n"
@@ -204,7 +214,7 @@ def _title(run: str, version: int | None, state_root: str, settings: Mapping[str
     name = f"# {run}, " + ("final model" if version is None else f"version {version}")
     algorithm = (settings.get("algorithm") or {}).get("name", "unknown")
     digest = f" Digest of the weights: `{state_root}`." if state_root else ""
-    return f"{name}\n\nTrained with [Penstock](https://pypi.org/project/penstock/) {__version__}, algorithm `{algorithm}`.{digest}"
+    return f"{name}\n\nTrained with [Penstock](https://pypi.org/project/penstock/) {__version__}, algorithm {markdown(algorithm)}.{digest}"
 
 
 def _evaluation(version: int | None, scores: Scores, results: Sequence[EvaluationResult]) -> Iterator[str]:
@@ -217,20 +227,20 @@ def _evaluation(version: int | None, scores: Scores, results: Sequence[Evaluatio
     if during:
         yield f"During the run, of version {chosen}:\n\n| metric | value | measured on |\n|---|---|---|"
         for name, score in sorted(during.items()):
-            yield f"| {_cell(name)} | {score.value:.4g} | {_cell(score.conditions)} |"
+            yield f"| {markdown(name)} | {score.value:.4g} | {markdown(score.conditions)} |"
         yield ""
     for result in results:
         yield from _offline(result)
 
 
 def _offline(result: EvaluationResult) -> Iterator[str]:
-    yield f"`penstock eval` of {_cell(_public(result.model))}, {result.k} samples of each prompt, 95 % intervals over prompts:\n"
+    yield f"`penstock eval` of {markdown(_public(result.model))}, {result.k} samples of each prompt, 95 % intervals over prompts:\n"
     yield "| source | prompts | reward | correct | " + f"pass@{result.k} | maj@{result.k} |\n|---|---|---|---|---|---|"
     for source in result.sources:
         cells = [estimate_text(source.reward, as_share=False), estimate_text(source.accuracy)]
         cells += [estimate_text(source.pass_at.get(result.k)), estimate_text(source.maj)]
-        yield f"| {_cell(source.source)} | {source.complete} of {source.prompts} | {' | '.join(cells)} |"
-    yield f"\nCorrect: {_cell(result.success)}. Majority: {_cell(result.answer)}.\n"
+        yield f"| {markdown(source.source)} | {source.complete} of {source.prompts} | {' | '.join(cells)} |"
+    yield f"\nCorrect: {markdown(result.success)}. Majority: {markdown(result.answer)}.\n"
 
 
 def _training(run_folder: Path) -> Iterator[str]:
@@ -258,7 +268,7 @@ def _given(settings: Mapping[str, Any], origins: Mapping[str, Any], prefix: str 
         if isinstance(value, dict) and value:
             yield from _given(value, origins, f"{key}.")
         elif origins.get(key, "default") != "default" and not key.startswith(_NOT_SHOWN):
-            yield f"{key} = {json.dumps(_public(value), ensure_ascii=False)}"
+            yield f"{one_line(key)} = {json.dumps(hide(key.split('.'), _public(value)), ensure_ascii=False)}"
 
 
 def _public(value: Any) -> Any:
@@ -267,16 +277,18 @@ def _public(value: Any) -> Any:
     return " ".join(Path(value).name.split()) if isinstance(value, str) and Path(value).is_absolute() else value
 
 
-def _data_files(settings: Mapping[str, Any], results: Sequence[EvaluationResult]) -> Iterator[str]:
+def _data_files(
+    settings: Mapping[str, Any], results: Sequence[EvaluationResult], *, reads_files: bool
+) -> Iterator[str]:
     yield "| use | file | sha256 |\n|---|---|---|"
     section = settings.get("data") or {}
     for use, value in (("training", section.get("train")), ("held out", section.get("eval"))):
         for file in value if isinstance(value, list) else [value] if value else []:
-            yield f"| {use} | {_cell(Path(str(file)).name)} | {_digest(Path(str(file)))} |"
+            yield f"| {use} | {markdown(Path(str(file)).name)} | {_digest(Path(str(file))) if reads_files else 'not read'} |"
     for name in sorted(
         {(Path(data_file.path).name, data_file.sha256) for result in results for data_file in result.data}
     ):
-        yield f"| evaluation | {_cell(name[0])} | `{name[1]}` |"
+        yield f"| evaluation | {markdown(name[0])} | `{name[1]}` |"
 
 
 def _digest(path: Path) -> str:
@@ -289,7 +301,3 @@ def _digest(path: Path) -> str:
     except OSError:
         return "not on this machine"
     return f"`{digest.hexdigest()}`"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

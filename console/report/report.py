@@ -15,6 +15,7 @@ from penstock.console.report.learning import HeldOut
 from penstock.console.report.run_summary import RunSummary, attention_text
 from penstock.console.terminal import clock
 from penstock.protocol.files import read_regular
+from penstock.protocol.secret_values import scrub
 
 _WIDTH, _HEIGHT = 60, 8
 _JSON = "report.json"
@@ -53,7 +54,7 @@ def stored_summary(folder: Path) -> RunSummary | None:
 def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_plot: bool) -> str:
     sections = [
         _headline(summary, points.held_out),
-        _bullets("What keeps it from learning", [f"**{d.what}** {d.cause} {d.cure}" for d in summary.diagnoses]),
+        _bullets("What keeps it from learning", list(_problems(summary))),
         _reward_curve(points, has_plot=has_plot),
         _table("Summary", ("metric", "value"), _totals(summary)),
         _staleness(summary),
@@ -67,7 +68,7 @@ def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], 
         _table("Rewards of the trained groups", ("reward", "groups", "steps"), _scorers(summary)),
         _table("Waiting", ("role", "waiting", "CPU s"), _roles(summary)),
         _table("Weights by worker", ("worker", "applied", "newest", "pause", "fetch", "starts"), _workers(summary)),
-        _bullets("Incidents", summary.incidents),
+        _bullets("Incidents", [terminal.markdown(scrub(text)) for text in summary.incidents]),
         _next(next_steps),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -92,9 +93,9 @@ def _headline(s: RunSummary, held_out: HeldOut) -> str:
 
 def _success(s: RunSummary) -> str:
     if s.accuracy_after is not None:
-        return f" A completion is correct from {s.success} on." if s.success else ""
+        return f" A completion is correct from {terminal.markdown(s.success)} on." if s.success else ""
     if s.success:
-        return f" What counts as correct is {s.success}."
+        return f" What counts as correct is {terminal.markdown(s.success)}."
     return " There is no accuracy: nothing says from which reward on a completion is correct (`reward.success`)."
 
 
@@ -166,9 +167,15 @@ def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
         yield f"dead letters: {reason}", str(number)
 
 
+def _problems(s: RunSummary) -> Iterator[str]:
+    for diagnosis in s.diagnoses:
+        what, cause, cure = map(terminal.markdown, (diagnosis.what, diagnosis.cause, diagnosis.cure))
+        yield f"**{what}** {cause} {cure}"
+
+
 def _explanations(s: RunSummary) -> Iterator[str]:
     for reason in s.groups.dropped:
-        yield f"{reason}: {diagnoses.MEANINGS.get(reason, diagnoses.OF_A_FILTER)}."
+        yield f"{terminal.markdown(reason)}: {diagnoses.MEANINGS.get(reason, diagnoses.OF_A_FILTER)}."
     twice = s.groups.generated - s.groups.issued
     if twice > 0:
         failed = f" Engines failed {s.packs_given_back} messages." if s.packs_given_back else ""
@@ -192,7 +199,7 @@ def _workers(s: RunSummary) -> Iterator[tuple[str, ...]]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines = [f"| {' | '.join(map(terminal.markdown, row))} |" for row in rows]
     if not lines:
         return ""
     rule = "|" + "|".join([" :-- "] + [" --: "] * (len(head) - 1)) + "|"

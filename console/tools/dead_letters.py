@@ -19,7 +19,7 @@ from pydantic import AliasPath, BaseModel, Field, ValidationError
 from rich.text import Text
 
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, printable, table
+from penstock.console.terminal import console, indented, one_line, table
 from penstock.protocol import logs, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
 from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, TaskIssued, TaskList, decode
@@ -247,7 +247,7 @@ class DeadLetters:
                 f"{', '.join(map(str, list(self.unreadable)[:20]))}; number {number}: {reason}",
             )
         for problem in dict.fromkeys(self.problems):
-            print(f"penstock: {printable(problem)}", file=sys.stderr)
+            print(f"penstock: {one_line(problem)}", file=sys.stderr)
 
     def send(self, letter: Letter) -> None:
         message = resent(letter)
@@ -277,7 +277,7 @@ def print_list(run: NamedRun, *, as_json: bool) -> int:
         when = letter.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         fact = letter.fact
         cells = (fact.stage, fact.reason, groups, str(fact.num_delivered), letter.sent_at or "–")
-        rows.add_row(str(letter.number), when, *(Text(printable(cell)) for cell in cells))
+        rows.add_row(str(letter.number), when, *(Text(one_line(cell)) for cell in cells))
     console().print(rows)
     print(f"\nnext: penstock dead-letters show {run} {letters[-1].number}")
     return 0
@@ -290,21 +290,23 @@ def print_one(run: NamedRun, number: int, *, as_json: bool) -> int:
         groups, problem = groups_of(letter.fact, dead.blobs)
         reason = refusal(letter, dead.progress(), run=run.id)
         for problem in dead.problems:
-            print(f"penstock: {printable(problem)}", file=sys.stderr)
+            print(f"penstock: {one_line(problem)}", file=sys.stderr)
     document = letter_document(letter) | {"detail": letter.fact.detail, "groups": groups, "unreadable": problem}
     if as_json:
         print(json.dumps(document | {"cannot_be_sent_again": reason}))
         return 0
     for key in ("id", "at", "stage", "reason", "detail", "group_ids", "num_delivered", "sent_at"):
-        print(f"{key:14} {printable(document[key]) if document[key] not in ('', []) else '–'}")
+        print(f"{key:14} {indented(document[key], 15) if document[key] not in ('', []) else '–'}")
     for group in groups:
-        print(f"\n── {printable(group.pop('group_id'))} ──")
+        print(f"\n── {one_line(group.pop('group_id'))} ──")
         for name, value in group.items():
             for text in value if isinstance(value, list) else [value]:
-                print(f"{name:14} {printable(str(text)[:_MOST_SHOWN])}")
+                print(f"{name:14} {indented(str(text)[:_MOST_SHOWN], 15)}")
     if problem:
-        print(f"\nunreadable     {printable(problem)}")
-    print(f"\n{f'cannot be sent again: {reason}' if reason else f'next: penstock dead-letters resend {run} {number}'}")
+        print(f"\nunreadable     {one_line(problem)}")
+    print(
+        f"\n{f'cannot be sent again: {one_line(reason)}' if reason else f'next: penstock dead-letters resend {run} {number}'}"
+    )
     return 0
 
 
@@ -323,11 +325,11 @@ def resend(run: NamedRun, numbers: Sequence[int], *, everything: bool, once_more
         for letter in letters:
             reason = refusal(letter, progress, run=run.id, once_more=once_more)
             if reason is not None:
-                print(f"{letter.number}: not sent: {printable(reason)}", file=sys.stderr)
+                print(f"{letter.number}: not sent: {one_line(reason)}", file=sys.stderr)
                 continue
             dead.send(letter)
             num_sent += 1
-            ids = printable(", ".join(letter.fact.group_ids))
+            ids = one_line(", ".join(letter.fact.group_ids))
             print(f"{letter.number}: sent again to {letter.fact.stage}: {ids or 'poison'}")
     total = len(letters) + (len(dead.unreadable) if everything else 0)
     print(f"{num_sent} of {total} dead letters were sent again")

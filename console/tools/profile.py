@@ -17,13 +17,14 @@ from itertools import pairwise
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, service_name
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
-from penstock.console.terminal import console, printable, table
+from penstock.console.terminal import console, one_line, table
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
@@ -281,5 +282,5 @@ def _services(run_profile: RunProfile) -> Table:
         waits = "–" if service.waiting_share is None else f"{service.waiting_share:.1%}"
         share = f"{service.cpu_s / run_profile.cpu_s:.1%}" if run_profile.cpu_s > 0.0 else "–"
         numbers = (f"{service.working_s:.1f}", f"{service.waiting_s:.1f}", waits, f"{service.cpu_s:.1f}", share)
-        rows.add_row(printable(service.name) + starts, *numbers, printable(parts))
+        rows.add_row(Text(one_line(service.name) + starts), *numbers, Text(one_line(parts)))
     return rows

@@ -58,13 +58,14 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
 
     Raises ConfigError, RunIsActive, RunIsNeeded, BusError or BlobError; the next try removes what is left.
     """
-    settings, here = run.settings, run.folder
+    here = run.folder
     own_store = here / connections.STORE
     its_servers_run = run_folder.is_locked(own_store / "lock")
     if its_servers_run and not force:
         raise RunIsActive(f"run {run} is running on this machine with its own servers in {own_store}; stop it first")
     if connections.is_configured(run.given) or its_servers_run:
         logs.configure("runs", level="error")
+        settings = run.settings
         with Bus.connect(settings.nats, name="runs-rm", deadline_s=5.0) as bus:
             if not _remove_stored(run.id, bus, Blobs(settings.s3), yes=yes, force=force):
                 return 1
@@ -86,7 +87,7 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
         what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
         if yes and not folder:
             print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
-        elif _agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
+        elif agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
             shutil.rmtree(here)
             print(f"removed {what}")
     return 0
@@ -162,7 +163,7 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
     print(
         f"  {blobs.bucket}/{blob_keys.run_prefix(run):<34} {len(holdings.objects):>9} objects  {_size(holdings.object_bytes):>10}"
     )
-    if not _agreed(f"remove {holdings.describe()} of run {run}? It cannot be replayed afterwards.", yes=yes):
+    if not agreed(f"remove {holdings.describe()} of run {run}? It cannot be replayed afterwards.", yes=yes):
         return False
     remove_holdings(run, holdings, bus, blobs)
     print(f"removed {holdings.describe()}")
@@ -175,11 +176,11 @@ def _others_in(store: Path, run: str) -> list[str]:
     return sorted(run_ids - copies - {run})
 
 
-def _agreed(question: str, *, yes: bool) -> bool:
+def agreed(question: str, *, yes: bool) -> bool:
     if yes:
         return True
     if not sys.stdin.isatty():
-        print(f"{question} Nothing was removed: stdin is not a terminal. Confirm with --yes", file=sys.stderr)
+        print(f"{question} Nothing was changed: stdin is not a terminal. Confirm with --yes", file=sys.stderr)
         return False
     return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from penstock.console.connections import NamedRun
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
-from penstock.console.terminal import console, printable, table
+from penstock.console.terminal import console, one_line, table
 from penstock.protocol import logs, subjects
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus
@@ -111,6 +111,6 @@ def _print(lines: Sequence[ErrorLine]) -> None:
     right = ("waited", "dead letters")
     rows = table("reason", *right, "newest message", right=right, wide=("newest message",))
     for line in lines:
-        rows.add_row(Text(printable(line.reason)), str(line.waited), str(line.dead), Text(printable(line.newest)))
+        rows.add_row(Text(one_line(line.reason)), str(line.waited), str(line.dead), Text(one_line(line.newest)))
     console().print(rows)
     print("\nwaited: times that groups were returned to the queue; dead letters: groups that were given up")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from penstock.console import connections, launch
-from penstock.console.terminal import console, printable, table
+from penstock.console.terminal import console, one_line, table
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.tls import handshake_problem
@@ -150,7 +150,7 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
         return 0
     rows = table("reward", "kind", "description", wide=("description",))
     for row in answer["rewards"]:
-        rows.add_row(*(Text(printable(row[key])) for key in ("name", "kind", "description")))
+        rows.add_row(*(Text(one_line(row[key])) for key in ("name", "kind", "description")))
     console().print(rows)
     print("\nnext: penstock reward test NAME")
     return 0
@@ -167,7 +167,7 @@ def score_texts(
     if result["error"] is not None:
         kind = "would be dead-lettered" if result["error"]["permanent"] else "would wait and be retried"
         error = f"{result['error']['reason']}: {result['error']['detail']}"
-        print(f"penstock: {name} could not score: {printable(error)}; in a run the group {kind}", file=sys.stderr)
+        print(f"penstock: {name} could not score: {one_line(error)}; in a run the group {kind}", file=sys.stderr)
         return 1
     print(f"scored by {result['scorer']}, ground truth {row['ground_truth']!r}")
     for text, score in zip(texts, result["scores"], strict=True):
@@ -194,7 +194,7 @@ def _detail(response: httpx.Response) -> str:
         detail = response.json()["detail"]
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status_code}"
-    return printable(detail) if isinstance(detail, str) else json.dumps(detail)
+    return one_line(detail) if isinstance(detail, str) else json.dumps(detail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
-from penstock.console.terminal import console, printable, table
+from penstock.console.terminal import console, one_line, table
 from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, SignatureRefused, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
@@ -244,7 +244,7 @@ def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) 
                 unreadable.append(str(err) if isinstance(err, SignatureRefused) else f"{stat.key}: {err}")
     if unreadable:
         text = f"{len(unreadable)} manifests are left out, because they cannot be read or trusted; the first: {unreadable[0]}"
-        print(f"penstock: {printable(text)}", file=sys.stderr)
+        print(f"penstock: {one_line(text)}", file=sys.stderr)
     return manifests
 
 

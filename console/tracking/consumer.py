@@ -33,6 +33,7 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.files import atomic_write, read_regular
+from penstock.protocol.secret_values import hide
 from penstock.protocol.transport.bus import Bus
 
 METRICS = "metrics"  # the kind of events that `penstock log` publishes
@@ -332,7 +333,7 @@ class Consumer:
         try:
             document = json.loads(read_regular(self._job.folder / "config.json", _MOST_CONFIG_BYTES))
             return {
-                f"{section}.{key}": value
+                f"{section}.{key}": hide((section, key), value)
                 for section, values in document["settings"].items()
                 for key, value in dict(values).items()
             }

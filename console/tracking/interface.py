@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.console.terminal import markdown
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
 
@@ -97,12 +98,13 @@ def library(module: str) -> Any:
 def as_markdown(columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
     """Return a table as Markdown, for a tracker without tables."""
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines) + "\n"
-
-
-def _cell(value: str | float) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ⏎ ")
+    return (
+        "\n".join(
+            f"| {' | '.join(markdown(f'{value:g}' if isinstance(value, float) else value) for value in line)} |"
+            for line in lines
+        )
+        + "\n"
+    )
 
 
 TRACKERS = Registry("tracker", TrackerKind, package="penstock.console.tracking.writers", group="penstock.trackers")

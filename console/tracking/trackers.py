@@ -17,20 +17,20 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from penstock.console import connections, launch
 from penstock.console.tracking.interface import TRACKERS
+from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.run_file import load
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import read_regular
+from penstock.protocol.secret_values import hide
 
-_CREDENTIAL = re.compile(r"(^|_)(api_?key|token|password|passwd|secret)", re.IGNORECASE)
 MODULE = "penstock.console.tracking"
 
 
 def refuse_credentials(options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that is a credential: settings are shown, and stored with the run."""
-    for name in options:
-        if _CREDENTIAL.search(name):
+    for name, value in options.items():
+        if hide(("options", name), value) != value:
             raise ValueError(
                 f"options.{name} is a credential, and settings are stored with the run: set the library's own "
                 "environment variable, such as WANDB_API_KEY, SWANLAB_API_KEY, HF_TOKEN or MLFLOW_TRACKING_TOKEN"
@@ -139,11 +139,14 @@ def check(settings: TrackSettings) -> None:
 
 
 def _stored_trackers(settings: TrackSettings) -> TrackSettings | None:
-    """Return the trackers that a run was started with, from its folder; None when there is no such file."""
+    """Return the trackers that a run was started with, from its folder; None when there is no such file.
+
+    Raises UntrustedFolder for a file of somebody else: a tracker may be code, and gets what a run generated.
+    """
+    content = seals.read(settings.run.folder / "trackers" / "settings.json", 1024**2)
     try:
-        document = json.loads(read_regular(settings.run.folder / "trackers" / "settings.json", 1024**2))
-        return TrackSettings.model_validate(document)
-    except (OSError, ValueError):
+        return None if content is None else TrackSettings.model_validate(json.loads(content))
+    except ValueError:
         return None
 
 
@@ -152,7 +155,7 @@ def store(settings: TrackSettings) -> None:
     path = settings.run.folder / "trackers" / "settings.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = settings.model_dump(mode="json", include={"tracker", "tracking"})
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    seals.write(path, json.dumps(kept, indent=1) + "\n", optional=True)
 
 
 def command(run: str, label: str, arguments: Sequence[str], *flags: str) -> list[str]:

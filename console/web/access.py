@@ -41,6 +41,8 @@ from penstock.console import connections
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import atomic_write
+from penstock.protocol.metrics.server import host_of
+from penstock.serving.request_checks import head_problem
 
 TOKENS = "console-tokens"  # the default file, in the folder of runs
 BROWSER_S = 30 * 24 * 3600.0  # a browser asks for a new link after this long
@@ -264,7 +266,7 @@ class Gate:
     def _refusal(self, scope: Scope, request: HTTPConnection) -> Response | None:
         problem = self._malformed(scope, request)
         if problem is not None:
-            return problem.response()
+            return problem.response({"connection": "close"})  # what follows may not be where a request begins
         token, is_bearer = _token(request)
         path = scope["path"]
         is_public = path in PUBLIC or path.startswith(STATIC)
@@ -298,6 +300,8 @@ class Gate:
             return Problem(
                 431, "the target and headers are too long", expected=f"<= {MAX_HEAD_BYTES} bytes", got=str(size)
             )
+        if (framing := head_problem(scope)) is not None:
+            return Problem(framing[0], framing[1], fix="send Content-Length alone")
         if len(scope["query_string"]) > MAX_QUERY_BYTES:
             got = str(len(scope["query_string"]))
             return Problem(414, "the query is too long", expected=f"<= {MAX_QUERY_BYTES} bytes", got=got)
@@ -305,7 +309,7 @@ class Gate:
             if len(request.headers.getlist(name)) > 1:
                 return Problem(400, f"the header {name} is there twice", fix="send it once")
         host = request.headers.get("host", "")
-        if _name_of(host) not in self._hosts:  # a web page whose name resolves to this machine (DNS rebinding)
+        if host_of(host) not in self._hosts:  # a web page whose name resolves to this machine (DNS rebinding)
             return Problem(
                 403,
                 "the Host header names another machine",
@@ -355,8 +359,3 @@ def _is_same_origin(request: HTTPConnection) -> bool:
     if site is not None:
         return site == "same-origin"
     return request.headers.get("origin") == f"{request.url.scheme}://{request.headers.get('host', '')}"
-
-
-def _name_of(host: str) -> str:
-    host = host.lower()
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -118,7 +119,7 @@ def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.context = context
-    app.state.event_streams = set()  # one mark for each open stream
+    app.state.event_streams = Counter()  # open streams by the name of their token
     answer_errors(app)
     app.mount(STATIC.rstrip("/"), StaticFiles(directory=PAGES), name="static")
     app.add_middleware(Gate, access=context.access, hosts=tuple(hosts))

@@ -21,7 +21,6 @@ from penstock.protocol.transport.bus import Bus
 
 _SCHEME = HTTPBearer(auto_error=False, description="A token: penstock console token NAME --role read|run|admin")
 _BUS_S = 3.0
-RUN_FILE = "run.toml"  # in the folder of a run that the API created
 RunName = Annotated[str, PathParameter(pattern=f"^{RUN_ID.pattern}$", description="Name of the run: a-z, 0-9 and '-'.")]
 
 
@@ -37,8 +36,8 @@ class WebContext:
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server stops: streams end then
 
     def settings_of(self, run: str) -> Loaded[connections.ConsoleSettings]:
-        run_file = self.runs_dir / run / RUN_FILE
-        run_files = [str(run_file)] if run_file.is_file() and not run_file.is_symlink() else []
+        """Return the settings of a run; raises ConfigError, for a run file that is not this user's UntrustedFolder."""
+        run_files = connections.run_file_of(self.runs_dir / run)
         arguments = [*self.arguments, *run_files, f"run.dir={self.runs_dir}"]
         return connections.find(arguments, self.environ, run_id=run)
 

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from penstock.console.web.access import CALLER, Caller
 from penstock.console.web.context import Context, Reader, RunFolder, WebContext
 from penstock.console.web.jobs import actions
 from penstock.console.web.jobs.job_file import ALIVE
@@ -36,6 +37,7 @@ from penstock.protocol.transport.bus import Bus
 
 router = APIRouter(prefix="/v1", tags=["events"], responses=RESPONSES)
 MAX_STREAMS = 32
+MAX_STREAMS_OF_TOKEN = 8  # so that one token leaves places for the others
 MAX_WAITING = 200  # events of at most 64 kB that one client may be behind
 _SLOW_S = 5.0  # a client that takes none of them for so long is disconnected
 _POLL_S = 0.5
@@ -47,16 +49,22 @@ MAX_ID = 2**63 - 1
 
 
 async def a_stream(request: Request) -> AsyncIterator[None]:
-    """Count a stream while it is open; a problem 429 when too many are."""
-    open_streams: set[object] = request.app.state.event_streams
-    if len(open_streams) >= MAX_STREAMS:
+    """Count a stream of a token while it is open; a problem 429 when too many are."""
+    open_streams: Counter[str] = request.app.state.event_streams
+    caller: Caller | None = request.scope.get(CALLER)
+    name = "" if caller is None else caller.name
+    if open_streams[name] >= MAX_STREAMS_OF_TOKEN:
+        raise Problem(
+            429, f"{open_streams[name]} event streams of token {name} are open", fix="close one, or use another token"
+        )
+    if open_streams.total() >= MAX_STREAMS:
         raise Problem(429, f"{MAX_STREAMS} event streams are open", fix="close one, or try again")
-    mark = object()
-    open_streams.add(mark)
+    open_streams[name] += 1
     try:
         yield
     finally:
-        open_streams.discard(mark)
+        open_streams[name] -= 1
+        open_streams += Counter()  # without those that are 0
 
 
 @router.get("/runs/{run}/events", response_class=EventSourceResponse)

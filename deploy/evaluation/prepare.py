@@ -153,10 +153,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     if missing := [file for file in files if not Path(file).is_file()]:
         raise ConfigError(f"--data: there is no file {', '.join(missing)}; check the path")
     recorded = scratch / "recorded.toml"
-    names_format = any(word.startswith("data.format=") for word in rest)
-    recorded.write_text(
-        target.recorded_settings(evaluated, with_reward=reward is None, with_format=not names_format), encoding="utf-8"
-    )
+    recorded.write_text(target.recorded_settings(evaluated, with_reward=reward is None), encoding="utf-8")
     run_arguments = without_servers(rest)
     ours = [
         f"model.path={model.absolute()}",

@@ -21,7 +21,7 @@ from penstock.console import connections, launch
 from penstock.console.registry import versions
 from penstock.console.registry.model_merge import open_model
 from penstock.console.tools.runs import unknown_run
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, seals
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Head
@@ -106,17 +106,16 @@ def export(target: Target, to: Path, arguments: Sequence[str]) -> Path:
     return to
 
 
-def recorded_settings(target: Target, *, with_reward: bool, with_format: bool = True) -> str:
+def recorded_settings(target: Target, *, with_reward: bool) -> str:
     """Return the run's own settings of data, sampling and rewards as a run file; empty for a folder.
 
-    ``with_reward`` is False when another reward was named: then rewards by source are left out. ``with_format`` is False when
-    ``data.format`` was given. Raises ConfigError for settings that cannot be read, and for a format of rows that is a file or module
-    of somebody's: a folder of a run that was copied here names no code to run.
+    ``with_reward`` is False when another reward was named: then rewards by source are left out. Raises UntrustedFolder unless this
+    user's run wrote them, since they may name code and servers, and ConfigError for settings that cannot be read.
     """
     if target.recorded is None:
         return ""
     try:
-        settings = json.loads(read_regular(target.recorded))["settings"]
+        settings = json.loads(seals.read(target.recorded) or b"null")["settings"]
         sections = {name: _part(settings.get(name) or {}, keys) for name, keys in _SECTIONS.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(
@@ -124,13 +123,6 @@ def recorded_settings(target: Target, *, with_reward: bool, with_format: bool = 
             "(penstock weights export) and evaluate the folder"
         ) from None
     sections["data"] = {key: value for key, value in sections["data"].items() if key not in OWN_DATA}
-    if not with_format:
-        sections["data"].pop("format", None)
-    elif ":" in (row_format := str(sections["data"].get("format", ""))):
-        raise ConfigError(
-            f"{target.recorded}: data.format = {row_format!r} names code, which an evaluation runs only when it is named again; if you "
-            f"trust it, add data.format={row_format}"
-        )
     if not with_reward:
         sections["reward"] = {k: v for k, v in sections["reward"].items() if k not in {"name", "by_source"}}
     return "".join(f"{name} = {toml_text(section)}\n" for name, section in sections.items() if section)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from penstock.console import launch
+from penstock.console import connections, launch
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.monitoring.dashboards import FOLDER
 from penstock.deploy.processes.child import Child, DeployError
@@ -75,11 +74,9 @@ class Prometheus(Server):
 
 
 def target_writer(run_file: Sequence[str], folder: Path, targets: Path) -> Child | None:
-    file = folder / "store" / "environment"
-    if not file.exists():
+    environ = connections.store_environment(folder / connections.STORE)
+    if not environ:
         return None
-    lines = [line.removeprefix("export ").partition("=") for line in file.read_text().splitlines()]
-    environ = {name: "".join(shlex.split(value)) for name, _, value in lines}
     command = launch.module("penstock.deploy.monitoring.targets", *run_file, "--write", str(targets), "--every", "2")
     return Child("targets", command, log=targets.with_name("targets.log"), environ={**os.environ, **environ})
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.terminal import console, printable
+from penstock.console.terminal import console, one_line
 from penstock.forensics.audit.audit_checks import AuditResult, SplitLine, check_record
 from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import logs
@@ -52,9 +52,9 @@ def show(result: AuditResult, console: Console) -> None:
                 f"{line.split}: {count} redundant completions {reason}, {line.abandoned_tokens[reason]} tokens"
             )
     for note in result.notes:
-        console.print(f"note: {printable(note)}", markup=False)
+        console.print(f"note: {one_line(note)}", markup=False)
     for breach in result.breaches[:_SHOWN]:
-        line = printable(f"{breach.kind}: {breach.group_id or '–'}: {breach.detail}")
+        line = one_line(f"{breach.kind}: {breach.group_id or '–'}: {breach.detail}")
         console.print(Text.assemble(("✗ ", "red"), line), highlight=False)
     if len(result.breaches) > _SHOWN:
         console.print(f"[red]✗[/] and {len(result.breaches) - _SHOWN} more; --json lists all")
@@ -80,5 +80,5 @@ def _table(lines: Sequence[SplitLine]) -> Table:
     rows["in flight"] = [(sum(line.in_flight.values()), line.in_flight_tokens) for line in lines]
     for name, figures in rows.items():
         cells = [cell for groups, tokens in figures for cell in (str(groups), "" if tokens is None else str(tokens))]
-        table.add_row(Text(printable(name)), *cells)
+        table.add_row(Text(one_line(name)), *cells)
     return table

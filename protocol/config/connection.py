@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import hide, remember, secret_file
 from penstock.protocol.subjects import check_run_id
 
 _TLS = "tls://"
@@ -17,6 +19,11 @@ class Section(BaseModel):
     """Base of every section of a run file: frozen, unknown keys refused, fields documented."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the fields that pydantic prints, in errors too, without secrets."""
+        for name, value in super().__repr_args__():
+            yield name, hide((name or "",), value)
 
 
 class RunSettings(Section):
@@ -142,9 +149,4 @@ def _refuse_credentials(url: str, instead: str) -> None:
 
 def secret_of(value: str, file: Path | None, key: str) -> str:
     """Return ``value``, or the content of the file of the setting ``key``; raises ConfigError if it is unreadable."""
-    if file is None:
-        return value
-    try:
-        return file.read_text().strip()
-    except OSError as err:
-        raise ConfigError(f"{key} = {file}: not readable ({err.strerror})") from None
+    return remember(value) if file is None else secret_file(file, key)

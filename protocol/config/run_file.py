@@ -43,6 +43,7 @@ from penstock.protocol.config.sources import (
     unusable,
 )
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import MASK, hide, scrub
 
 __all__ = [
     "SECTIONS", "Loaded", "config_document", "format_config", "is_secret", "load", "split_arguments", "toml_text",
@@ -52,8 +53,6 @@ __all__ = [
 _LISTS = ("tracker",)  # sections that are lists: [[tracker]]
 
 S = TypeVar("S", bound=BaseModel)
-_MASK = "********"
-_IN_URL = re.compile(r"(?<=[/,\" ])[^/,\"@ ]+@")  # user name and password of a URL
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _OF_LISTS = {"list_type", "tuple_type"}
 
@@ -81,7 +80,7 @@ def load(
     problems: list[str] = []
     entries = [*from_files(files, problems), *from_environment(environ or {}), *from_overrides(overrides, problems)]
     problems += [
-        f"{entry.origin}: {'.'.join(entry.path)} = {entry.value}: {why}"
+        f"{entry.origin}: {'.'.join(entry.path)} = {hide(entry.path, entry.value)}: {why}"
         for entry in entries
         if (why := value_advice(".".join(entry.path), entry.value))
     ]
@@ -143,8 +142,7 @@ def format_config(loaded: Loaded[Any]) -> str:
     rows: list[tuple[str, str]] = []
     for path, value in values_of(loaded.settings):
         key = ".".join(map(_toml_key, path))
-        shown = _MASK if value and is_secret(type(loaded.settings), path) else value
-        rows.append((f"{key} = {toml_text(shown)}", loaded.origins[".".join(path)]))
+        rows.append((f"{key} = {toml_text(_shown(loaded.settings, path, value))}", loaded.origins[".".join(path)]))
     width = min(60, max((len(assignment) for assignment, _ in rows), default=0))
     return "".join(f"{assignment:<{width}}  # {origin}\n" for assignment, origin in rows)
 
@@ -155,8 +153,16 @@ def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
         node = settings
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = _MASK if value and is_secret(type(loaded.settings), path) else to_jsonable_python(value)
+        node[path[-1]] = to_jsonable_python(_shown(loaded.settings, path, value))
     return {"settings": settings, "origins": loaded.origins}
+
+
+def _shown(settings: BaseModel, path: KeyPath, value: Any) -> Any:
+    if value and is_secret(type(settings), path):
+        return MASK
+    if isinstance(value, list | tuple) and any(isinstance(item, BaseModel) for item in value):  # [[tracker]]
+        value = [item.model_dump(mode="json", exclude_defaults=True) for item in value]
+    return hide(path, value)
 
 
 def _toml_key(part: str) -> str:
@@ -307,15 +313,15 @@ def _explain(
 
 def _refusal(settings_class: type[BaseModel], entry: Given, errors: Sequence[Any]) -> str:
     expected = " or ".join(dict.fromkeys(_expectation(error) for error in errors))
-    value = _IN_URL.sub(_MASK + "@", json.dumps(entry.value, default=str))
-    got = "" if is_secret(settings_class, entry.path) else f", got {value}"
-    if got and isinstance(entry.value, str) and {error["type"] for error in errors} <= _OF_LISTS:
-        got += f"; write {json.dumps([entry.value])}"
+    value = hide(entry.path, entry.value)
+    got = "" if is_secret(settings_class, entry.path) else f", got {json.dumps(value, default=str)}"
+    if got and isinstance(value, str) and {error["type"] for error in errors} <= _OF_LISTS:
+        got += f"; write {json.dumps([value])}"
     return f"{entry.origin}: {'.'.join(entry.path)}: {expected}{got}"
 
 
 def _expectation(error: Any) -> str:
-    text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    text = scrub(str(error["msg"])).removeprefix("Value error, ").removeprefix("Input should be ")
     if text != error["msg"] and error["type"] != "value_error":
         text = f"expected {text}"
     return text + "".join(f" (entry {part + 1})" for part in error["loc"][-1:] if isinstance(part, int))

@@ -30,14 +30,15 @@ class UnknownKeyError(Exception):
 
 def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
     """Return True if a value must not be shown: its field has ``repr=False``."""
-    model: Any = settings_class
+    node: Any = settings_class
     for part in path:
-        if not is_model(model):
-            return False
-        field = model.model_fields[part]
-        if not field.repr:
-            return True
-        model = table_of(field.annotation)
+        if is_model(node):
+            field = node.model_fields[part]
+            if not field.repr:
+                return True
+            node = table_of(field.annotation)
+        else:  # a table whose keys are the user's
+            node = table_of(get_args(node)[1]) if get_origin(node) is dict else None
     return False
 
 

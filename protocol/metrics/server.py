@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import ipaddress
+import re
 import socket
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ _MAX_CLIENTS = 16  # at a time; more are closed unanswered
 _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 Page = Callable[[str], tuple[bytes, str]]  # from an Accept header to a body and its content type
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/]*)(?::[0-9]{1,5})?")
 
 
 class MetricsServer:
@@ -129,5 +131,6 @@ def _message(
 
 
 def host_of(host: str) -> str:
-    host = host.lower()
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    """Return the name in a Host header, without its port; what is no name and port is returned whole, and names no machine."""
+    match = _HOST.fullmatch(host.lower())
+    return match[1] if match else host

@@ -25,10 +25,12 @@ PAUSE = "pause-requested"
 def hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder, together with others; on a file system without locks nothing is held.
 
-    Raises ConfigError when the folder cannot be written.
+    Raises ConfigError when the folder cannot be written, and for a link to a file in it, through which the run would write.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if link := next((path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()), None):
+            raise ConfigError(f"{link} is a link, and the run would write to what it leads to; remove it")
         handle = os.open(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as err:
         raise ConfigError(

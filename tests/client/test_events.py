@@ -11,7 +11,7 @@ import pytest
 from penstock.client import events
 from penstock.client.events import Event
 from penstock.console.report import curves
-from penstock.protocol import subjects
+from penstock.protocol import seals, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
@@ -24,8 +24,8 @@ def folder(tmp_path: Path, nats_settings: NatsSettings, run_id: str) -> Path:
     file = tmp_path / run_id / "run.toml"
     file.parent.mkdir()
     password = secret_file(nats_settings.secret())
-    file.write_text(
-        f'nats = {{ url = "{nats_settings.url}", user = "{nats_settings.user}", password_file = "{password}" }}\n'
+    seals.write(
+        file, f'nats = {{ url = "{nats_settings.url}", user = "{nats_settings.user}", password_file = "{password}" }}\n'
     )
     return file.parent
 

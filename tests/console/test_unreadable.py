@@ -11,6 +11,7 @@ from typing import Any
 
 import nats
 import pytest
+from markdown_it import MarkdownIt
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
@@ -19,7 +20,7 @@ from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.report import curves, learning, report
-from penstock.console.terminal import printable
+from penstock.console.terminal import indented, markdown, one_line, printable
 from penstock.console.tools.dead_letters import DeadLetters, RunProgress, print_list, refusal
 from penstock.console.tools.removal import running_services
 from penstock.console.tools.reward_errors import print_errors
@@ -28,7 +29,7 @@ from penstock.deploy.processes.servers import NatsServer
 from penstock.forensics.audit.audit import audit_run
 from penstock.forensics.audit.audit_checks import LETTERS, AuditInputs, check_record
 from penstock.forensics.audit.audit_inputs import gather
-from penstock.protocol import streams, subjects
+from penstock.protocol import seals, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError, MalformedFact
 from penstock.protocol.facts import Heartbeat, RunEvent, decode, encode, encode_unbounded
@@ -276,7 +277,7 @@ def test_files_in_place_of_others_stop_no_listing(tmp_path: Path) -> None:
     assert list(curves.rows(tmp_path)) == []
     assert curves.num_unreadable(tmp_path) == 1
     for content in (b"export PENSTOCK_NATS__PASSWORD='hunter2\n", b"\xff"):
-        (tmp_path / "environment").write_bytes(content)
+        seals.write(tmp_path / "environment", content)
         with pytest.raises(ConfigError, match="environment cannot be read") as failed:
             connections.store_environment(tmp_path)
         assert "hunter2" not in str(failed.value)
@@ -296,6 +297,12 @@ def test_a_foreign_stream_does_not_hide_the_runs(bus: Bus, run_streams: str, nat
     assert lines[run_streams] == "idle"
 
 
+MARKS = (  # of direction, without a width, fillers, separators of lines, tags, selectors that carry bytes
+    "\u200e\u200f\u061c\u202a\u202e\u2066\u2069\u200b\u2060\u2063\ufeff\u00ad\u180e\u115f\u1160\u3164\uffa0\u2028\u2029\ufff9\ufe00"
+    "\U000e0001\U000e0041\U000e007f\U000e0100\U000e01ef\x85"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -304,8 +311,65 @@ def test_a_foreign_stream_does_not_hide_the_runs(bus: Bus, run_streams: str, nat
         ("a\rb\x00\x7f\x9b", "a\\rb\\x00\\x7f\\x9b"),
         ("\u202egnp.exe\u2066", "\\u202egnp.exe\\u2066"),
         ("\ud800", "\\ud800"),
+        *((f"a{mark}b", f"a{mark.encode('unicode_escape').decode()}b") for mark in MARKS),
+        (
+            "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f52c\ufe0f",
+            "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f52c\ufe0f",
+        ),
     ],
 )
 def test_control_characters_are_printed_as_escapes(text: str, shown: str) -> None:
     """What a terminal would obey is shown instead; letters of all scripts stay."""
     assert printable(text) == shown
+
+
+FORGED = "lost\n# Accuracy 0.2 -> 0.99\n| a | b |\r\n\x1b[1A"
+
+
+def test_a_text_of_others_is_one_line() -> None:
+    assert one_line(FORGED).splitlines() == ["lost\\n# Accuracy 0.2 -> 0.99\\n| a | b |\\r\\n\\x1b[1A"]
+    assert [line[:3] for line in indented(FORGED, 3).split("\n")] == ["los", "   ", "   ", "   "]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<img src=http://evil/x>", "![](http://evil/x)", "[a](javascript:x)", "a | b", "`code", "**a**", "# A", "- a", "+ a", "> a", "1. a",
+        "12) a", "---", "===", "~~~", "- - a", "&lt;b>", "a\\", "<!-- a", "[a]: http://evil", "- # A", "<script>", FORGED,
+    ],
+)  # fmt: skip
+def test_a_text_of_others_makes_no_markup(text: str) -> None:
+    """In a cell and as an item of a list, as a parser of CommonMark with tables reads it: only the text is shown."""
+    parser = MarkdownIt("commonmark").enable("table")
+    for source, kinds in (
+        (
+            f"- {markdown(text)}",
+            {
+                "bullet_list_open",
+                "list_item_open",
+                "paragraph_open",
+                "inline",
+                "paragraph_close",
+                "list_item_close",
+                "bullet_list_close",
+            },
+        ),
+        (f"| h | i |\n|---|---|\n| {markdown(text)} | x |", None),
+    ):
+        tokens = parser.parse(source)
+        assert kinds is None or {token.type for token in tokens} <= kinds
+        cells = [token for token in tokens if token.type == "inline"]
+        assert len(cells) == (1 if kinds else 4)
+        children = cells[0 if kinds else 2].children or []
+        assert {child.type for child in children} <= {"text", "text_special"}
+        assert "".join(child.content for child in children) == one_line(text)
+
+
+def test_what_others_wrote_forges_nothing_in_a_report() -> None:
+    view = RunView("r")
+    summary = type(view.summary()).model_validate(
+        {**view.summary().model_dump(), "incidents": [FORGED, "key sk-" + "a1" * 12], "skipped": {FORGED: 3}}
+    )
+    text = report.markdown(summary, curves.Curves(), next_steps=(), has_plot=False)
+    assert not [line for line in text.splitlines() if line.startswith("# Accuracy")]
+    assert "a1a1" not in text

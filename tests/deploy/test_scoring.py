@@ -11,6 +11,7 @@ from tests.servers import require
 
 from penstock.console.tools.rewards import RewardService
 from penstock.deploy import scoring
+from penstock.protocol import seals
 from penstock.protocol.config.run_file import load, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.settings import RewardSettings
@@ -21,7 +22,7 @@ DEFINED = {"gated": {"parts": {"correct": {"reward": "exact_match"}}}}
 def recorded(folder: Path) -> Path:
     """Write the recorded settings of a run that defines a reward."""
     path = folder / "config.json"
-    path.write_text(json.dumps({"settings": {"reward": {"name": "gated", "define": DEFINED, "success": None}}}))
+    seals.write(path, json.dumps({"settings": {"reward": {"name": "gated", "define": DEFINED, "success": None}}}))
     return path
 
 

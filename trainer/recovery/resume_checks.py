@@ -83,6 +83,7 @@ def named_code(document: bytes) -> list[str]:
     try:
         settings = json.loads(document)["settings"]
         values = [settings["algorithm"].get(key) for key in BY_KEY] + [settings.get("dpo", {}).get("loss")]
+        values.append(settings.get("data", {}).get("format"))  # of the pairs that a step trains on too
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
     names = [name for value in values for name in (value if isinstance(value, list) else [value])]

@@ -20,16 +20,18 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from penstock.console import connections, launch
+from penstock.console.connections import RUN_FILE
 from penstock.console.tools import removal, runs
-from penstock.console.web.context import RUN_FILE, WebContext
+from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.jobs.job_file import Job, RunState
 from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
 from penstock.console.web.launchers.launcher import installed, scheduler_options
 from penstock.console.web.problems import Problem
-from penstock.protocol import files
+from penstock.protocol import files, seals
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_folder
+from penstock.protocol.secret_values import hide
 
 _CHECK_S = 60.0
 _at_a_time = threading.BoundedSemaphore(2)  # each takes a second of one core
@@ -128,7 +130,8 @@ def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
 
 def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, content: bytes, options: BaseModel) -> None:
     directory, command = Path.cwd(), request.command_name
-    (new / RUN_FILE).write_bytes(content)
+    folder = web.runs_dir / run
+    seals.write(new / RUN_FILE, content, at=folder / RUN_FILE)
     arguments = queue.run_arguments(web.arguments, new / RUN_FILE, run, web.runs_dir, command)
     document = check(arguments, web.environ, directory, new, command=command)
     if (unread := document.pop("unread", [])) and request.run_file is None:
@@ -153,7 +156,7 @@ def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, conten
         description=" ".join(part for part in (request.model_size, request.description) if part),
         directory=str(directory),
     )
-    job_file.write(new, job)
+    job_file.write(new, job, at=folder)
 
 
 def start(web: WebContext, folder: Path) -> RunState:
@@ -240,7 +243,12 @@ def config(folder: Path) -> dict[str, Any]:
     document = started or job_file.read_document(folder / runs.PLANNED)
     if document is None:
         raise Problem(404, f"run {folder.name} has no stored settings", fix="start it once")
-    return {"run": folder.name, "source": "started" if started else "planned", **document}
+    return {
+        "run": folder.name,
+        "source": "started" if started else "planned",
+        **document,
+        "settings": hide((), document.get("settings")),
+    }
 
 
 def _left_nothing(web: WebContext, folder: Path) -> bool:

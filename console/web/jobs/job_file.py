@@ -1,8 +1,9 @@
 """``job.json`` in a run's folder: what the API was asked for, so that any process of the API can go on with it; and the run's state.
 
 The run file that was sent is beside it (``run.toml``), as are the settings that were checked (``planned-config.json``) and what
-became of the process (``launch.json``, written by `launchers/run_process.py`). All are written whole or not at all. The state is
-that of these files, of the run's lock and of its launcher; `decide` is pure.
+became of the process (``launch.json``, written by `launchers/run_process.py`). All are written whole or not at all. A job counts only
+with the seal of this user (`protocol/seals.py`): in a folder that somebody else sent it is no job, and what an earlier release queued
+waits for `penstock runs trust`. The state is that of these files, of the run's lock and of its launcher; `decide` is pure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from penstock.console.tools import runs
 from penstock.console.web.launchers.launcher import Found, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LAUNCH
 from penstock.console.web.problems import Problem
-from penstock.protocol.errors import ConfigError
+from penstock.protocol import seals
+from penstock.protocol.errors import ConfigError, UntrustedFolder
 from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.record import run_folder
 
@@ -35,7 +37,7 @@ _LOCK_S = 10.0
 _MAX_BYTES = 1024 * 1024
 _MAX_KNOWN = 20_000
 Intent = Literal["none", "run", "pause", "stop"]
-_intents: dict[Path, tuple[tuple[int, int, int], Intent]] = {}  # by folder: the file's stamp, and what it says
+_intents: dict[Path, tuple[tuple[int, int, int, int], Intent]] = {}  # by folder: the file's stamp, and what it says
 State = Literal[
     "created", "queued", "waiting", "running", "pausing", "paused", "stopping", "stopped", "failed", "finished"
 ]
@@ -83,8 +85,11 @@ class Launch(BaseModel):
 
 
 def read(folder: Path) -> Job | None:
-    """Return the job of a run's folder; None if the API did not create the run. Raises ConfigError for a damaged file."""
-    content = _read(folder / JOB)
+    """Return the job of a run's folder; None unless an API of this user created the run. Raises ConfigError for a damaged file."""
+    try:
+        content = seals.read(folder / JOB, _MAX_BYTES)
+    except UntrustedFolder:
+        return None
     if content is None:
         return None
     try:
@@ -101,7 +106,7 @@ def intent_of(folder: Path) -> Intent:
         stat = (folder / JOB).lstat()
     except OSError:
         return "none"
-    stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size, seals.changed_ns(folder / JOB))
     known = _intents.get(folder)
     if known is None or known[0] != stamp:
         try:
@@ -124,8 +129,10 @@ def read_launch(folder: Path) -> Launch | None:
         return None
 
 
-def write(folder: Path, job: Job) -> None:
-    atomic_write(folder / JOB, job.model_dump_json(indent=1) + "\n", sync=True)
+def write(folder: Path, job: Job, *, at: Path | None = None) -> None:
+    """Write the job of a folder, which has the path ``at`` later. Raises ConfigError when this user can have no key of seals."""
+    path = None if at is None else at / JOB
+    seals.write(folder / JOB, job.model_dump_json(indent=1) + "\n", at=path, sync=True)
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
@@ -143,11 +150,14 @@ def changing(folder: Path) -> Iterator[Job]:
     with locked(folder / _LOCK, f"run {folder.name}"):
         job = read(folder)
         if job is None:
+            is_foreign = (folder / JOB).exists()
             raise Problem(
                 409,
-                f"run {folder.name} was not created by this API",
-                expected=f"a file {JOB} in its folder",
-                fix="control it where it was started, or create a run with POST /v1/runs",
+                f"run {folder.name} was not created by {'this user, or by an earlier release' if is_foreign else 'this API'}",
+                expected=f"a file {JOB} in its folder{', sealed by this user' if is_foreign else ''}",
+                fix=f"see what it starts, and accept it: penstock runs trust {folder.name} run.dir={folder.parent}"
+                if is_foreign
+                else "control it where it was started, or create a run with POST /v1/runs",
             )
         yield job
 
@@ -201,7 +211,8 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     """Return the state of a run; without ``ask`` no scheduler is asked, and ``launch.json`` decides. Raises Problem."""
     held = run_folder.is_lock_held(folder)
     if job is None:
-        return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped")
+        what = f"{JOB} is not this user's: penstock runs trust {folder.name}" if (folder / JOB).exists() else ""
+        return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped", what)
     launch = read_launch(folder)
     process = Found("absent")
     launcher = launcher_of(job.launcher)

@@ -1,7 +1,8 @@
 """Starts what is queued: one run at a time on this machine, in the order in which they were queued.
 
 The queue is the jobs' files: `advance` reads them, so it goes on after a kill of the API where it was, and processes that serve
-the same folder take turns (a lock). Runs of schedulers are handed to these at once.
+the same folder take turns (a lock). Jobs and run files that this user did not seal are not started (`protocol/seals.py`). Runs of
+schedulers are handed to these at once.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 import structlog
 
 from penstock.console import launch as command_line
-from penstock.console.web.context import RUN_FILE, WebContext
+from penstock.console.connections import RUN_FILE
+from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job, is_launched
 from penstock.console.web.launchers.launcher import Start, installed, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
+from penstock.protocol import seals
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import run_folder
@@ -140,6 +143,7 @@ def _start(web: WebContext, folder: Path) -> bool:
         launcher = installed(job.launcher)
         try:
             run_folder.withdraw_pause(folder)
+            seals.read(folder / RUN_FILE)  # raises unless this user wrote it
             start = Start(
                 folder=folder,
                 number=job.starts,

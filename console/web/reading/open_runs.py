@@ -51,7 +51,7 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
     """Return the runs of the folder, and those on the configured NATS server, newest first. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     folder = loaded.settings.run.dir
-    known_runs = {path: _describe(path) for path in runs.run_folders(folder)[:_MAX_RUNS]}
+    known_runs = {path: _describe(path) for path in runs.run_folders(folder)[:_MAX_RUNS] if not path.is_symlink()}
     lines = [known_run.line for known_run in known_runs.values()]
     if connections.is_configured(loaded) and connections.may_answer(loaded.settings.nats.url):
         try:
@@ -125,8 +125,10 @@ class OpenRuns:
             if open_reading is not None:
                 return open_reading
             reading = RunReading(NamedRun(run_id, self._arguments, self._environ))
-            reading.step()
-            if not reading.exists:
+            is_link = reading.folder.is_symlink()
+            if not is_link:
+                reading.step()
+            if is_link or not reading.exists:
                 reading.close()
                 known = [line.run for line in runs.list_folder(reading.folder.parent)]
                 near = get_close_matches(run_id, known, n=1)

@@ -22,6 +22,7 @@ from penstock.console.web.reading.recorded_groups import QueryRefused, Storing
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
 from penstock.protocol.files import read_regular
+from penstock.protocol.secret_values import hide
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -50,12 +51,11 @@ class RunReading:
     """One run that is looked at. Every method takes its lock; close it after the last request."""
 
     def __init__(self, run: NamedRun, *, clock: Callable[[], float] = time.time) -> None:
-        """Read the run's folder; `step` connects. Raises ConfigError."""
+        """Read the run's folder; `step` connects, if the settings of its servers are this user's. Raises ConfigError."""
         self.run, self.run_id = run, run.id
         self._clock = clock
         self._lock = threading.RLock()
-        self.settings = run.settings
-        self.folder = self.settings.run.dir / run.id
+        self.folder = run.folder
         self._bus: Bus | None = None
         self._watcher: Watcher | None = None
         self._groups: StoredGroups | None = None
@@ -148,7 +148,7 @@ class RunReading:
             raise ConfigError(
                 f"run {self.run_id} has no settings in its folder, and none in the newest part of its record"
             )
-        return document
+        return document | {"settings": hide((), document.get("settings"))}
 
     def known_config(self) -> dict[str, Any]:
         if time.monotonic() - self._config[0] > _CONFIG_S:
@@ -171,11 +171,13 @@ class RunReading:
                 from penstock.console.web.reading.stored_groups import StoredGroups  # noqa: PLC0415 # numpy and pyarrow
 
                 # The object store of a finished local run is stopped: it is refused at once.
-                endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
-                if not connections.may_answer(endpoint):
+                s3, store = self.run.settings.s3, self.folder / connections.STORE
+                if not connections.may_answer(s3.endpoint):
                     start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
-                    raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
-                blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
+                    raise QueryRefused(
+                        f"the object store of run {self.run_id} does not answer at {s3.endpoint}; {start}"
+                    )
+                blobs = Blobs(s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
                 self._groups_lock = threading.Lock()
             groups, lock = self._groups, self._groups_lock
@@ -239,7 +241,7 @@ class RunReading:
             if not connections.may_answer(settings.nats.url):
                 self._say(f"no NATS server answers at {settings.nats.url}: figures are those of the run's folder")
                 return
-            self.settings, self._groups = settings, None
+            self._groups = None
             bus = Bus.connect(settings.nats, name="console-page", deadline_s=_CONNECT_S)
         except (BusError, ConfigError) as err:
             self._say(str(err))

@@ -12,6 +12,7 @@ from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.protocol.errors import BusUnreachable
 from penstock.protocol.files import read_regular
+from penstock.protocol.record.run_folder import is_lock_held
 
 _MAX_TEXT = 2000  # characters of a text
 _MAX_GROUPS = 50  # of one letter
@@ -97,9 +98,9 @@ def _cut(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def service_url(folder: Path, url: str | None) -> str:
-    """Return the URL of a run's reward service: the one that was set, that of the local run, else the default one."""
-    if url is not None:
-        return url
+    """Return the URL of a run's reward service: the one that was set, that of a local run which goes on, else the default one."""
+    if url is not None or not is_lock_held(folder):
+        return url or launch.REWARD_URL
     try:
         return f"http://127.0.0.1:{int(read_regular(folder / launch.REWARD_PORT_FILE))}"
     except (OSError, ValueError):

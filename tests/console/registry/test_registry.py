@@ -15,6 +15,7 @@ from penstock.console.registry import exchange, versions
 from penstock.console.registry.exchange import push_model
 from penstock.console.registry.versions import Registry, Score, Tag, average_last, newest, set_tag
 from penstock.console.tools.weights import NOT_KEPT
+from penstock.protocol import seals
 from penstock.protocol.errors import ConfigError, PenstockError
 
 
@@ -170,7 +171,7 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
         "trainer.steps": "default",
         "nats.url": "run.toml:9",
     }
-    (home / "config.json").write_text(json.dumps({"settings": settings, "origins": origins}))
+    seals.write(home / "config.json", json.dumps({"settings": settings, "origins": origins}))
     steps = [{"kind": "step", "step": step, "reward_mean": step / 100} for step in range(1, 31)]
     rows = [*steps, event(4, 0.25)]
     (home / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))

@@ -12,7 +12,7 @@ from tests.servers import secret_file
 
 from penstock.console.tools.removal import find_holdings, remove_holdings
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.protocol import streams, subjects
+from penstock.protocol import seals, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import Heartbeat, RunEvent, encode
@@ -131,7 +131,7 @@ def test_a_run_without_a_known_store_is_refused(tmp_path: Path):
 def test_a_finished_local_run_is_removed_with_its_folder(tmp_path: Path):
     store = tmp_path / "runs" / "mine" / "store"
     store.mkdir(parents=True)
-    (store / "environment").write_text("PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
+    seals.write(store / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
     answer = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert not (tmp_path / "runs" / "mine").exists()

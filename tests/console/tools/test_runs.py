@@ -13,6 +13,7 @@ from penstock.console import connections
 from penstock.console.report import report
 from penstock.console.tools.runs import RunLine, list_broker, list_folder, merge
 from penstock.deploy.local import LocalStack
+from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
@@ -126,7 +127,7 @@ def test_arguments_take_precedence_over_the_store(tmp_path: Path):
     """An address on the command line replaces that of the run's own store."""
     store = tmp_path / "own" / connections.STORE
     store.mkdir(parents=True)
-    (store / "environment").write_text("export PENSTOCK_NATS__URL='nats://127.0.0.1:7'\nexport OTHER=1\n")
+    seals.write(store / "environment", "export PENSTOCK_NATS__URL='nats://127.0.0.1:7'\nexport OTHER=1\n")
     typed = [f"run.dir={tmp_path}"]
     assert connections.find(typed, {}, run_id="own").settings.nats.url == "nats://127.0.0.1:7"
     assert connections.find([*typed, "nats.url=nats://x:1"], {}, run_id="own").settings.nats.url == "nats://x:1"

@@ -9,6 +9,7 @@ import pytest
 from penstock.console.tracking import trackers
 from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.processes.page_and_trackers import TrackerProcesses
+from penstock.protocol import seals
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 
@@ -86,7 +87,7 @@ def test_a_run_is_tracked_later_as_it_was_started(tmp_path: Path) -> None:
 def test_a_local_run_is_found_by_its_own_store(tmp_path: Path) -> None:
     """As `penstock watch` finds it; a server that is configured comes first."""
     (tmp_path / "r" / "store").mkdir(parents=True)
-    (tmp_path / "r" / "store" / "environment").write_text("PENSTOCK_NATS__URL=nats://127.0.0.1:7\n")
+    seals.write(tmp_path / "r" / "store" / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:7\n")
     arguments = [f"run.dir={tmp_path}", "tracker=tensorboard"]
     assert trackers.load_settings("r", arguments, {}).nats.url == "nats://127.0.0.1:7"
     assert trackers.load_settings("r", [*arguments, "nats.url=nats://127.0.0.1:8"], {}).nats.url == "nats://127.0.0.1:8"

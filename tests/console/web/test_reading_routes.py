@@ -35,6 +35,7 @@ from penstock.console.web.reading.stored_groups import ReadBudget, StoredGroups
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.groups import BlobRef
+from penstock.protocol.record import run_folder
 from penstock.protocol.versions import PolicyVersion
 
 GROUP = "e0.p10.a0"
@@ -434,7 +435,9 @@ def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tm
         return reading_routes._reward_service(reading, web)
 
     token = {"PENSTOCK_CONSOLE_REWARD_TOKEN_FILE": "/secret"}
-    assert service(**token) == ("http://127.0.0.1:4711", None)
+    assert service(**token) == ("http://127.0.0.1:8700", None)  # of a run that does not go on, the port is anybody's
+    with run_folder.hold_lock(tmp_path / "r"):
+        assert service(**token) == ("http://127.0.0.1:4711", None)
     assert service(PENSTOCK_CONSOLE_REWARD_URL="http://rewards:8700", **token) == (
         "http://rewards:8700",
         Path("/secret"),

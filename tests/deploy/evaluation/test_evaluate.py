@@ -25,9 +25,10 @@ from penstock.deploy.bootstrap import connection_arguments, without_servers
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.evaluate import correctness
 from penstock.deploy.evaluation.prepare import _sampling, alone, prepare
+from penstock.protocol import seals
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, UntrustedFolder
 from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.settings import TrainerSettings
 
@@ -78,8 +79,8 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
     assert (found.run, found.version, found.home) == (None, None, tmp_path / "runs" / "eval-some-model")
     home = tmp_path / "runs" / "one"
     home.mkdir(parents=True)
-    (home / "config.json").write_text(
-        '{"settings": {"data": {"train": "x", "system_prompt": "s"}, "reward": {"name": "math"}}}'
+    seals.write(
+        home / "config.json", '{"settings": {"data": {"train": "x", "system_prompt": "s"}, "reward": {"name": "math"}}}'
     )
     with pytest.raises(ConfigError, match="run one has no final model yet"):
         target.find("one", runs, {})
@@ -91,10 +92,9 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
         target.recorded_settings(final, with_reward=True) == 'data = {system_prompt = "s"}\nreward = {name = "math"}\n'
     )
     assert target.recorded_settings(final, with_reward=False) == 'data = {system_prompt = "s"}\n'
-    (home / "config.json").write_text('{"settings": {"data": {"system_prompt": "s", "format": "evil.py:f"}}}')
-    with pytest.raises(ConfigError, match=r"'evil.py:f' names code, .*add data.format=evil.py:f"):
+    (home / "config.json").write_text('{"settings": {"data": {"format": "evil.py:f"}}}')
+    with pytest.raises(UntrustedFolder, match="penstock runs trust one"):
         target.recorded_settings(final, with_reward=True)
-    assert target.recorded_settings(final, with_reward=True, with_format=False) == 'data = {system_prompt = "s"}\n'
     versions.store_tag(home, "kept", Tag(version=7))
     quickstart_task.write_model(home / versions.MODELS / "kept", seed=0)
     kept = target.find("one@kept", runs, {})
@@ -134,7 +134,7 @@ def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
 ) -> None:
     home = tmp_path / "one"
     home.mkdir()
-    (home / "config.json").write_text("[]")
+    seals.write(home / "config.json", "[]")
     runs = [f"run.dir={tmp_path}"]
     rows = [{"version": 3, "head": True, "state_root": "a", "kept": {"best": None}}]
     monkeypatch.setattr(target.launch, "module", lambda *_: [sys.executable, "-c", f"print({json.dumps(rows)!r})"])

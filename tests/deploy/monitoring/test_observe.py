@@ -11,6 +11,7 @@ from tests.servers import require_package, wait_for
 
 from penstock.deploy.monitoring import observe
 from penstock.deploy.monitoring.alerts import ALERTS
+from penstock.protocol import seals
 from penstock.protocol.metrics.server import MetricsServer
 
 
@@ -47,7 +48,7 @@ def test_the_targets_are_written_once_the_servers_are_there(tmp_path: Path) -> N
     """Before the run's own NATS is started there is nothing to ask; then it is asked with the run's own login."""
     assert observe.target_writer(["run.id=r"], tmp_path, tmp_path / "targets.json") is None
     (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "environment").write_text("export PENSTOCK_NATS__URL='nats://h:1'\n")
+    seals.write(tmp_path / "store" / "environment", "export PENSTOCK_NATS__URL='nats://h:1'\n")
     writer = observe.target_writer(["run.id=r"], tmp_path, tmp_path / "targets.json")
     assert writer is not None
     assert writer.command[3:] == [

@@ -18,7 +18,8 @@ from penstock.console.tools.runs import list_folder, print_one
 from penstock.deploy import stored
 from penstock.forensics.audit.record_checks import from_metrics
 from penstock.forensics.replay.replay_findings import config_findings
-from penstock.protocol.errors import ConfigError
+from penstock.protocol import seals
+from penstock.protocol.errors import ConfigError, UntrustedFolder
 from penstock.protocol.files import links_below, read_regular
 from penstock.protocol.record.checkpoint_state import CheckpointState, read_state
 
@@ -63,7 +64,8 @@ def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(folde
     state = CheckpointState.model_construct(metrics_bytes=2**40)
     assert "cannot be read" in from_metrics(folder, state).problems[0]
     assert all("does not hold the settings" in line for line in config_findings(folder / "config.json", {}))
-    assert connections.store_environment(folder) == {}
+    with pytest.raises(UntrustedFolder):
+        connections.store_environment(folder)
     with pytest.raises(ConfigError, match=r"report\.md cannot be read"):
         print_one(NamedRun(RUN, [f"run.dir={folder.parent}"], {}))
 
@@ -83,14 +85,14 @@ def test_the_environment_of_servers_names_no_other_file_and_no_other_setting(tmp
     store.mkdir()
     private.write_text("a private key")
     own = f"export PENSTOCK_NATS__PASSWORD_FILE={store / 'nats.password'}\n"
-    (store / "environment").write_text(f"{own}export PENSTOCK_ALGORITHM__LOSS=evil.py:loss PATH=/evil\n")
+    seals.write(store / "environment", f"{own}export PENSTOCK_ALGORITHM__LOSS=evil.py:loss PATH=/evil\n")
     assert connections.store_environment(store) == {"PENSTOCK_NATS__PASSWORD_FILE": str(store / "nats.password")}
     for path in (private, store / ".." / "private"):
-        (store / "environment").write_text(f"export PENSTOCK_NATS__PASSWORD_FILE={path}\n")
+        seals.write(store / "environment", f"export PENSTOCK_NATS__PASSWORD_FILE={path}\n")
         with pytest.raises(ConfigError, match="a file outside"):
             connections.store_environment(store)
     (store / "nats.password").symlink_to(private)
-    (store / "environment").write_text(own)
+    seals.write(store / "environment", own)
     with pytest.raises(ConfigError, match="a file outside"):
         connections.store_environment(store)
 

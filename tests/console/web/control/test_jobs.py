@@ -18,6 +18,7 @@ from penstock.console.web.jobs.job_file import Job, Launch, decide
 from penstock.console.web.launchers.launcher import Found
 from penstock.console.web.launchers.run_process import LAUNCH
 from penstock.console.web.problems import Problem
+from penstock.protocol import seals
 from penstock.protocol.record import run_folder
 
 
@@ -242,7 +243,7 @@ def test_a_start_that_fails_is_shown_and_holds_up_no_other(api: Api, launcher: F
 
 def test_a_damaged_job_is_reported_and_stops_nothing(api: Api, launcher: FakeLauncher):
     create(api, "a")
-    (api.folder / "a" / job_file.JOB).write_text('{"run": ')
+    seals.write(api.folder / "a" / job_file.JOB, '{"run": ')
     answer = api.client().get("/v1/runs/a")
     assert answer.status_code == 422
     assert "job.json cannot be read" in answer.text
@@ -256,7 +257,7 @@ def test_a_file_that_a_job_names_as_its_launcher_is_not_run(api: Api, launcher: 
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     job = api.folder / "a" / job_file.JOB
     stored = {**json.loads(job.read_text()), "launcher": f"{tmp_path / 'evil.py'}:L", "starts": 1, "intent": "run"}
-    job.write_text(json.dumps(stored))
+    seals.write(job, json.dumps(stored))
     (api.folder / "a" / LAUNCH).write_text('{"start": 1}')
     assert state(api, "a") == "running"
     assert "is not installed here" in json.dumps(post(api, "a", "stop", 409))

@@ -1,0 +1,78 @@
+"""`penstock runs trust`: show what the files in a run's folder name, and seal them after a yes (`protocol/seals.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.console.connections import RUN_FILE, STORE, NamedRun
+from penstock.console.terminal import one_line
+from penstock.console.tools.removal import agreed
+from penstock.console.tools.runs import existing_folder
+from penstock.protocol import seals
+from penstock.protocol.config.sources import leaves
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import read_regular
+from penstock.protocol.secret_values import hide
+
+_MOST_BYTES = 4 * 1024**2
+_USES = {  # file of a run's folder: what it is used for
+    "job.json": "the console of this user starts, resumes and stops it so",
+    RUN_FILE: "it is started with these settings, which may name code",
+    "config.json": "`penstock eval` and `rescore` use its data, environment and reward settings, which may name code",
+    f"{STORE}/environment": "commands and the console connect to these servers",
+    "trackers/settings.json": "`penstock track` sends the run's metrics and texts there",
+}
+
+
+def trust(run: NamedRun, *, yes: bool) -> int:
+    """Seal the files of a run's folder after confirmation; return 1 when it was not confirmed. Raises ConfigError."""
+    folder = existing_folder(run)
+    if folder.is_symlink():
+        raise ConfigError(f"{folder} is a link; move the folder itself there")
+    unsealed = {name: _read(folder / name) for name in _USES if not _needs_no_trust(folder / name)}
+    for name, content in unsealed.items():
+        print(f"{name}: {_USES[name]}")
+        for key, value in _shown(folder / name, content):
+            print(f"  {one_line(key)} = {one_line(value)}")
+    if not unsealed:
+        print(f"run {run}: this user wrote, or trusts, every file that is used")
+    elif not agreed(f"use all of it as if this user had written it in {folder}?", yes=yes):
+        return 1
+    else:
+        for name, content in unsealed.items():
+            seals.seal(folder / name, content)
+        print(f"run {run} is trusted until one of these files is changed or moved by somebody else")
+    return 0
+
+
+def _needs_no_trust(path: Path) -> bool:
+    return not os.path.lexists(path) or seals.is_sealed(path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except OSError as err:
+        raise ConfigError(f"{path} cannot be read ({err}); remove it, or change its permissions") from None
+
+
+def _shown(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield what a file sets; of the settings of a session those that are no defaults. Raises ConfigError."""
+    try:
+        if path.name == "environment":
+            words = [word.partition("=") for word in shlex.split(content.decode()) if "=" in word]
+            yield from ((name, hide((name,), value)) for name, _, value in words)
+            return
+        document = tomllib.loads(content.decode()) if path.name == RUN_FILE else json.loads(content)
+        origins = document["origins"] if path.name == "config.json" else {}
+        for key, value in leaves(document["settings"] if path.name == "config.json" else document):
+            if origins.get(".".join(key)) != "default":
+                yield ".".join(key), hide(key, value)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ConfigError(f"{path} cannot be read ({type(err).__name__}: {err}); remove it") from None

@@ -1,0 +1,284 @@
+"""A run folder that somebody else sent is data: nothing that it names is run, called, opened or sent, on any route and by any verb."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.console.web.control.api import Api, FakeLauncher
+
+from penstock.client import events, local_start
+from penstock.console import connections
+from penstock.console.connections import NamedRun
+from penstock.console.live.panel import watch_run
+from penstock.console.registry import exchange
+from penstock.console.tools import trust
+from penstock.console.tracking import trackers
+from penstock.console.web.jobs import job_file, queue
+from penstock.deploy import local_run, scoring
+from penstock.deploy.evaluation import target
+from penstock.forensics import backup
+from penstock.forensics.audit import audit
+from penstock.protocol import seals
+from penstock.protocol.errors import PenstockError, UntrustedFolder
+from penstock.protocol.record.run_folder import hold_lock
+
+SECRET = "PRIVATE-KEY-CONTENT"
+EVIL = 'from pathlib import Path\nPath("{ran}").touch()\n'
+
+
+class Stranger:
+    """A server of somebody else on this machine, the addresses that lead to it, and what it was sent."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.num_calls = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self.num_calls += 1
+            connection.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    server = Stranger()
+    yield server
+    server.listener.close()
+
+
+@pytest.fixture
+def gift(tmp_path: Path, stranger: Stranger) -> Path:
+    """A folder of runs with one that was sent: every file in it names code, a file of this user, or the stranger's server."""
+    folder, private, code = tmp_path / "runs" / "gift", tmp_path / "id_rsa", tmp_path / "runs" / "gift" / "evil.py"
+    (folder / "store").mkdir(parents=True)
+    (folder / "trackers").mkdir()
+    private.write_text(SECRET)
+    code.write_text(EVIL.format(ran=tmp_path / "ran"))
+    url = f"nats://127.0.0.1:{stranger.port}"
+    servers = f'[nats]\nurl = "{url}"\nuser = "x"\npassword_file = "{private}"\nca_file = "none"\n'
+    (folder / "run.toml").write_text(f'{servers}[algorithm]\nloss = "{code}:loss"\n')
+    job: dict[str, Any] = {"run": "gift", "created_at": 1, "intent": "run", "starts": 1, "queued_ns": 1}
+    (folder / "job.json").write_text(json.dumps({**job, "directory": str(folder), "serve": [str(code)], "handle": "7"}))
+    (folder / "store" / "environment").write_text(
+        f"export PENSTOCK_NATS__URL={url}\nexport PENSTOCK_S3__ENDPOINT=http://127.0.0.1:{stranger.port}\n"
+    )
+    recorded = {
+        "data": {"format": f"{code}:form", "train": str(private)}, "reward": {"name": f"{code}:score"},
+        "rollout": {"environment": f"{code}:Play"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({"settings": recorded, "origins": {}}))
+    (folder / "trackers" / "settings.json").write_text(json.dumps({"tracker": [{"type": f"{code}:kind"}]}))
+    (folder / "reward.port").write_text(str(stranger.port))
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "reward_mean": 0.5}\n')
+    return folder
+
+
+def untouched(stranger: Stranger, gift: Path) -> None:
+    assert stranger.num_calls == 0
+    assert not (gift.parent.parent / "ran").exists()
+
+
+def test_no_route_uses_what_a_sent_folder_names(gift: Path, stranger: Stranger, launcher: FakeLauncher) -> None:
+    """Every route of a run, by every method it has, with the run as its only parameter; and the event stream's connection."""
+    api = Api(gift.parent)
+    api.context.environ.pop("PENSTOCK_NATS__URL", None)  # type: ignore[attr-defined]
+    with api.client() as http:
+        paths = [
+            (str(getattr(route, "path", "")), getattr(route, "methods", None) or set[str]()) for route in api.app.routes
+        ]
+        routes = [
+            (method, path.replace("{run}", "gift").replace("{number}", "1"))
+            for path, methods in paths
+            if "{run}" in path and not path.endswith("/events")
+            for method in sorted(methods - {"DELETE"})
+        ]
+        assert len(routes) > 15
+        for method, path in routes:
+            answer = http.request(method, path, json={} if method == "POST" else None)
+            assert answer.status_code < 500 or answer.status_code == 503, (method, path, answer.text)
+            assert SECRET not in answer.text
+        with pytest.raises(UntrustedFolder):
+            api.context.bus("gift")
+        assert queue.advance(api.context) == 0
+        assert launcher.started == []
+        assert (
+            http.post("/v1/runs/gift/start").json()["fix"].endswith(f"penstock runs trust gift run.dir={gift.parent}")
+        )
+    untouched(stranger, gift)
+    (gift.parent / "linked").symlink_to(gift)
+    for method, path in routes:
+        assert api.client().request(method, path.replace("/gift", "/linked")).status_code in {404, 422}, (method, path)
+    assert "linked" not in api.client().get("/v1/runs").text
+
+
+VERBS: dict[str, Callable[[Path], object]] = {
+    "watch": lambda gift: watch_run(run_of(gift), plain=True, as_json=True),
+    "settings": lambda gift: run_of(gift).settings,
+    "weights": lambda gift: connections.trusted_keys(None, {}, gift / "store"),
+    "audit": lambda gift: audit.audit_run("gift", [f"run.dir={gift.parent}"], {}, fast=True, as_json=True),
+    "backup": lambda gift: backup._backup("gift", [f"run.dir={gift.parent}"], gift.parent / "to"),
+    "track": lambda gift: trackers.load_settings("gift", [f"run.dir={gift.parent}", "nats.url=nats://127.0.0.1:1"], {}),
+    "eval": lambda gift: target.recorded_settings(
+        target.Target("gift", gift, "", recorded=gift / "config.json"), with_reward=True
+    ),
+    "rescore": lambda gift: scoring._recorded_rewards(gift / "config.json"),
+    "client resume": lambda gift: local_start.existing("gift", gift.parent).resume(),
+    "client events": lambda gift: list(events.published("gift", gift, lambda: False)),
+}
+
+
+def run_of(gift: Path) -> NamedRun:
+    return NamedRun("gift", [f"run.dir={gift.parent}"], {})
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_uses_what_a_sent_folder_names(gift: Path, stranger: Stranger, verb: str) -> None:
+    with pytest.raises(UntrustedFolder):
+        VERBS[verb](gift)
+    untouched(stranger, gift)
+
+
+def test_a_card_has_no_digest_of_a_file_that_somebody_else_named(gift: Path) -> None:
+    assert "| not read |" in exchange.model_card(gift, None, "", {})
+
+
+def test_a_link_in_a_model_folder_uploads_no_other_file(gift: Path) -> None:
+    (gift / "model").mkdir()
+    (gift / "model" / "config.json").write_text("{}")
+    (gift / "model" / "tokenizer.json").symlink_to(gift.parent.parent / "id_rsa")
+    with pytest.raises(PenstockError, match="is a link"), exchange._model("gift", [f"run.dir={gift.parent}"]):
+        pass
+
+
+def test_a_run_in_a_sent_folder_does_not_write_through_a_link(gift: Path) -> None:
+    (gift / "report.md").symlink_to(gift.parent.parent / "id_rsa")
+    with pytest.raises(PenstockError, match=r"report\.md is a link"), hold_lock(gift):
+        pass
+
+
+NAMES = ("job.json", "run.toml", "config.json", "store/environment", "trackers/settings.json")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_seal_holds_for_one_content_at_one_place_under_one_key(gift: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:  # fmt: skip
+    path = gift / name
+    seals.write(path, path.read_bytes())
+    assert seals.is_sealed(path)
+    shutil.copytree(gift, gift.parent / "copy")
+    assert not seals.is_sealed(gift.parent / "copy" / name)
+    content = path.read_bytes()
+    path.write_bytes(content + b" ")
+    assert not seals.is_sealed(path)
+    path.write_bytes(content)
+    assert seals.is_sealed(path)
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+    assert not seals.is_sealed(path)
+    path.unlink()
+    path.with_name("moved").rename(path)
+    monkeypatch.setenv(seals.KEY_FILE, str(tmp_path / "other" / "key"))
+    assert not seals.is_sealed(path)
+
+
+def test_two_users_trust_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a console and the pods that its launcher starts, which have another key."""
+    path = tmp_path / "run.toml"
+    seals.write(path, "a = 1")
+    for number in range(20):
+        monkeypatch.setenv(seals.KEY_FILE, str(tmp_path / f"key{number % 2}"))
+        assert seals.is_sealed(path) == (number > 1)
+        seals.seal(path, path.read_bytes())
+    monkeypatch.undo()
+    assert seals.is_sealed(path)
+    assert len((tmp_path / ".run.toml.seal").read_text().split()) == 3
+
+
+def test_a_kill_between_seal_and_content_leaves_the_old_file_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.json"
+    seals.write(path, "old")
+    real = seals.atomic_write
+    monkeypatch.setattr(
+        seals, "atomic_write", lambda at, *rest, **more: None if at == path else real(at, *rest, **more)
+    )
+    seals.write(path, "new")
+    assert seals.read(path) == b"old"
+    monkeypatch.undo()
+    seals.write(path, "new")
+    assert seals.read(path) == b"new"
+    path.write_text("old")
+    assert seals.is_sealed(path)  # the one before is accepted until the next change
+    seals.write(path, "newer")
+    seals.write(path, "newest")
+    path.write_text("new")
+    assert not seals.is_sealed(path)
+
+
+def test_a_named_yes_shows_everything_and_then_it_is_used(
+    gift: Path, launcher: FakeLauncher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (gift / "run.toml").open("a") as file:
+        file.write('[s3]\nsecret_key = "hunter2"\naccess_key = "\\u001b]0;x"\n')
+    assert trust.trust(run_of(gift), yes=False) == 1
+    shown = capsys.readouterr().out
+    for text in (
+        "nats.password_file",
+        "id_rsa",
+        "evil.py:loss",
+        "evil.py:kind",
+        "evil.py:form",
+        "serve",
+        "PENSTOCK_S3__ENDPOINT",
+    ):
+        assert text in shown
+    assert "hunter2" not in shown
+    assert "\x1b" not in shown
+    api = Api(gift.parent)
+    assert queue.advance(api.context) == 0
+    assert trust.trust(run_of(gift), yes=True) == 0
+    assert queue.advance(api.context) == 1
+    assert [start.run for start in launcher.started] == ["gift"]
+    assert trust.trust(run_of(gift), yes=False) == 0
+
+
+def test_what_this_user_starts_needs_no_yes(tmp_path: Path, launcher: FakeLauncher) -> None:
+    """Through the API, also after a restart of the console and under another path to the same folder; and by penstock train."""
+    (tmp_path / "runs").mkdir()
+    api = Api(tmp_path / "runs")
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir()
+    run_file = folder / "run.toml"
+    run_file.write_text('[nats]\nurl = "nats://127.0.0.1:1"\n')
+    with pytest.raises(UntrustedFolder):
+        api.context.settings_of("mine")
+    local_run.seal_run_file([str(run_file)], folder)
+    assert api.context.settings_of("mine").settings.nats.url == "nats://127.0.0.1:1"
+    job_file.write(folder, job_file.Job(run="mine", created_at=1.0, intent="run", starts=1))
+    (tmp_path / "other").symlink_to(tmp_path / "runs")
+    assert queue.advance(Api(tmp_path / "other").context) == 1
+
+
+def test_without_a_key_a_run_goes_on_and_the_queue_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(seals.KEY_FILE, "/dev/null/key")
+    seals.write(tmp_path / "config.json", "{}", optional=True)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    with pytest.raises(PenstockError, match=f"set {seals.KEY_FILE}"):
+        job_file.write(tmp_path, job_file.Job(run="a", created_at=1.0))
+    monkeypatch.setenv(seals.KEY_FILE, str(tmp_path / "key"))
+    (tmp_path / "key").write_bytes(b"short")
+    with pytest.raises(PenstockError, match="expected at least 32"):
+        seals.write(tmp_path / "job.json", "{}")
