@@ -121,7 +121,7 @@ async def test_the_answer_line_equals_verls() -> None:
         ("Answer: 1\nI was wrong.\n**Answer:** 2", "2"),
         ("Answer:\n42", "42"),
         ("The answer: \\boxed{7} of course", "7"),
-        ("Answer: 12 square feet", "12"),
+        ("Answer: 12 square feet", "12 square feet"),
         ("Answer: north pole", "north pole"),
         ("so it is \\boxed{3}", "3"),
         ("Answer: ", None),

@@ -23,7 +23,7 @@ def test_gsm8k_refuses_a_truth_that_is_no_number(truth: Any) -> None:
         gsm8k.judge(("#### 42",), truth)
 
 
-@pytest.mark.parametrize("truth", [None, "", "  ", ["1"], "\\boxed{", "1+" * 3000])
+@pytest.mark.parametrize("truth", [None, "", "  ", [], [""], "\\boxed{", "1+" * 3000, "{" * 300])
 async def test_math_refuses_a_truth_that_is_no_answer(truth: Any) -> None:
     """A row without an answer is an error of the data, not a wrong answer; no grader is called."""
 
