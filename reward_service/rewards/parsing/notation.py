@@ -115,6 +115,7 @@ def rewrite(answer: str) -> str:
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _VULGAR.sub(_vulgar, text)
     text = text.replace("{,}", ",").replace(",\\!", ",").replace("\\\\ ", "\\\\").replace("**", "^")
+    text = re.sub(r"(?<=[0-9]),\s+(?=[0-9]{3}(?![0-9]))", ";", text)  # 32, 349 are two numbers
     text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
