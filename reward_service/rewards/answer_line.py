@@ -42,6 +42,7 @@ REWARD = GradedReward(
     judge=partial(math_answer.judge_with, find=last_answer, part="has_answer"),
     parameters=math_answer.Parameters,
     grader="math",
+    reads="answer",
     data_sources=_DATA_SETS,
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",

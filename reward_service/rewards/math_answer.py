@@ -190,6 +190,7 @@ REWARD = GradedReward(
     judge=judge_with,
     parameters=Parameters,
     grader="math",
+    reads="answer",
     data_sources=_DATA_SETS,
     parts=("boxed", "timeout"),
     notes="exact unless `relative` is set; units are compared when both have one, bases always; `y = 2x + 1` is not `2x + 1`; "
@@ -203,6 +204,7 @@ FLEXIBLE_REWARD = GradedReward(
     judge=partial(judge_with, find=anywhere, part="has_answer"),
     parameters=Parameters,
     grader="math",
+    reads="answer",
     data_sources=("math_reasoning",),
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",

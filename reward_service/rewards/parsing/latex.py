@@ -40,7 +40,6 @@ _PLAIN_NUMBER = re.compile(PLAIN_NUMBER)
 _PROSE = re.compile(r"[A-Za-z]{2,}(?:[\s,.'-]+[A-Za-z]{2,})+[.!?]?")
 _SPACED_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:\s[0-9]{3})+(?:\.[0-9]*)?")
 _SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
-_SPACED__THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:\s[0-9]{3})+(?:\.[0-9]*)?")
 _PERCENT = re.compile(r"(?:\s|\\[ ,])*(?:percent|per\s?cent)\s*$", re.IGNORECASE)
 _MAX_DIGITS = 200
 _ABOUT = r"\\(?:approx|simeq|sim|doteq|thickapprox)(?![A-Za-z])|≈|≃|≅"

@@ -95,6 +95,7 @@ _REPLACED = (
     (r"\\(?:sqrt)\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])", r"^\\circ "),
     (r"\^\s*\{\s*\\prime\s*\}|\^\s*\\prime", "'"),
+    (r"\\log_\s*([0-9A-Za-z])\s*", r"\\log_{\1}"),
     (r"\\%", "%"),
     (r"\\begin\s*\{[bB]matrix\}|\[\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?|\(\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{pmatrix}"),
     (r"\\end\s*\{[bB]matrix\}|\\end\s*\{array\}\s*[\])]", r"\\end{pmatrix}"),
