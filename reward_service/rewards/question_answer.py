@@ -49,17 +49,13 @@ class Parameters(Section):
     where: Where = Field(default="tags", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 
 
-def judge_exact(
-    parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str | None = None
-) -> list[Verdict]:
+def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, EXACT)
     answers = _answers(completions, parameters, prompt)
     return [_verdict(answer, float(not accepted.isdisjoint(_readings(answer, accepted)))) for answer in answers]
 
 
-def judge_inside(
-    parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str | None = None
-) -> list[Verdict]:
+def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, INSIDE)
     return [
         _verdict(answer, float(answer is not None and any(_is_inside(key, answer) for key in accepted)))
@@ -67,9 +63,7 @@ def judge_inside(
     ]
 
 
-def judge_f1(
-    parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str | None = None
-) -> list[Verdict]:
+def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, F1)
     return [
         _verdict(answer, 0.0 if answer is None else max(f1(key, answer) for key in accepted))
@@ -124,8 +118,8 @@ def _accepted(truth: Any, reward: str) -> frozenset[str]:
     return keys
 
 
-def _answers(completions: tuple[str, ...], parameters: Parameters, prompt: str | None) -> list[str | None]:
-    asks_no_tags = parameters.where == "tags" and prompt is not None and "<answer>" not in prompt
+def _answers(completions: tuple[str, ...], parameters: Parameters, prompt: str) -> list[str | None]:
+    asks_no_tags = parameters.where == "tags" and prompt != "" and "<answer>" not in prompt
     answers = []
     for text in map(final_answer.spoken, completions):
         where = "auto" if asks_no_tags and "<answer>" not in text else parameters.where

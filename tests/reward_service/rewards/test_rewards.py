@@ -62,7 +62,7 @@ def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
     [
         ("<think>a</think><answer>b</answer>", 1),
         (" <think>\na\n</think>\n\n<answer>\nb\n</answer>\n", 1),
-        ("<think></think><answer>b</answer>", 1),
+        ("<think></think><answer>b</answer>", 0),
         ("<think>a</think><answer> </answer>", 0),
         ("<think>a</think>b<answer>c</answer>", 0),
         ("<think>a</think><answer>b</answer> and more", 0),
