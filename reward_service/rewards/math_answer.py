@@ -111,7 +111,7 @@ def _gold(truth: Any, relative: float) -> _Gold:
     gold = latex.last_boxed(text) if "\\boxed" in text or "\\fbox" in text else text
     if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS or not 0.0 <= relative < 1.0:
         raise BadGroundTruth(f"math: the row's ground_truth must be an answer, got {text[:80]!r}")
-    gold = gold.replace("\t", " ")
+    gold = latex.without_label(gold.replace("\t", " "))
     if not latex.is_shallow(gold, MAX_DEPTH):
         raise BadGroundTruth(f"math: the row's ground_truth has brackets nested deeper than {MAX_DEPTH}: {gold[:80]!r}")
     return _Gold(gold, relative)
@@ -153,7 +153,7 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
     if latex.without_name(gold.text) == gold.text and "=" in gold.text:
         return await _equal(gold, answer, grade)
-    found = latex.read(answer)
+    found = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, found.value) for number in found.rounded):
         return Graded.WRONG
     if (

@@ -28,6 +28,9 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnorma
 _ONLY_TEXT = re.compile(
     r"\s*\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnormal|textsf|emph)\s*\{([^{}]*)\}\s*"
 )
+_LABEL = re.compile(
+    r"^\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-E]\)?[.:]?\s*\}(?:\s|~|\\[ ,;:]|\\quad)*(?=[^\s_^+*/=<>,.-])"
+)
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°")
 _SHORT_FRACTION = re.compile(r"\\frac(?:\s*([0-9])\s*([0-9])|\s*\{([^{}]*)\}\s*([0-9])|\s*([0-9])\s*\{([^{}]*)\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
@@ -171,6 +174,11 @@ def plain_value(answer: str) -> Value | None:
         number = read_number(re.sub(r"\s", "", plain) if _SPACED_THOUSANDS.fullmatch(plain) else plain)
         return None if number is None else Value(number, False)
     return _value(normalise(answer))
+
+
+def without_label(answer: str) -> str:
+    r"""Return what follows the letter of a choice, ``\textbf{(D)}\ 9``; an answer that is the letter alone as it is."""
+    return _LABEL.sub("", answer) or answer
 
 
 def is_prose(truth: str) -> bool:

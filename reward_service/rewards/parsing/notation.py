@@ -65,7 +65,7 @@ _BARE_NAME = re.compile(
     rf"(?<![\\A-Za-z{{])(?:{'|'.join([*_FUNCTIONS[:19], 'pi', 'theta', 'infinity', 'sqrt'])})(?![A-Za-z])"
 )
 _SPELT_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
-_E_NOTATION = re.compile(r"(?<![A-Za-z0-9.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9.{])")
+_E_NOTATION = re.compile(r"(?<![A-Za-z0-9.\\{])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9.{])")
 _TIMES_TEN = re.compile(r"([0-9.])\s*(?:[xX*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*")
 _LONG_EXPONENT = re.compile(r"\^\s*([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9}])")
 _NEGATIVE_EXPONENT = re.compile(r"\^\s*\(([^(){}]*)\)")
@@ -96,6 +96,7 @@ _REPLACED = (
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])", r"^\\circ "),
     (r"\^\s*\{\s*\\prime\s*\}|\^\s*\\prime", "'"),
     (r"\\log_\s*([0-9A-Za-z])\s*", r"\\log_{\1}"),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\%", "%"),
     (r"\\begin\s*\{[bB]matrix\}|\[\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?|\(\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{pmatrix}"),
     (r"\\end\s*\{[bB]matrix\}|\\end\s*\{array\}\s*[\])]", r"\\end{pmatrix}"),
