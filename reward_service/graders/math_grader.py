@@ -39,7 +39,7 @@ _POINTS = tuple(
     )
 )  # fmt: skip
 _WHOLE_POINTS = ((3, 2, 5, 7, 4, 1), (4, 3, 2, 1, 6, 5), (7, 4, 3, 5, 2, 6), (6, 5, 1, 3, 4, 2))
-_WHOLE = (sympy.factorial, sympy.binomial, sympy.floor, sympy.ceiling, sympy.Mod)
+_WHOLE = (sympy.factorial, sympy.binomial)
 
 
 class Gold(NamedTuple):
@@ -160,6 +160,10 @@ def _equal_values(gold: str, answer: str, relative: sympy.Rational) -> bool:
     (name, wanted), (theirs, value) = notation.named(gold), notation.named(answer)
     if name and theirs and name == theirs:
         return _equal(wanted, value, relative)
+    if name and "=" not in gold and _SIGNS.search(answer):  # x \\in (0, 1) against 0 < x < 1
+        return _equal(wanted, answer, relative)
+    if theirs and "=" not in answer and _SIGNS.search(gold):
+        return _equal(gold, value, relative)
     if name and not theirs and "=" not in answer and not _SIGNS.search(answer):
         stands_alone = "(" in name or ":" in name or re.search("_.*[a-z]", name) is not None or "=" not in gold
         return (stands_alone or not _letters(wanted)) and _equal(wanted, answer, relative)

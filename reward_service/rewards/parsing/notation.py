@@ -79,6 +79,9 @@ _REPLACED = (
     (r"\\(?:geqslant|geqq|geq|ge)(?![A-Za-z])|>=|⩾", r"\\ge "),
     (r"\\(?:neq|ne)(?![A-Za-z])|!=", r"\\neq "),
     (r"\\lt(?![A-Za-z])", "<"),
+    (r"\\langle(?![A-Za-z])", "("),
+    (r"\\rangle(?![A-Za-z])", ")"),
+    (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
     (r"\\gt(?![A-Za-z])", ">"),
     (r"\\lbrace(?![A-Za-z])", r"\\{"),
     (r"\\rbrace(?![A-Za-z])", r"\\}"),
@@ -141,7 +144,8 @@ def _vulgar(found: re.Match[str]) -> str:
 
 def _spelt(found: re.Match[str]) -> str:
     word = found[1].strip()
-    if word in _NAMES:
+    is_unit = word in {"min", "sec", "deg", "d"} and found.string[: found.start()].rstrip()[-1:].isdigit()
+    if word in _NAMES and not is_unit:
         return _NAMES[word]
     return word if re.fullmatch(r"[-+]?[0-9.,]+", word) else f"\\text{{{word}}}"
 

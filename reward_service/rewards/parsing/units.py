@@ -13,7 +13,7 @@ _END = re.compile(
     re.DOTALL,
 )
 _PLAIN = re.compile(
-    r"(?P<value>[-+]?[0-9][0-9.,/]*)\s+(?P<unit>[A-Za-z][A-Za-z .°/^0-9]*)|(?P<number>[-+]?[0-9][0-9.,]*)(?P<short>km|cm|mm|kg|mi|ft)"
+    r"(?P<value>[-+]?[0-9][0-9.,/]*(?:\\times\s*10\^\{-?[0-9]+\})?)(?:\s+|(?<=\}))(?P<unit>[A-Za-z][A-Za-z .°/^0-9]*)|(?P<number>[-+]?[0-9][0-9.,]*)(?P<short>km|cm|mm|kg|mi|ft)"
 )
 _NO_UNIT = re.compile(
     r"(?:^|\W)(?:not|no|or|and|if|mod|than|base|to|plus|minus|times|where|for|is|are|but)(?:\W|$)|[0-9=<>+]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -302,14 +303,13 @@ def test_a_patch_of_another_base_is_refused(setting: Setting) -> None:
 def test_a_write_that_fails_on_one_rank_is_undone_on_all(
     setting: Setting, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, count = plugin._Write.write, 0
+    original, numbers = plugin._Write.write, itertools.count(1)
 
     def write(self: plugin._Write) -> Tensor:
-        nonlocal count
-        count += 1
-        if count == 5 and how == "raises":
+        number = next(numbers)  # the ranks are threads
+        if number == 5 and how == "raises":
             raise RuntimeError("between two writes")
-        return original(self) + (count == 5)
+        return original(self) + (number == 5)
 
     monkeypatch.setattr(plugin._Write, "write", write)
     answers = setting.ranks.apply(setting.prefix)
