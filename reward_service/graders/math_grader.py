@@ -26,7 +26,8 @@ _MAX_ITEMS = 100
 _MAX_DEPTH = 40  # of brackets; the parser's time grows with it
 # What the parser misreads in silence: primes, double factorials, transposes, congruences, names with a hat it drops.
 _MISREAD = re.compile(
-    r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
+    r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|"
+    r"angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
     r"|'|!!|\^\{?T\}?(?![A-Za-z])|::|[0-9)]\s*_|:[^:]*:|[0-9]\s+[0-9]"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
@@ -44,7 +45,7 @@ _WHOLE = (sympy.factorial, sympy.binomial)
 
 class Gold(NamedTuple):
     text: str
-    relative: sympy.Rational  # the tolerance
+    relative: Any  # the tolerance
 
 
 @lru_cache(_KNOWN)
@@ -98,7 +99,7 @@ def _values(text: str) -> notation.Collection | None:
 _SIGNS = re.compile(r"[<>]|\\(?:le|ge|neq)(?![A-Za-z])")
 
 
-def _equal(gold: str, answer: str, relative: sympy.Rational) -> bool:
+def _equal(gold: str, answer: str, relative: Any) -> bool:
     if not gold or not answer:
         return False
     if gold == answer:
@@ -124,7 +125,7 @@ def _equal(gold: str, answer: str, relative: sympy.Rational) -> bool:
     )
 
 
-def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: sympy.Rational) -> bool:
+def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:
     if len(wanted.items) != len(values.items) or len(wanted.items) > _MAX_ITEMS:
         return False
     if wanted.is_ordered or values.is_ordered:
@@ -142,7 +143,7 @@ def _equal_collections(wanted: notation.Collection, values: notation.Collection,
     return _matched(plain, given, lambda one, other: _equal(one, other, relative))
 
 
-def _all_equal(wanted: Iterable[str], values: Iterable[str], relative: sympy.Rational) -> bool:
+def _all_equal(wanted: Iterable[str], values: Iterable[str], relative: Any) -> bool:
     return all(_equal(one, other, relative) for one, other in zip(wanted, values, strict=True))
 
 
@@ -156,7 +157,7 @@ def _matched(wanted: Iterable[Any], values: Iterable[Any], equal: Callable[[Any,
     return not left
 
 
-def _equal_values(gold: str, answer: str, relative: sympy.Rational) -> bool:
+def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     (name, wanted), (theirs, value) = notation.named(gold), notation.named(answer)
     if name and theirs and name == theirs:
         return _equal(wanted, value, relative)
@@ -177,7 +178,7 @@ def _equal_values(gold: str, answer: str, relative: sympy.Rational) -> bool:
     return _equal_quantities(units.split(gold), units.split(answer), relative)
 
 
-def _equal_quantities(gold: tuple[str, str], answer: tuple[str, str], relative: sympy.Rational) -> bool:
+def _equal_quantities(gold: tuple[str, str], answer: tuple[str, str], relative: Any) -> bool:
     """Compare values with units: converted when both have one, ignored when one has none."""
     (wanted, unit), (value, given) = gold, answer
     if unit and given:
@@ -190,7 +191,7 @@ def _equal_quantities(gold: tuple[str, str], answer: tuple[str, str], relative: 
     return wanted == value or _equal_parsed(wanted, value, relative)
 
 
-def _equal_percentages(gold: str, answer: str, relative: sympy.Rational) -> bool:
+def _equal_percentages(gold: str, answer: str, relative: Any) -> bool:
     """A percentage equals the fraction it denotes, and the same number without the sign if it is the truth that has one."""
     wanted, value = gold.removesuffix("%"), answer.removesuffix("%")
     if gold.endswith("%") and (answer.endswith("%") or _equal(wanted, value, relative)):
@@ -237,13 +238,13 @@ _GREEK = frozenset(
 )
 
 
-def _equal_parsed(gold: str, answer: str, relative: sympy.Rational) -> bool:
+def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:
     gold, answer = _apart(gold, answer)
     wanted, value = _parse(gold), _parse(answer)
     if wanted is None or value is None:
         return False
     if isinstance(wanted, sympy.MatrixBase) and isinstance(value, sympy.MatrixBase):
-        pairs = zip(wanted, value, strict=False)
+        pairs = zip(wanted.flat(), value.flat(), strict=False)
         return wanted.shape == value.shape and all(_equal_expressions(one, other, relative) for one, other in pairs)
     if isinstance(wanted, sympy.Expr) and isinstance(value, sympy.Expr):
         return _equal_expressions(wanted, value, relative)
@@ -279,11 +280,11 @@ def _parse(text: str) -> Any:
     except Exception:  # noqa: BLE001 the parser raises whatever it likes
         return None
     if isinstance(parsed, sympy.Basic):
-        parsed = parsed.subs({symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"})
+        parsed = parsed.subs({symbol: sympy.I for symbol in parsed.free_symbols if str(symbol) == "i"})
     return parsed if isinstance(parsed, sympy.Basic | sympy.MatrixBase) else None
 
 
-def _equal_expressions(gold: sympy.Expr, answer: sympy.Expr, relative: sympy.Rational) -> bool:
+def _equal_expressions(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> bool:
     if gold == answer:
         return gold not in {sympy.nan, sympy.zoo}
     heavy = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
@@ -294,7 +295,7 @@ def _equal_expressions(gold: sympy.Expr, answer: sympy.Expr, relative: sympy.Rat
     return bool(ratios) and all(_close(one, other, sympy.Rational(1, 10**20)) for one, other in ratios)
 
 
-def _equal_constants(gold: sympy.Expr, answer: sympy.Expr, relative: sympy.Rational) -> bool:
+def _equal_constants(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> bool:
     if gold.is_Rational and answer.is_Rational:
         return bool(abs(gold - answer) <= relative * abs(gold))
     if gold.is_infinite or answer.is_infinite:
@@ -303,7 +304,7 @@ def _equal_constants(gold: sympy.Expr, answer: sympy.Expr, relative: sympy.Ratio
     return _close(wanted, value, max(relative, sympy.Rational(1, 10**50)))
 
 
-def _close(wanted: sympy.Expr, value: sympy.Expr, relative: sympy.Rational) -> bool:
+def _close(wanted: sympy.Expr, value: sympy.Expr, relative: Any) -> bool:
     if not all(_is_finite(number) for number in (wanted, value)):
         return False
     if _is_zero(wanted) or _is_zero(value):
@@ -357,7 +358,7 @@ def _equal_relations(gold: Relational, answer: Relational) -> bool:
     wanted, value = (part.reversed if isinstance(part, sympy.Gt | sympy.Ge) else part for part in (gold, answer))
     if type(wanted) is not type(value):
         return False
-    differences = [part.lhs - part.rhs for part in (wanted, value)]
+    differences: list[Any] = [part.args[0] - part.args[1] for part in (wanted, value)]  # pyright: ignore[reportOperatorIssue] both are Expr
     rows = [row for row in _at_points(differences) if not _is_zero(row[0])]
     if len(rows) < 2 or any(_is_zero(row[1]) for row in rows):
         return False

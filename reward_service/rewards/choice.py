@@ -106,7 +106,8 @@ REWARD = PureReward(
     parameters=Parameters,
     data_sources=("multiple_choice",),
     parts=("has_answer",),
-    notes="the text of the choice counts where the truth has it (`B. Paris`); an answer with several letters chooses none; a ground truth that is a number is refused, because it may count "
+    notes="the text of the choice counts where the truth has it (`B. Paris`); "
+    "an answer with several letters chooses none; a ground truth that is a number is refused, because it may count "
     "from 0 or from 1",
     success=1.0,
 )

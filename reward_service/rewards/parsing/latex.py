@@ -52,7 +52,8 @@ _EQUATION_TOKEN = re.compile(
 _ARITHMETIC = re.compile(r"\\(?:[dtc]?frac|cdot|times|div|sqrt|left|right|[,;:! ])|[0-9.,{}()\[\]+\-−*/^!%\s]")
 _NAME = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?[0-9A-Za-z]+\}?)?\s*")
 _JOINED = re.compile(
-    r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\(?:begin|text\s*\{\s*(?:or|and)|R?rightarrow|Rightarrow|implies|iff|to|quad|pm|mp)(?![A-Za-z])|;|\n"
+    r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|land|vee|wedge)(?![A-Za-z])|"
+    r"\\(?:begin|text\s*\{\s*(?:or|and)|R?rightarrow|Rightarrow|implies|iff|to|quad|pm|mp)(?![A-Za-z])|;|\n"
 )
 
 

@@ -9,11 +9,13 @@ from penstock.reward_service.rewards.parsing import quantity
 
 _TEXT_UNIT = r"\\text\s*\{[^{}]*\}(?:\^\{?-?[0-9]\}?|\^\{-[0-9]\})?"
 _END = re.compile(
-    rf"(?P<value>.*?[0-9A-Za-z)}}\]!%])\s*(?P<unit>(?:(?:{_TEXT_UNIT}|\^\\circ\s*(?:[CF](?![A-Za-z]))?)(?:\\cdot|[/·*\s])*)+(?:[0-9]|[A-Za-z](?![A-Za-z]))?)",
+    rf"(?P<value>.*?[0-9A-Za-z)}}\]!%])\s*"
+    rf"(?P<unit>(?:(?:{_TEXT_UNIT}|\^\\circ\s*(?:[CF](?![A-Za-z]))?)(?:\\cdot|[/·*\s])*)+(?:[0-9]|[A-Za-z](?![A-Za-z]))?)",
     re.DOTALL,
 )
 _PLAIN = re.compile(
-    r"(?P<value>[-+]?[0-9][0-9.,/]*(?:\\times\s*10\^\{-?[0-9]+\})?)(?:\s+|(?<=\}))(?P<unit>[A-Za-z][A-Za-z .°/^0-9]*)|(?P<number>[-+]?[0-9][0-9.,]*)(?P<short>km|cm|mm|kg|mi|ft)"
+    r"(?P<value>[-+]?[0-9][0-9.,/]*(?:\\times\s*10\^\{-?[0-9]+\})?)(?:\s+|(?<=\}))"
+    r"(?P<unit>[A-Za-z][A-Za-z .°/^0-9]*)|(?P<number>[-+]?[0-9][0-9.,]*)(?P<short>km|cm|mm|kg|mi|ft)"
 )
 _NO_UNIT = re.compile(
     r"(?:^|\W)(?:not|no|or|and|if|mod|than|base|to|plus|minus|times|where|for|is|are|but)(?:\W|$)|[0-9=<>+]",
@@ -21,7 +23,8 @@ _NO_UNIT = re.compile(
 )
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _TOKEN = re.compile(r"([A-Za-z$¢°Ωμ]+)\s*(?:\^?\{?(-?[0-9])\}?)?|(/)|(\\cdot|[·*])")
-_WORDS = ((r"\bper\b", "/"), (r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2"), (r"\b(?:cubic|cu\.?)\s+([a-z]+)", r"\1^3"), (r"([a-z]+)\s+squared", r"\1^2"), (r"([a-z]+)\s+cubed", r"\1^3"))  # fmt: skip
+_WORDS = ((r"\bper\b", "/"), (r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2"),
+    (r"\b(?:cubic|cu\.?)\s+([a-z]+)", r"\1^3"), (r"([a-z]+)\s+squared", r"\1^2"), (r"([a-z]+)\s+cubed", r"\1^3"))  # fmt: skip
 
 
 def split(text: str) -> tuple[str, str]:
