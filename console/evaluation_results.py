@@ -18,6 +18,7 @@ A prompt whose samples or scores failed is counted as failed, with the reason, a
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ Z95 = 1.959963984540054  # two-sided, 95 %
 Method = Literal["wilson", "normal", "none"]
 ALL = "all"
 Extract = Callable[[str], Hashable | None]
+Equal = Callable[[Hashable, Hashable], bool]
 FOLDER = "evaluations"
 GROUPS, RULES, RESULT, PLOT = "groups.jsonl", "rules.json", "result.json", "result.png"
 
@@ -60,8 +62,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def majority(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
-    """Return the chance that the most frequent answer is correct; ties are broken at random.
+def majority(answers: Sequence[Hashable | None], correct: Sequence[bool], equal: Equal = operator.eq) -> float:
+    """Return the chance that the most frequent answer is correct; ties are broken at random. ``equal`` groups the answers.
 
     A sample without an answer (None) does not vote; without any vote the result is 0. Where equal answers were scored
     differently, the share of correct ones counts.
@@ -69,7 +71,8 @@ def majority(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> flo
     votes: dict[Hashable, list[bool]] = {}
     for answer, is_correct in zip(answers, correct, strict=True):
         if answer is not None:
-            votes.setdefault(answer, []).append(is_correct)
+            same = answer if answer in votes else next((known for known in votes if equal(known, answer)), answer)
+            votes.setdefault(same, []).append(is_correct)
     most = max(map(len, votes.values()), default=0)
     elected = [sum(vote) / len(vote) for vote in votes.values() if len(vote) == most]
     return sum(elected) / len(elected) if elected else 0.0
@@ -142,6 +145,7 @@ class Answers:
 
     rule: str
     extract: Callable[[Outcome], Extract | None] | None  # the extraction for a prompt; None: no maj@k
+    equal: Equal = operator.eq  # what makes two answers one vote
 
 
 class SourceResult(BaseModel):
@@ -268,7 +272,7 @@ def _majority(samples: Sequence[tuple[Outcome, tuple[bool, ...]]], answers: Answ
         extract = answers.extract(outcome)
         if extract is None:
             return None
-        values.append(majority([extract(text) for text in outcome.completions], correctness))
+        values.append(majority([extract(text) for text in outcome.completions], correctness, answers.equal))
     return estimate(values, bounded=True)
 
 

@@ -8,6 +8,7 @@ a stop or a kill, samples only the prompts that are missing or failed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -22,6 +23,7 @@ from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation_results import Answers, Correctness, EvaluationResult, Outcome, summarise
 from penstock.console.terminal import console
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
+from penstock.deploy.evaluation.same_answer import SameAnswer
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
 from penstock.deploy.evaluation.target import publish_folder
 from penstock.deploy.local import stop_on_signals
@@ -161,9 +163,11 @@ def _result(
     answers = answer_rule(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
     if correct.of is None:
         answers = Answers("not defined: nothing says when a completion is correct (reward.success)", None)
-    sources = summarise(
-        outcomes, evaluation.prompts_by_source, k=evaluation.num_samples, correct=correct, answers=answers
-    )
+    with contextlib.closing(SameAnswer()) as same:
+        answers = dataclasses.replace(answers, equal=same)
+        sources = summarise(
+            outcomes, evaluation.prompts_by_source, k=evaluation.num_samples, correct=correct, answers=answers
+        )
     aim = evaluation.target
     return EvaluationResult(
         evaluation_id=evaluation.folder.name,

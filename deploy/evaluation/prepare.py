@@ -26,6 +26,7 @@ from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation_results import Answers, DataFile, Extract, Outcome
 from penstock.deploy.bootstrap import connection_arguments, without_servers
 from penstock.deploy.evaluation import target
+from penstock.deploy.evaluation.same_answer import MathAnswer
 from penstock.deploy.evaluation.samples import PlannedPrompt
 from penstock.deploy.evaluation.target import Target
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -33,8 +34,8 @@ from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import replace
 from penstock.protocol.groups import Sampling
-from penstock.reward_service.rewards import choice, gsm8k, math_answer
-from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards import answer_line, choice, gsm8k, math_answer
+from penstock.reward_service.rewards.parsing import final_answer, latex, notation
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
@@ -48,10 +49,14 @@ WORK = "work"  # the run id of the services, and their folder
 _SERVERS = ("PENSTOCK_NATS__", "PENSTOCK_S3__", "PENSTOCK_RUN__")  # of the run; the evaluation has its own
 
 
-def _normalised(find: Callable[[str], str | None]) -> Extract:
+def _spoken(find: Callable[[str], Hashable | None]) -> Extract:
+    return lambda text: find(final_answer.spoken(text))
+
+
+def _mathematical(find: Callable[[str], str | None]) -> Extract:
     def extract(text: str) -> Hashable | None:
-        answer = find(text)
-        return None if answer is None else latex.normalise(answer)
+        answer = find(final_answer.spoken(text))
+        return None if answer is None else MathAnswer(notation.rewrite(answer))
 
     return extract
 
@@ -63,12 +68,16 @@ def _chosen_letter(text: str) -> Hashable | None:
 
 BY_REWARD: Mapping[str, tuple[str, Extract]] = MappingProxyType(
     {
-        "gsm8k": ("the number after the last ####", gsm8k.last_answer),
-        "gsm8k_flexible": ("the last number", gsm8k.last_number),
-        "math": ("the last \\boxed{}, normalised", _normalised(latex.last_boxed)),
-        "math_flexible": ("boxed, in tags, after ####, after a phrase, or the last number", _normalised(math_answer.anywhere)),
-        "multiple_choice": ("the letter chosen", _chosen_letter),
-        "exact_match": ("the whole completion without surrounding white space", str.strip),
+        "gsm8k": ("the number after the last ####", _spoken(gsm8k.last_answer)),
+        "gsm8k_flexible": ("the last number", _spoken(gsm8k.last_number)),
+        "math": ("the last \\boxed{}, grouped as `math` compares", _mathematical(latex.last_boxed)),
+        "math_flexible": (
+            "boxed, in tags, after ####, after a phrase, or the last number, grouped as `math` compares",
+            _mathematical(math_answer.anywhere),
+        ),
+        "answer_line": ("the last line 'Answer: ...' or box, grouped as `math` compares", _mathematical(answer_line.last_answer)),
+        "multiple_choice": ("the letter chosen", _spoken(_chosen_letter)),
+        "exact_match": ("the whole completion without surrounding white space", _spoken(str.strip)),
     }
 )  # fmt: skip
 
@@ -109,9 +118,9 @@ def check_answer_place(place: str | None) -> None:
 def _at(place: str) -> Extract:
     check_answer_place(place)
     if place == LAST_NUMBER:
-        return gsm8k.last_number
+        return _spoken(gsm8k.last_number)
     where = cast(Where, place)
-    return _normalised(lambda text: final_answer.find(text, where))
+    return _mathematical(lambda text: final_answer.find(text, where))
 
 
 @dataclass(frozen=True, slots=True)

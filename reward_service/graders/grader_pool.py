@@ -172,6 +172,8 @@ class GraderPool:
                 return await grader.grade(gold, answer, gold_cpu_s=self._cpu_s, cpu_s=cpu_s)
             except _GraderEnded as end:
                 log.warning("grader ended", how=end.how, gold_parsed=end.gold_parsed, answer=answer[:200])
+                if not end.gold_parsed and end.by_answer:
+                    return Graded.GOLD_UNREADABLE, 0.0  # the truth alone exhausts the grader
                 if not (end.gold_parsed and end.by_answer):
                     part = "answer" if end.gold_parsed else "ground truth"
                     problem = f"{end.how} while grading the {part}"

@@ -74,7 +74,12 @@ def _do_jobs(read_gold: Callable[[str], Any], is_equal: Callable[[Any, str], boo
     for line in sys.stdin:
         job = json.loads(line)
         _allow(job["gold_cpu_s"])
-        gold = read_gold(job["gold"])
+        try:
+            gold = read_gold(job["gold"])
+        except (MemoryError, RecursionError):
+            _allow(0.0)
+            _write({"gold": False})
+            return _OUT_OF_MEMORY
         _allow(0.0)
         _write({"gold": bool(gold)})
         if gold:

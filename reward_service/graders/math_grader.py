@@ -1,41 +1,371 @@
-"""A grader process of the math reward (`grader_process`): ``python -m penstock.reward_service.graders.math_grader``.
+r"""A grader process of the math reward (`grader_process`): ``python -m penstock.reward_service.graders.math_grader``.
 
-math-verify's own time-outs (SIGALRM, wall clock) are off. A tower of powers ends in a MemoryError or the CPU limit.
+Answers are taken apart (`notation`) and their values compared: constants exactly or within the truth's relative tolerance, formulas
+by their values at several points (60 and 30 digits; two that agree there are the same formula), relations up to a factor, and what is
+left by math-verify. math-verify's own time-outs (SIGALRM, wall clock) are off: a tower of powers ends in a MemoryError or the CPU limit.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from math_verify import parse, verify
-from math_verify.parser import LatexExtractionConfig
+import sympy
+from latex2sympy2_extended import latex2sympy
+from math_verify import verify
+from sympy.core.relational import Relational
 
 from penstock.reward_service.graders import grader_process
+from penstock.reward_service.rewards.parsing import latex, notation, units
 
-_KNOWN_GOLDS = 256
-
-
-@lru_cache(_KNOWN_GOLDS)
-def read_gold(text: str) -> tuple[Any, ...]:
-    """Parse the gold answer, and compare it with 0 once: its own cost must not count for an answer."""
-    gold = _parse(text)
-    verify(gold, _parse("0"), timeout_seconds=None)
-    return tuple(gold)
-
-
-def is_equal(gold: tuple[Any, ...], answer: str) -> bool:
-    parsed = _parse(answer)
-    return bool(parsed) and verify(list(gold), parsed, timeout_seconds=None)
-
-
-def _parse(text: str) -> list[Any]:
-    return parse(
-        f"\\boxed{{{text}}}",
-        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
-        fallback_mode="no_fallback",
-        parsing_timeout=None,  # pyright: ignore[reportArgumentType] None is what switches it off
+_KNOWN = 512
+_MAX_ITEMS = 100
+_MAX_DEPTH = 40  # of brackets; the parser's time grows with it
+# What the parser misreads in silence: primes, double factorials, transposes, congruences, names with a hat it drops.
+_MISREAD = re.compile(
+    r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|"
+    r"angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
+    r"|'|!!|\^\{?T\}?(?![A-Za-z])|::|[0-9)]\s*_|:[^:]*:|[0-9]\s+[0-9]"
+)
+_LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+_POINTS = tuple(
+    tuple(sympy.Rational(n, d) for n, d in point)
+    for point in (
+        ((7, 5), (13, 7), (29, 11), (31, 13), (5, 3), (41, 17)), ((3, 11), (5, 13), (9, 23), (2, 17), (7, 19), (4, 29)),
+        ((23, 7), (11, 9), (3, 7), (19, 5), (8, 3), (1, 7)), ((-3, 7), (5, 4), (-7, 6), (9, 8), (-11, 13), (6, 5)),
+        ((-9, 4), (-5, 7), (2, 9), (-8, 11), (3, 5), (-13, 6)),
     )
+)  # fmt: skip
+_WHOLE_POINTS = ((3, 2, 5, 7, 4, 1), (4, 3, 2, 1, 6, 5), (7, 4, 3, 5, 2, 6), (6, 5, 1, 3, 4, 2))
+_WHOLE = (sympy.factorial, sympy.binomial)
+
+
+class Gold(NamedTuple):
+    text: str
+    relative: Any  # the tolerance
+
+
+@lru_cache(_KNOWN)
+def read_gold(text: str) -> Gold | None:
+    r"""Read a truth, after a tab its relative tolerance; compare it with 0 once: its own cost must not count for an answer."""
+    truth, _, relative = text.partition("\t")
+    gold = Gold(notation.rewrite(truth), sympy.Rational(relative or "0"))
+    if (
+        not latex.is_shallow(truth, _MAX_DEPTH)
+        or not gold.text
+        or not all(_readable(part) for part in _leaves(gold.text))
+    ):
+        return None
+    _equal(gold.text, "0", gold.relative)
+    return gold
+
+
+def is_equal(gold: Gold, answer: str) -> bool:
+    if not latex.is_shallow(answer, _MAX_DEPTH):
+        return False
+    return bool(answer) and _equal(gold.text, notation.rewrite(answer), gold.relative)
+
+
+def _leaves(text: str) -> Iterator[str]:
+    values = _values(text)
+    if values is None:
+        yield units.split(notation.named(text)[1])[0]
+    else:
+        for item in values.items:
+            yield from _leaves(notation.named(item)[1] if _values(item) is None else item)
+
+
+def _readable(leaf: str) -> bool:
+    leaf = leaf.removesuffix("%")
+    if notation.numeral(leaf) is not None or "\\text" in leaf:
+        return True
+    return _parse(leaf) is not None or _values(leaf) is not None
+
+
+def _values(text: str) -> notation.Collection | None:
+    values = notation.collection(text)
+    if values is None:
+        both = notation.with_both_signs(text)
+        return None if both is None or _SIGNS.search(text) else notation.Collection("", both)
+    if values.is_ordered or "\\pm" not in text:
+        return values
+    items = [value for item in values.items for value in (notation.with_both_signs(item) or (item,))]
+    return notation.Collection(values.kind, tuple(items))
+
+
+_SIGNS = re.compile(r"[<>]|\\(?:le|ge|neq)(?![A-Za-z])")
+
+
+def _equal(gold: str, answer: str, relative: Any) -> bool:
+    if not gold or not answer:
+        return False
+    if gold == answer:
+        return True
+    wanted, values = _values(gold), _values(answer)
+    if wanted is None and values is None:
+        return _equal_values(gold, answer, relative)
+    if wanted is None or values is None:
+        other, single = (wanted or values), (answer if values is None else gold)
+        assert other is not None
+        name, value = notation.named(single)
+        if name and notation.collection(value) is not None:  # (x, y) = (1, 2), x \in [1, 2)
+            return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
+        if other.kind == "\\{\\}" and len(other.items) == 1:
+            return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)
+        return (
+            other.kind not in {"", "\\{\\}"}
+            and _SIGNS.search(single) is not None
+            and _equal_parsed(gold, answer, relative)
+        )
+    return _equal_collections(wanted, values, relative) or (
+        "u" in {wanted.kind, values.kind} and _equal_parsed(gold, answer, relative)
+    )
+
+
+def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:
+    if len(wanted.items) != len(values.items) or len(wanted.items) > _MAX_ITEMS:
+        return False
+    if wanted.is_ordered or values.is_ordered:
+        return wanted.kind == values.kind and _all_equal(wanted.items, values.items, relative)
+    names, theirs = ([notation.named(item)[0] for item in part.items] for part in (wanted, values))
+    several, others = len({*names} - {""}) > 1, len({*theirs} - {""}) > 1
+    if several and others:
+        return _matched(wanted.items, values.items, lambda one, other: _equal(one, other, relative))
+    plain, given = ([notation.named(item)[1] if part_names else item for item in part.items]
+        for part, part_names in ((wanted, True), (values, True)))  # fmt: skip
+    if several or others:  # x = 1, y = 2 against 1, 2
+        return not (any(theirs) if several else any(names)) and _all_equal(plain, given, relative)
+    if any(names) and any(theirs) and {*names} - {""} != {*theirs} - {""}:
+        return False
+    return _matched(plain, given, lambda one, other: _equal(one, other, relative))
+
+
+def _all_equal(wanted: Iterable[str], values: Iterable[str], relative: Any) -> bool:
+    return all(_equal(one, other, relative) for one, other in zip(wanted, values, strict=True))
+
+
+def _matched(wanted: Iterable[Any], values: Iterable[Any], equal: Callable[[Any, Any], bool]) -> bool:
+    left = list(values)
+    for one in wanted:
+        place = next((number for number, other in enumerate(left) if equal(one, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return not left
+
+
+def _equal_values(gold: str, answer: str, relative: Any) -> bool:
+    (name, wanted), (theirs, value) = notation.named(gold), notation.named(answer)
+    if name and theirs and name == theirs:
+        return _equal(wanted, value, relative)
+    if name and "=" not in gold and _SIGNS.search(answer):  # x \\in (0, 1) against 0 < x < 1
+        return _equal(wanted, answer, relative)
+    if theirs and "=" not in answer and _SIGNS.search(gold):
+        return _equal(gold, value, relative)
+    if name and not theirs and "=" not in answer and not _SIGNS.search(answer):
+        stands_alone = "(" in name or ":" in name or re.search("_.*[a-z]", name) is not None or "=" not in gold
+        return (stands_alone or not _letters(wanted)) and _equal(wanted, answer, relative)
+    if theirs and not name and "=" not in gold and not _SIGNS.search(gold):
+        return _equal(gold, value, relative)
+    if "%" in {gold[-1], answer[-1]}:
+        return _equal_percentages(gold, answer, relative)
+    numerals = notation.numeral(gold), notation.numeral(answer)
+    if any(numerals) or notation.holds_numeral(gold) or notation.holds_numeral(answer):
+        return None not in numerals and numerals[0] == numerals[1]
+    return _equal_quantities(units.split(gold), units.split(answer), relative)
+
+
+def _equal_quantities(gold: tuple[str, str], answer: tuple[str, str], relative: Any) -> bool:
+    """Compare values with units: converted when both have one, ignored when one has none."""
+    (wanted, unit), (value, given) = gold, answer
+    if unit and given:
+        factor = units.factor(given, unit)
+        if factor is None:
+            return False
+        value = value if factor == 1 else f"\\frac{{{factor.numerator}}}{{{factor.denominator}}}\\cdot({value})"
+    if "\\text" in wanted or "\\text" in value:
+        return _words(wanted) == _words(value)
+    return wanted == value or _equal_parsed(wanted, value, relative)
+
+
+def _equal_percentages(gold: str, answer: str, relative: Any) -> bool:
+    """A percentage equals the fraction it denotes, and the same number without the sign if it is the truth that has one."""
+    wanted, value = gold.removesuffix("%"), answer.removesuffix("%")
+    if gold.endswith("%") and (answer.endswith("%") or _equal(wanted, value, relative)):
+        return _equal(wanted, value, relative)
+    fraction = "\\frac{{1}}{{100}}\\cdot({0})".format
+    return _equal(fraction(wanted), value, relative) if wanted != gold else _equal(wanted, fraction(value), relative)
+
+
+def _words(text: str) -> str:
+    return re.sub(r"\s", "", re.sub(r"\\text\{([A-Za-z])\}", r"\1", text))
+
+
+def _letters(text: str) -> set[str]:
+    return {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or letter[1:].casefold() in _GREEK} - {
+        "e",
+        "i",
+    }
+
+
+_GREEK = frozenset(
+    [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "phi",
+        "chi",
+        "psi",
+        "omega",
+    ]
+)
+
+
+def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:
+    gold, answer = _apart(gold, answer)
+    wanted, value = _parse(gold), _parse(answer)
+    if wanted is None or value is None:
+        return False
+    if isinstance(wanted, sympy.MatrixBase) and isinstance(value, sympy.MatrixBase):
+        pairs = zip(wanted.flat(), value.flat(), strict=False)
+        return wanted.shape == value.shape and all(_equal_expressions(one, other, relative) for one, other in pairs)
+    if isinstance(wanted, sympy.Expr) and isinstance(value, sympy.Expr):
+        return _equal_expressions(wanted, value, relative)
+    if isinstance(wanted, Relational | sympy.And) and isinstance(value, Relational | sympy.And):
+        return _matched(_relations(wanted), _relations(value), _equal_relations)
+    if isinstance(wanted, sympy.MatrixBase) or isinstance(value, sympy.MatrixBase):
+        return False
+    return bool(wanted == value) or verify(wanted, value, 30, 60, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _apart(gold: str, answer: str) -> tuple[str, str]:
+    """Rename capital letters whose small letter occurs too: the parser makes all letters small."""
+    used = {*_LETTER.findall(gold), *_LETTER.findall(answer)}
+    free = [letter for letter in "abcghjkmnprstxyzuvwq" if not {letter, letter.upper()} & used]
+    capitals = sorted(letter for letter in used if letter != letter.lower() and letter.lower() in used)
+    renamed = dict(zip(capitals, reversed(free), strict=False))
+    if not renamed:
+        return gold, answer
+    gold, answer = (_LETTER.sub(lambda found: f"{renamed.get(found[0], found[0])} ", text) for text in (gold, answer))
+    return gold, answer
+
+
+@lru_cache(_KNOWN)
+def _parse(text: str) -> Any:
+    """Return what a formula means to the parser; None for one that it cannot read, or misreads."""
+    if _MISREAD.search(re.sub(r"\^\\circ(?![A-Za-z])", "", text)):
+        return None
+    formula = notation.exactly(text).lstrip("+").replace("^\\circ", "\\cdot\\frac{\\pi}{180}")
+    try:
+        parsed = latex2sympy(formula, is_real=True, convert_degrees=False, normalization_config=None)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001 the parser raises whatever it likes
+        return None
+    if isinstance(parsed, sympy.Basic):
+        parsed = parsed.subs({symbol: sympy.I for symbol in parsed.free_symbols if str(symbol) == "i"})
+    return parsed if isinstance(parsed, sympy.Basic | sympy.MatrixBase) else None
+
+
+def _equal_expressions(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> bool:
+    if gold == answer:
+        return gold not in {sympy.nan, sympy.zoo}
+    heavy = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
+    gold, answer = (part.doit() if not part.free_symbols or part.has(*heavy) else part for part in (gold, answer))
+    if not gold.free_symbols and not answer.free_symbols:
+        return _equal_constants(gold, answer, relative)
+    ratios = _at_points([gold, answer])
+    return bool(ratios) and all(_close(one, other, sympy.Rational(1, 10**20)) for one, other in ratios)
+
+
+def _equal_constants(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> bool:
+    if gold.is_Rational and answer.is_Rational:
+        return bool(abs(gold - answer) <= relative * abs(gold))
+    if gold.is_infinite or answer.is_infinite:
+        return gold == answer
+    wanted, value = sympy.N(gold, 60), sympy.N(answer, 60)
+    return _close(wanted, value, max(relative, sympy.Rational(1, 10**50)))
+
+
+def _close(wanted: sympy.Expr, value: sympy.Expr, relative: Any) -> bool:
+    if not all(_is_finite(number) for number in (wanted, value)):
+        return False
+    if _is_zero(wanted) or _is_zero(value):
+        return _is_zero(wanted) and _is_zero(value)
+    return bool(abs(wanted - value) <= relative * abs(wanted))
+
+
+def _is_finite(number: sympy.Expr) -> bool:
+    return all(isinstance(part, sympy.Number) and part.is_finite for part in number.as_real_imag())
+
+
+def _is_zero(number: sympy.Expr) -> bool:
+    """Return True for 0, and for a difference that vanishes to all digits that were computed."""
+    return all(part == 0 or (isinstance(part, sympy.Float) and part._prec <= 10) for part in number.as_real_imag())
+
+
+def _at_points(formulas: list[sympy.Expr]) -> list[tuple[sympy.Expr, ...]]:
+    """Return the values of formulas at points where all are real and on the same branch; whole points for n!, (-1)^n."""
+    symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
+    if len(symbols) > len(_POINTS[0]):
+        return []
+    whole = any(
+        formula.has(*_WHOLE)
+        or any(power.exp.free_symbols and power.base.is_negative for power in formula.atoms(sympy.Pow))
+        for formula in formulas
+    )
+    rows = []
+    for point in _WHOLE_POINTS if whole else _POINTS:
+        at = dict(zip(symbols, point, strict=False))
+        if all(_is_on_branch(formula, at) for formula in formulas):
+            values = tuple(sympy.N(formula.subs(at), 30) for formula in formulas)
+            if all(_is_finite(value) for value in values):
+                rows.append(values)
+    return rows if len(rows) > 1 else []
+
+
+def _is_on_branch(formula: sympy.Expr, at: dict[Any, Any]) -> bool:
+    powers = [power.base for power in formula.atoms(sympy.Pow) if not power.exp.is_integer and power.base.free_symbols]
+    arguments = [*powers, *(log.args[0] for log in formula.atoms(sympy.log) if log.free_symbols)]
+    return all((value := sympy.N(argument.subs(at), 15)).is_real and value > 0 for argument in arguments)
+
+
+def _relations(relation: Any) -> list[Any]:
+    return list(relation.args) if isinstance(relation, sympy.And) else [relation]
+
+
+def _equal_relations(gold: Relational, answer: Relational) -> bool:
+    """Compare ``left - right`` up to a factor, of an inequality a positive one."""
+    if not all(isinstance(side, sympy.Expr) for part in (gold, answer) for side in part.args):
+        return verify(gold, answer, 30, 60, timeout_seconds=None)
+    wanted, value = (part.reversed if isinstance(part, sympy.Gt | sympy.Ge) else part for part in (gold, answer))
+    if type(wanted) is not type(value):
+        return False
+    differences: list[Any] = [part.args[0] - part.args[1] for part in (wanted, value)]  # pyright: ignore[reportOperatorIssue] both are Expr
+    rows = [row for row in _at_points(differences) if not _is_zero(row[0])]
+    if len(rows) < 2 or any(_is_zero(row[1]) for row in rows):
+        return False
+    factors = [row[1] / row[0] for row in rows]
+    is_signed = isinstance(wanted, sympy.Lt | sympy.Le)
+    same = all(_close(one, other, sympy.Rational(1, 10**20)) for one, other in pairwise(factors))
+    return same and (not is_signed or all(factor > 0 for factor in factors))
 
 
 if __name__ == "__main__":

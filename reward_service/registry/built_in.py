@@ -90,6 +90,13 @@ def _given(name: str, group: GroupTexts) -> tuple[EpisodeTexts, ...]:
     return group.given
 
 
+def _read(reward: Reward, group: GroupTexts) -> tuple[str, ...]:
+    """Return a group's completions, for a reward that reads answers with the ``<think>`` that their prompt ends with."""
+    if reward.reads and group.prompt_text.rstrip().endswith("<think>"):
+        return tuple(f"<think>{text}" for text in group.completions)
+    return group.completions
+
+
 def _by_source() -> dict[str, str]:
     found: dict[str, str] = {}
     for reward in BUILT_INS.values():
@@ -124,7 +131,7 @@ def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
             return BuiltInScorer(name, lambda group: judge(_given(name, group)))
         case GradedReward():
             pool = graders.math if reward.grader == "math" else graders.pattern
-            graded = lambda group: judge(group.completions, ground_truth(group.reward), grade=pool.for_group())  # noqa: E731
+            graded = lambda group: judge(_read(reward, group), ground_truth(group.reward), grade=pool.for_group())  # noqa: E731
             return BuiltInScorer(name, graded, slow=True)
         case SandboxedReward():
             if graders.sandboxes is None:
@@ -136,7 +143,12 @@ def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
                 slow=True,
             )
         case _:
-            return BuiltInScorer(name, lambda group: judge(group.completions, ground_truth(group.reward)))
+            if reward.reads == "answer and prompt":
+                return BuiltInScorer(
+                    name,
+                    lambda group: judge(_read(reward, group), ground_truth(group.reward), prompt=group.prompt_text),
+                )
+            return BuiltInScorer(name, lambda group: judge(_read(reward, group), ground_truth(group.reward)))
 
 
 def scorers(graders: Graders) -> dict[str, Scorer]:

@@ -1,7 +1,8 @@
 r"""1 when the letter chosen is the ground truth's: multiple choice.
 
 The choice is the start of the final answer: ``B``, ``(B)``, ``B. Paris``, ``\text{(B)}``, ``option B``. An answer that
-names several letters chooses none. Part ``has_answer`` is 1 if a choice was found.
+names several letters chooses none. The text of a choice counts as its letter where the truth has it: ``B. Paris``, or
+``{"answer": "B", "choices": ["Rome", "Paris"]}``. Part ``has_answer`` is 1 if a choice was found.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pydantic import Field
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards import question_answer
 from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
@@ -30,19 +32,53 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's choice with the truth, a letter: a number could count from 0 or from 1."""
-    text = truth_text(truth, NAME)
-    gold = chosen(text, parameters.letters)
-    if gold is None:
-        raise BadGroundTruth(
-            f"{NAME}: the row's ground_truth must be a letter of {parameters.letters}, got {text[:80]!r}"
-        )
+    """Compare every completion's choice with the truth: a letter, by itself or before its text, or an object with choices."""
+    gold, texts = _right(truth, parameters.letters)
     verdicts = []
     for completion in completions:
-        answer = final_answer.find(completion, parameters.where)
-        letter = None if answer is None else chosen(answer, parameters.letters)
+        answer = final_answer.find(final_answer.spoken(completion), parameters.where)
+        letter = None if answer is None else _choice(answer, texts, parameters.letters)
         verdicts.append(Verdict(float(letter == gold), {"has_answer": float(letter is not None)}))
     return verdicts
+
+
+def _right(truth: Any, letters: str) -> tuple[str, dict[str, str]]:
+    """Return the right letter, and the known texts of letters. A number could count from 0 or from 1, and is refused."""
+    options = (
+        next((truth[name] for name in ("choices", "options") if name in truth), None)
+        if isinstance(truth, dict)
+        else None
+    )
+    answer = (
+        next((truth[name] for name in ("answer", "label", "answerKey") if name in truth), None) if options else truth
+    )
+    text = truth_text(answer, NAME)
+    if isinstance(options, list):
+        options = dict(zip(letters, options, strict=False))
+    texts = {str(letter).upper(): question_answer.key(str(option)) for letter, option in (options or {}).items()}
+    gold = chosen(text, letters) or next(
+        (letter for letter, known in texts.items() if known == question_answer.key(text)), None
+    )
+    if gold is None or (texts and gold not in texts):
+        raise BadGroundTruth(f"{NAME}: the row's ground_truth must be a letter of {letters}, got {text[:80]!r}")
+    own = _after_letter(text)
+    return gold, texts or ({gold: own} if own else {})
+
+
+def _after_letter(text: str) -> str:
+    plain = latex.plain_text(text[:_MAX_CHARS]).strip(" *_`$\n")
+    match = _BARE.match(plain)
+    return question_answer.words(plain[match.end() :]) if match else ""
+
+
+def _choice(answer: str, texts: dict[str, str], letters: str) -> str | None:
+    """Return the letter that an answer names, or whose text it is; None if its letter and its text contradict each other."""
+    letter = chosen(answer, letters)
+    if letter is not None:
+        named = {other for other, text in texts.items() if text and text == _after_letter(answer)}
+        return letter if not named or letter in named else None
+    said = question_answer.key(latex.plain_text(answer[:_MAX_CHARS]))
+    return next((other for other, text in texts.items() if text == said), None)
 
 
 def chosen(answer: str, letters: str) -> str | None:
@@ -66,10 +102,12 @@ REWARD = PureReward(
     name=NAME,
     description="1 when the chosen letter is the ground truth's",
     judge=judge,
+    reads="answer",
     parameters=Parameters,
     data_sources=("multiple_choice",),
     parts=("has_answer",),
-    notes="an answer with several letters chooses none; a ground truth that is a number is refused, because it may count "
+    notes="the text of the choice counts where the truth has it (`B. Paris`); "
+    "an answer with several letters chooses none; a ground truth that is a number is refused, because it may count "
     "from 0 or from 1",
     success=1.0,
 )

@@ -37,7 +37,10 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
     if not gold or (labels and gold not in labels):
         known = f" of {', '.join(parameters.labels[:10])}" if labels else ""
         raise BadGroundTruth(f"{NAME}: the row's ground_truth must be a label{known}, got {text[:80]!r}")
-    return [_verdict(final_answer.find(completion, parameters.where), gold, labels) for completion in completions]
+    return [
+        _verdict(final_answer.find(final_answer.spoken(completion), parameters.where), gold, labels)
+        for completion in completions
+    ]
 
 
 def plain(label: str) -> str:
@@ -73,6 +76,7 @@ REWARD = PureReward(
     name=NAME,
     description="1 when the label is the ground truth's; an answer with several labels has none",
     judge=judge,
+    reads="answer",
     parameters=Parameters,
     data_sources=("classification",),
     parts=("has_answer", "ambiguous"),

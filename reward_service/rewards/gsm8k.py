@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards.parsing import quantity
+from penstock.reward_service.rewards.parsing import final_answer, quantity
 from penstock.reward_service.rewards.parsing.latex import NUMBER, read_number
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
@@ -39,13 +39,13 @@ def last_answer(text: str) -> Fraction | None:
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     gold = _gold(truth, NAME)
-    return [_verdict(last_answer(completion), gold) for completion in completions]
+    return [_verdict(last_answer(final_answer.spoken(completion)), gold) for completion in completions]
 
 
 def judge_flexible(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare the last number of every completion, wherever it stands (verl's flexible method), by value."""
     gold = _gold(truth, FLEXIBLE)
-    return [_verdict(last_number(completion), gold) for completion in completions]
+    return [_verdict(last_number(final_answer.spoken(completion)), gold) for completion in completions]
 
 
 def _gold(truth: Any, name: str) -> Fraction:
@@ -76,6 +76,7 @@ REWARD = PureReward(
     name=NAME,
     description="1 when the number after the last #### is the ground truth's number",
     judge=judge,
+    reads="answer",
     data_sources=("gsm8k", "openai/gsm8k", "gsm8k_main"),
     parts=("has_answer",),
     notes="a completion without #### is wrong",
@@ -86,6 +87,7 @@ FLEXIBLE_REWARD = PureReward(
     name=FLEXIBLE,
     description="1 when the last number, wherever it stands, is the ground truth's number",
     judge=judge_flexible,
+    reads="answer",
     parts=("has_answer",),
     notes="a number mentioned last counts as the answer",
     success=1.0,

@@ -1,14 +1,13 @@
 """1 when the answer in the last ``\\boxed{}`` has the value of the ground truth.
 
-Three comparisons, each only when the one before is undecided: the normalised texts are equal; both are
-plain numbers and are compared as fractions; math-verify finds them equal (in a process of its own, see
-`grader_pool`). math-verify is asymmetric and gets the ground truth first, and only the last box:
-given two it would compare with the set of both. Of an equation the final side is compared, and its
-numeric sides must be equal to it: `41 = 42` is wrong.
+A chain in ``<think>`` is not read. Two numbers are compared as fractions, prose by its words and only where the truth is prose;
+everything else in a process of its own (`graders/math_grader.py`), exactly, or within the relative tolerance of the parameters or of the
+row (``{"answer": "4.5e33", "relative": 0.01}``). Of an equation the final side is compared, and its numeric sides must be equal to
+it: `41 = 42` is wrong. The name of a value may be left out (`x = 5`, `f(x) = 2x + 1`), a side of an equation not (`y = 2x + 1`).
+Units are compared when both have one; bases of numerals, and the case of letters, always.
 
-Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer that exhausted the
-grader twice although the ground truth parsed: such an answer is wrong by definition, because the
-completion alone is the cause. Every other failure of the grader is an error, not a verdict.
+Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer that exhausted the grader twice: it is wrong, because
+the completion alone is the cause. A truth that cannot be read, or exhausts the grader, is BadGroundTruth, whatever the answers are.
 
 `math_flexible` also takes an answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
 """
@@ -16,17 +15,22 @@ completion alone is the cause. Every other failure of the grader is an error, no
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from pydantic import Field
+
+from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards import gsm8k
-from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards.parsing import final_answer, latex, notation
 from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_text
 
 NAME, FLEXIBLE = "math", "math_flexible"
 MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
+MAX_DEPTH = 40  # of a truth's brackets
 Find = Callable[[str], str | None]  # a completion's answer, None if it has none
 _DATA_SETS = (
     "math", "MATH", "math500", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
@@ -46,20 +50,86 @@ class Graded(enum.Enum):
 Grade = Callable[[str, str], Awaitable[Graded]]  # (gold, answer)
 
 
+class Parameters(Section):
+    relative: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Largest allowed difference of constants as a share of the truth; 0: exact.",
+    )
+
+
 async def judge(
-    completions: tuple[str, ...], truth: Any, grade: Grade, *, find: Find = latex.last_boxed, part: str = "boxed"
+    completions: tuple[str, ...],
+    truth: Any,
+    grade: Grade,
+    *,
+    find: Find = latex.last_boxed,
+    part: str = "boxed",
+    parameters: Parameters = Parameters(),  # noqa: B008 frozen
 ) -> list[Verdict]:
     """Compare what ``find`` reads with the truth, a solution or an answer; the part named ``part`` is 1 if there was one."""
-    gold = _gold(truth)
-    return [await _verdict(find(completion), gold, grade, part) for completion in completions]
+    gold = _gold(truth, parameters.relative)
+    if gold.needs_grader and await grade(gold.to_grader, "") in {Graded.GOLD_UNREADABLE, Graded.EXHAUSTED}:
+        raise BadGroundTruth(
+            f"math: the row's ground_truth cannot be read as mathematics: {gold.text[:80]!r}; correct the row"
+        )
+    return [await _verdict(find(final_answer.spoken(completion)), gold, grade, part) for completion in completions]
 
 
-def _gold(truth: Any) -> str:
-    text = truth_text(truth, NAME)
+async def judge_with(
+    parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade, **how: Any
+) -> list[Verdict]:
+    return await judge(completions, truth, grade, parameters=parameters, **how)
+
+
+class _Gold(NamedTuple):
+    text: str
+    relative: float
+
+    @property
+    def to_grader(self) -> str:
+        return f"{self.text}\t{self.relative!r}" if self.relative else self.text
+
+    @property
+    def needs_grader(self) -> bool:
+        return not latex.is_prose(self.text) and latex.plain_value(self.text) is None
+
+
+def _gold(truth: Any, relative: float) -> _Gold:
+    if (
+        isinstance(truth, dict)
+        and truth.keys() == {"answer", "relative"}
+        and isinstance(truth["relative"], int | float)
+    ):
+        truth, relative = truth["answer"], float(truth["relative"])
+    if isinstance(truth, list) and len(truth) == 1:
+        truth = truth[0]
+    text = truth_text(", ".join(truth) if _are_texts(truth) else truth, NAME)
+    if text.lstrip().startswith('["') and _are_texts(listed := _listed(text)):
+        text = ", ".join(listed)
     gold = latex.last_boxed(text) if "\\boxed" in text or "\\fbox" in text else text
-    if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS:
+    if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS or not 0.0 <= relative < 1.0:
         raise BadGroundTruth(f"math: the row's ground_truth must be an answer, got {text[:80]!r}")
-    return gold
+    gold = latex.without_label(gold.replace("\t", " "))
+    if not latex.is_shallow(gold, MAX_DEPTH):
+        raise BadGroundTruth(f"math: the row's ground_truth has brackets nested deeper than {MAX_DEPTH}: {gold[:80]!r}")
+    return _Gold(gold, relative)
+
+
+def _are_texts(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) > 0
+        and all(isinstance(value, str) and value.strip() for value in values)
+    )
+
+
+def _listed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def anywhere(completion: str) -> str | None:
@@ -70,7 +140,7 @@ def anywhere(completion: str) -> str | None:
     return gsm8k.last_number_text(completion)
 
 
-async def _verdict(answer: str | None, gold: str, grade: Grade, part: str) -> Verdict:
+async def _verdict(answer: str | None, gold: _Gold, grade: Grade, part: str) -> Verdict:
     if answer is None:
         return Verdict(0.0, {part: 0.0, "timeout": 0.0})
     if len(answer) > MAX_ANSWER_CHARS:
@@ -79,14 +149,20 @@ async def _verdict(answer: str | None, gold: str, grade: Grade, part: str) -> Ve
     return Verdict(float(graded is Graded.RIGHT), {part: 1.0, "timeout": float(graded is Graded.EXHAUSTED)})
 
 
-async def _compare(gold: str, answer: str, grade: Grade) -> Graded:
+async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
-    gold = latex.without_name(gold)
-    if "=" in gold:
+    if latex.without_name(gold.text) == gold.text and "=" in gold.text:
         return await _equal(gold, answer, grade)
-    found = latex.read(answer)
+    found = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, found.value) for number in found.rounded):
         return Graded.WRONG
+    if (
+        gold.text != latex.without_name(gold.text)
+        and len(found.names) == 1
+        and latex.read(gold.text).names != found.names
+    ):
+        return Graded.WRONG  # y = 5 is no answer to x = 5
+    gold = gold._replace(text=latex.without_name(gold.text))
     for side in (found.value, *found.equal):
         graded = await _equal(gold, side, grade)
         if graded is not Graded.RIGHT:
@@ -94,32 +170,41 @@ async def _compare(gold: str, answer: str, grade: Grade) -> Graded:
     return Graded.RIGHT
 
 
-async def _equal(gold: str, answer: str, grade: Grade) -> Graded:
-    same = latex.plainly_equal(gold, answer)
+async def _equal(gold: _Gold, answer: str, grade: Grade) -> Graded:
+    same = latex.plainly_equal(gold.text, answer, gold.relative)
+    if same is None and notation.rewrite(gold.text) == notation.rewrite(answer):
+        same = True
     if same is not None:
         return Graded.RIGHT if same else Graded.WRONG
-    graded = await grade(gold, answer)
+    graded = await grade(gold.to_grader, answer)
     if graded is Graded.GOLD_UNREADABLE:
-        raise BadGroundTruth(f"math-verify cannot read the row's ground_truth {gold[:80]!r}")
+        raise BadGroundTruth(
+            f"math: the row's ground_truth cannot be read as mathematics: {gold.text[:80]!r}; correct the row"
+        )
     return graded
 
 
 REWARD = GradedReward(
     name=NAME,
     description="1 when the last \\boxed{} has the value of the ground truth (math-verify)",
-    judge=judge,
+    judge=judge_with,
+    parameters=Parameters,
     grader="math",
+    reads="answer",
     data_sources=_DATA_SETS,
     parts=("boxed", "timeout"),
-    notes=f"an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
+    notes="exact unless `relative` is set; units are compared when both have one, bases always; `y = 2x + 1` is not `2x + 1`; "
+    f"an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
     success=1.0,
 )
 
 FLEXIBLE_REWARD = GradedReward(
     name=FLEXIBLE,
     description="1 when the answer (boxed, in tags, after ####, after 'the answer is', or the last number) equals the ground truth",
-    judge=partial(judge, find=anywhere, part="has_answer"),
+    judge=partial(judge_with, find=anywhere, part="has_answer"),
+    parameters=Parameters,
     grader="math",
+    reads="answer",
     data_sources=("math_reasoning",),
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",

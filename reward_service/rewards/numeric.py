@@ -48,7 +48,7 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
         raise BadGroundTruth(f"{NAME}: the row's ground_truth must be a number, got {text[:80]!r}")
     verdicts = []
     for completion in completions:
-        answer = _answer(completion, parameters.where)
+        answer = _answer(final_answer.spoken(completion), parameters.where)
         is_right = answer is not None and is_equal(parameters, gold, answer)
         verdicts.append(Verdict(float(is_right), {"has_answer": float(answer is not None)}))
     return verdicts
@@ -103,6 +103,7 @@ REWARD = PureReward(
     description="1 when the answer is the ground truth's number, within max(absolute, relative * truth), its unit as asked",
     judge=judge,
     parameters=Parameters,
+    reads="answer",
     parts=("has_answer",),
     notes="compared exactly, as fractions; reads thousands, mixed and vulgar fractions, `3 × 10⁸`, `%` and currency; hedging "
     '(`42 or 43`), ranges, decimal commas and powers are not numbers; with `percent = "either"` 50 % is 50 and 0.5',

@@ -1,15 +1,21 @@
 """1 when the answer between the last ``<answer>`` tags is one of the accepted ones, by its words (SQuAD, Search-R1).
 
-Words are compared in lower case, without punctuation, articles and extra spaces. `qa_em` requires all of them,
-`qa_subem` an accepted answer somewhere inside. Part ``has_answer`` is 1 if there were tags; verl gives
+Words are compared in lower case, in Unicode's composed form, without punctuation, articles before a word and extra spaces; numbers
+keep their sign, point and operators (`-5`, `1.5`, `1/2`), `C++` and `A-` their ends. A truth without words (`A`, `?`) is compared as it
+is written, an empty one refused. To yes and no the first word of an answer counts. Truths are a text, a list of them, true or
+false, or a row's object as in TriviaQA (``aliases``), SQuAD (``text``), Search-R1 (``target``). `qa_em` requires all words,
+`qa_subem` those of an accepted answer in a row somewhere inside. A chain in ``<think>`` is not read. Without tags in the answer, the
+place `auto` is read if the prompt does not mention ``<answer>``. Part ``has_answer`` is 1 if an answer was found; verl gives
 a wrong answer in tags 0.1, here it is 0. `qa_f1` is the harmonic mean of precision and recall of the words (of Chinese
-and Japanese: the characters), the best over the accepted answers; two empty answers are equal, an
-empty and a non-empty one are not.
+and Japanese: the characters), the best over the accepted answers.
 """
 
 from __future__ import annotations
 
-import string
+import contextlib
+import json
+import re
+import unicodedata
 from collections import Counter
 from typing import Any
 
@@ -24,7 +30,15 @@ from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_te
 
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_DASHES = str.maketrans("‐‑‒–—−", "------")
+_KEPT = re.compile(  # what belongs to a number, a version, a grade or a name such as C++
+    r"(?<=[0-9]),(?=[0-9])|(?<=[0-9])\s*[-/:^*+×÷=<>]\s*(?=[-+.]?[0-9])|(?<=[0-9])\.(?=[0-9])|(?<!\w)[-+<>≤≥=±]?\.?(?=[0-9])"
+    r"|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
+)
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_PUNCTUATION = re.compile(r"[^\w\s]|_")
+_YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
+_ALIASES = ("target", "aliases", "normalized_aliases", "text", "answers", "value")
 _DATA_SETS = (
     "qa", "trivia", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
     "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle",
@@ -35,24 +49,25 @@ class Parameters(Section):
     where: Where = Field(default="tags", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 
 
-def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, EXACT)
-    return [_verdict(answer, float(answer in accepted)) for answer in _answers(completions, parameters)]
+    answers = _answers(completions, parameters, prompt)
+    return [_verdict(answer, float(not accepted.isdisjoint(_readings(answer, accepted)))) for answer in answers]
 
 
-def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, INSIDE)
     return [
-        _verdict(answer, float(answer is not None and any(one in answer for one in accepted)))
-        for answer in _answers(completions, parameters)
+        _verdict(answer, float(answer is not None and any(_is_inside(key, answer) for key in accepted)))
+        for answer in _answers(completions, parameters, prompt)
     ]
 
 
-def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, F1)
     return [
-        _verdict(answer, 0.0 if answer is None else max(f1(one, answer) for one in accepted))
-        for answer in _answers(completions, parameters)
+        _verdict(answer, 0.0 if answer is None else max(f1(key, answer) for key in accepted))
+        for answer in _answers(completions, parameters, prompt)
     ]
 
 
@@ -66,22 +81,65 @@ def f1(gold: str, answer: str) -> float:
 
 
 def words(text: str) -> str:
-    plain = text.lower().translate(_PUNCTUATION)
-    return " ".join(word for word in plain.split() if word not in _ARTICLES)
+    """Return the words of a text as they are compared; empty if there are none besides articles."""
+    plain = re.sub("[$€£¥]", "", unicodedata.normalize("NFC", text).lower().translate(_DASHES))
+    plain = _THOUSANDS.sub("", plain)
+    pieces, end = [], 0
+    for match in _KEPT.finditer(plain):
+        pieces += [_PUNCTUATION.sub("", plain[end : match.start()]), re.sub(r"\s", "", match[0])]
+        end = match.end()
+    parts = "".join([*pieces, _PUNCTUATION.sub("", plain[end:])]).split()
+    if _ARTICLES.issuperset(parts):
+        return ""
+    parts = [re.sub(r"^([-+<>]?)\.(?=[0-9])", r"\g<1>0.", part) for part in parts]
+    return " ".join(part for place, part in enumerate(parts) if part not in _ARTICLES or place == len(parts) - 1)
 
 
-def _accepted(truth: Any, reward: str) -> set[str]:
-    if isinstance(truth, dict) and truth.keys() == {"target"}:  # the form in verl's rows of Search-R1
-        truth = truth["target"]
+def key(text: str) -> str:
+    """Return a text's words; of a text without words the text itself."""
+    return words(text) or " ".join(unicodedata.normalize("NFC", text).casefold().split())
+
+
+def _accepted(truth: Any, reward: str) -> frozenset[str]:
+    if isinstance(truth, bool):
+        return _YES if truth else _NO
+    if isinstance(truth, str) and truth.lstrip().startswith('["'):
+        with contextlib.suppress(ValueError):
+            truth = json.loads(truth)
+    if isinstance(truth, dict) and truth.keys() & set(_ALIASES):
+        listed = [truth[name] for name in _ALIASES if name in truth]
+        truth = [text for part in listed for text in (part if isinstance(part, list) else [part])]
     alternatives = truth if isinstance(truth, list) else [truth]
-    if not alternatives:
-        raise BadGroundTruth(f"{reward}: the row's ground_truth is an empty list of alternatives")
-    return {words(truth_text(alternative, reward)) for alternative in alternatives}
+    keys = frozenset(key(truth_text(alternative, reward)) for alternative in alternatives) - {""}
+    if not keys:
+        raise BadGroundTruth(
+            f"{reward}: the row's ground_truth has no answer that could be given, got {str(truth)[:80]!r}"
+        )
+    return keys
 
 
-def _answers(completions: tuple[str, ...], parameters: Parameters) -> list[str | None]:
-    found = [final_answer.find(completion, parameters.where) for completion in completions]
-    return [None if answer is None else words(answer) for answer in found]
+def _answers(completions: tuple[str, ...], parameters: Parameters, prompt: str) -> list[str | None]:
+    asks_no_tags = parameters.where == "tags" and prompt != "" and "<answer>" not in prompt
+    answers = []
+    for text in map(final_answer.spoken, completions):
+        where = "auto" if asks_no_tags and "<answer>" not in text else parameters.where
+        answer = final_answer.find(text, where)
+        answers.append(None if answer is None else key(answer))
+    return answers
+
+
+def _readings(answer: str | None, accepted: frozenset[str]) -> set[str]:
+    """Return an answer, and for yes and no its first word, unless it says the opposite too."""
+    if not answer:
+        return set()
+    first, said = answer.split()[0], set(answer.split())
+    is_plain = accepted <= _YES | _NO and first in _YES | _NO and not (said & _YES and said & _NO)
+    return {answer, first} if is_plain else {answer}
+
+
+def _is_inside(key: str, answer: str) -> bool:
+    wanted, given = split(key), split(answer)
+    return any(given[place : place + len(wanted)] == wanted for place in range(len(given) - len(wanted) + 1))
 
 
 def _verdict(answer: str | None, reward: float) -> Verdict:
@@ -93,6 +151,7 @@ EXACT_REWARD = PureReward(
     description="1 when the answer in the last <answer> tags is an accepted one, by its words (SQuAD's normalisation)",
     judge=judge_exact,
     parameters=Parameters,
+    reads="answer and prompt",
     data_sources=_DATA_SETS,
     parts=("has_answer",),
     success=1.0,
@@ -103,6 +162,7 @@ INSIDE_REWARD = PureReward(
     description="1 when an accepted answer is inside the last <answer> tags",
     judge=judge_inside,
     parameters=Parameters,
+    reads="answer and prompt",
     parts=("has_answer",),
     notes="a long answer that lists many candidates passes",
     success=1.0,
@@ -113,5 +173,6 @@ F1_REWARD = PureReward(
     description="F1 of the words (Chinese and Japanese: characters) shared with the best accepted answer, in [0, 1]",
     judge=judge_f1,
     parameters=Parameters,
+    reads="answer and prompt",
     parts=("has_answer",),
 )

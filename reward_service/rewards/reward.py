@@ -15,7 +15,7 @@ fit; any other exception is an error of the group. A reward with a ``parameters`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.parsing import final_answer
 
 
 class Verdict(NamedTuple):
@@ -62,6 +63,8 @@ class Reward:
         data_sources: Values of ``data_source`` whose rows it scores when their reward is ``auto``.
         parts: Names of the parts of its verdicts.
         notes: Cost and pitfalls, for the table in docs/graders.md.
+        reads: "answer": its completions get the ``<think>`` that ends their prompt, so that an unfinished chain is no answer;
+            "answer and prompt": `judge` also gets ``prompt``.
         success: The reward from which on a completion counts as correct; None: its rewards have no such value.
     """
 
@@ -73,6 +76,7 @@ class Reward:
     parts: tuple[str, ...] = ()
     notes: str = ""
     success: float | None = None
+    reads: Literal["", "answer", "answer and prompt"] = ""
 
     @property
     def default(self) -> Section | None:
@@ -88,6 +92,42 @@ class Reward:
 
 class PureReward(Reward):
     """Scored in the service itself: ``judge(completions, truth)``, in time linear in the completions' length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReward(PureReward):
+    """Derive from it to compare answers by a rule of your own; both methods may be replaced.
+
+    class Colour(AnswerReward):
+        def compare_answers(self, answer: str, truth: Any) -> bool:
+            return answer.casefold() == str(truth).casefold()
+
+    REWARD = Colour(name="colour", description="1 when the colour is right", success=1.0)
+    """
+
+    judge: Callable[..., Any] = field(init=False)
+    parts: tuple[str, ...] = ("has_answer",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "judge", self.verdicts)
+
+    def extract_answer(self, completion: str) -> str | None:
+        """Return the answer of a completion, None if it has none; a chain in ``<think>`` is not read."""
+        return final_answer.find(final_answer.spoken(completion), "auto")
+
+    def compare_answers(self, answer: str, truth: Any) -> float:
+        """Return the reward of an answer; raises BadGroundTruth for a truth that no answer can equal."""
+        return float(answer == truth_text(truth, self.name))
+
+    def verdicts(self, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+        answers = [self.extract_answer(completion) for completion in completions]
+        return [
+            Verdict(
+                0.0 if answer is None else float(self.compare_answers(answer, truth)),
+                {"has_answer": float(answer is not None)},
+            )
+            for answer in answers
+        ]
 
 
 class LengthReward(Reward):

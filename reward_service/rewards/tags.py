@@ -1,7 +1,7 @@
 """1 when a completion consists of the given tags: each opened and closed once, in order, and nothing outside.
 
 ``partial = true`` gives the share of the rules that are kept instead: one for each tag (opened and closed exactly once,
-after the one before), and one for nothing outside. White space outside is allowed, an empty last element is not. Read
+after the one before), and one for nothing outside. White space outside is allowed, an empty element is not. Read
 by ``str.find``, linear. No ground truth.
 """
 
@@ -48,7 +48,7 @@ def _score(parameters: Parameters, completion: str) -> float:
 
 
 def right_tags(text: str, names: tuple[str, ...]) -> int:
-    """Count the tags that are opened and closed exactly once, after the last one that is; the last one not empty."""
+    """Count the tags that are opened and closed exactly once, after the last one that is; none of them empty."""
     end, right = 0, 0
     for name in names:
         opening, closing = f"<{name}>", f"</{name}>"
@@ -56,7 +56,7 @@ def right_tags(text: str, names: tuple[str, ...]) -> int:
         if text.count(opening) != 1 or text.count(closing) != 1 or not end <= start < stop:
             continue
         content = text[start + len(opening) : stop]
-        if name == names[-1] and not content.strip():
+        if not content.strip():
             continue
         end, right = stop + len(closing), right + 1
     return right
@@ -76,6 +76,6 @@ REWARD = PureReward(
     "the rules that are kept",
     judge=judge,
     parameters=Parameters,
-    notes="an empty last element is wrong",
+    notes="an empty element is wrong",
     success=1.0,
 )

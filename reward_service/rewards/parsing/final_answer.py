@@ -41,6 +41,12 @@ def find(text: str, where: Where) -> str | None:
             return next((answer for answer in (way(text) for way in ways) if answer is not None), None)
 
 
+def spoken(text: str) -> str:
+    """Return what follows the chain of thought in ``<think>``; nothing of a chain that was not finished is an answer."""
+    _, closed, rest = text.rpartition("</think>")
+    return "" if "<think>" in (rest if closed else text) else rest if closed else text
+
+
 def in_tags(text: str) -> str | None:
     end = text.rfind(_CLOSE)
     start = text.rfind(_OPEN, 0, end) if end >= 0 else -1

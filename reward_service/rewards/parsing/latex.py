@@ -8,6 +8,7 @@ and are not compared.
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -23,20 +24,26 @@ _MIXED = re.compile(r"\s*(?P<sign>[-+−]?)\s?(?P<whole>[0-9]+)\s+(?P<part>[0-9]
 # One pass, each alternative linear: a box, a box without braces (\boxed 5), an escaped character, a brace.
 _TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*(?P<open>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|(?P<brace>[{}])", re.DOTALL)
 _SPACING = re.compile(r"\\[,;:!> ]|~|\\(?:left|right|displaystyle|quad|qquad|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_ONLY_TEXT = re.compile(r"\s*\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}\s*")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnormal|textsf|emph)\s*\{([^{}]*)\}")
+_ONLY_TEXT = re.compile(
+    r"\s*\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnormal|textsf|emph)\s*\{([^{}]*)\}\s*"
+)
+_LABEL = re.compile(
+    r"^\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-E]\)?[.:]?\s*\}(?:\s|~|\\[ ,;:]|\\quad)*(?=[^\s_^+*/=<>,.-])"
+)
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°")
 _SHORT_FRACTION = re.compile(r"\\frac(?:\s*([0-9])\s*([0-9])|\s*\{([^{}]*)\}\s*([0-9])|\s*([0-9])\s*\{([^{}]*)\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _FRACTION = re.compile(r"(?P<sign>[-+]?)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
 _ASSIGNMENT = re.compile(r"[A-Za-z](?:\([A-Za-z]\)|_\{?[0-9A-Za-z]\}?)?=(?P<value>[^=]+)")
+_POWER_OF_TEN = re.compile(r"(?P<number>-?[0-9]+\.?[0-9]*)(?:\\times|\\cdot|×)10\^\{?(?P<power>-?[0-9]{1,3})\}?")
+_OTHER_SCRIPT = re.compile(r"[À-ÖØ-öø-ʯЀ-῿぀-ヿ㐀-鿿가-힯]")
 _THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _PLAIN_NUMBER = re.compile(PLAIN_NUMBER)
 _PROSE = re.compile(r"[A-Za-z]{2,}(?:[\s,.'-]+[A-Za-z]{2,})+[.!?]?")
-_SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
 _SPACED_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:\s[0-9]{3})+(?:\.[0-9]*)?")
+_SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
 _PERCENT = re.compile(r"(?:\s|\\[ ,])*(?:percent|per\s?cent)\s*$", re.IGNORECASE)
-_BRACKETS = {"\\{": "\\}", "(": ")", "[": "]"}
 _MAX_DIGITS = 200
 _ABOUT = r"\\(?:approx|simeq|sim|doteq|thickapprox)(?![A-Za-z])|≈|≃|≅"
 _EQUATION_TOKEN = re.compile(
@@ -45,6 +52,7 @@ _EQUATION_TOKEN = re.compile(
 _ARITHMETIC = re.compile(r"\\(?:[dtc]?frac|cdot|times|div|sqrt|left|right|[,;:! ])|[0-9.,{}()\[\]+\-−*/^!%\s]")
 _NAME = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?[0-9A-Za-z]+\}?)?\s*")
 _JOINED = re.compile(
+    r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|land|vee|wedge)(?![A-Za-z])|"
     r"\\(?:begin|text\s*\{\s*(?:or|and)|R?rightarrow|Rightarrow|implies|iff|to|quad|pm|mp)(?![A-Za-z])|;|\n"
 )
 
@@ -75,7 +83,7 @@ def _fraction(digits: str) -> Fraction:
     return Fraction(digits.replace("−", "-").replace(",", "").replace(" ", "").rstrip("."))
 
 
-class _Value(NamedTuple):
+class Value(NamedTuple):
     number: Fraction
     is_percent: bool
 
@@ -101,6 +109,16 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else best[1].strip()
 
 
+def is_shallow(text: str, most: int) -> bool:
+    """Return True unless brackets are nested deeper than ``most``."""
+    depth = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth > most:
+            return False
+    return True
+
+
 def normalise(answer: str) -> str:
     r"""Return an answer in normal form: no spacing, ``\frac`` and ``\sqrt`` with braces, no degree or money units."""
     answer = answer.strip().replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
@@ -123,73 +141,65 @@ def braced_fractions(text: str) -> str:
     return _SHORT_FRACTION.sub(_braced, re.sub(r"\\[dtc]frac", r"\\frac", text))
 
 
-def plainly_equal(gold: str, answer: str) -> bool | None:
-    """Return True or False if two answers can be compared without algebra, else None.
+def plainly_equal(gold: str, answer: str, relative: float = 0.0) -> bool | None:
+    """Return True or False for prose, two plain numbers, or the same text twice; None if it takes algebra.
 
     A percentage equals the fraction it denotes, and the same number without the sign if it is the truth that has one.
+    Only a truth that is prose is compared by words.
     """
     if not answer.strip():
         return False
-    gold_words, answer_words = _words(gold), _words(answer)
-    if gold_words is not None or answer_words is not None:
-        gold_text, answer_text = gold_words or _as_words(gold), answer_words or _as_words(answer)
-        return gold_text == answer_text
-    left, right = normalise(gold), normalise(answer)
-    if is_set(left) != is_set(right) and _is_bracketed(left) and _is_bracketed(right):
-        return False
-    spaced = _spaced_digits(gold, answer)
-    if spaced is not None:
-        return spaced
-    return True if left == right else _same_value(_value(left), _value(right))
-
-
-def _same_value(gold: _Value | None, answer: _Value | None) -> bool | None:
-    if gold is None or answer is None:
+    if is_prose(gold):
+        return _said(gold) == _said(answer)
+    if gold.strip() == answer.strip():
+        return True
+    wanted, value = plain_value(gold), plain_value(answer)
+    if wanted is None or value is None:
         return None
-    if gold.is_percent == answer.is_percent:
-        return gold.number == answer.number
-    if answer.is_percent:
-        return gold.number == answer.number / 100
-    return answer.number in {gold.number, gold.number / 100}
+    allowed = Fraction(relative)
+    readings = (
+        {value.number / 100 if value.is_percent else value.number}
+        if wanted.is_percent < value.is_percent
+        else {value.number}
+    )
+    truths = {wanted.number, wanted.number / 100} if wanted.is_percent > value.is_percent else {wanted.number}
+    return any(abs(number - truth) <= allowed * abs(truth) for number in readings for truth in truths)
 
 
-def is_set(answer: str) -> bool:
-    return answer.startswith(("\\{", "\\lbrace"))
-
-
-def _is_bracketed(answer: str) -> bool:
-    opening = "\\{" if is_set(answer) else answer[:1]
-    return opening in _BRACKETS and answer.endswith((")", "]", "\\}", "\\rbrace")) and "," in answer
-
-
-def _spaced_digits(gold: str, answer: str) -> bool | None:
-    """Compare an answer that is digits with spaces between them: ``3 1/2``, ``1 234``; ``4 2`` is not 42.
-
-    None for another answer.
-    """
+def plain_value(answer: str) -> Value | None:
+    """Return the number that a text is, else None. Digits with spaces are thousands or a mixed number: ``4 2`` is not 42."""
+    if re.search(r",\s", answer) or _ASSIGNMENT.fullmatch(answer.replace(" ", "")):
+        return None
     plain = _SPACING.sub(" ", answer).strip().strip("$").strip()
-    if not _SPACED_DIGITS.search(plain) or re.search(r"[^0-9\s./+-]", plain):
-        return None
-    number = read_number(re.sub(r"\s", "", plain) if _SPACED_THOUSANDS.fullmatch(plain) else plain)
-    wanted = _value(normalise(gold))
-    if number is None or wanted is None:
-        return " ".join(plain.split()) == " ".join(_SPACING.sub(" ", gold).split())
-    return number == wanted.number
+    if _SPACED_DIGITS.search(plain):
+        number = read_number(re.sub(r"\s", "", plain) if _SPACED_THOUSANDS.fullmatch(plain) else plain)
+        return None if number is None else Value(number, False)
+    return _value(normalise(answer))
 
 
-def _words(answer: str) -> str | None:
-    r"""Return the words of an answer that is prose or one ``\text{}``; None for mathematics."""
-    match = _ONLY_TEXT.fullmatch(answer)
-    if match is not None and re.search(r"[A-Za-z]", match[1]) and not re.search(r"[0-9\\^_=+*/]", match[1]):
-        return _as_words(match[1])
-    if _PROSE.fullmatch(answer.strip()) is not None:
-        return _as_words(answer)
-    return None
+def without_label(answer: str) -> str:
+    r"""Return what follows the letter of a choice, ``\textbf{(D)}\ 9``; an answer that is the letter alone as it is."""
+    return _LABEL.sub("", answer) or answer
 
 
-def _as_words(answer: str) -> str:
-    """Reduce prose to its letters and digits in lower case: ``(B)`` and ``b.`` are the same choice."""
-    return re.sub(r"[^a-z0-9]+", " ", _TEXT.sub(r"\1", answer).casefold()).strip()
+def is_prose(truth: str) -> bool:
+    """Return True for a truth in words: one ``\\text{}``, several words, one of four letters, or another script's letters."""
+    text = truth.strip().strip("$").strip()
+    whole = _ONLY_TEXT.fullmatch(text)
+    if whole is not None:
+        is_choice = re.fullmatch(r"\W*[A-Z]\W*", whole[1]) is not None
+        return (is_choice or len(re.findall(r"[^\W\d_]", whole[1])) > 1) and not re.search(r"[\\^_=+*/<>|]", whole[1])
+    if _OTHER_SCRIPT.search(_TEXT.sub(r"\1", text)) or _PROSE.fullmatch(text):
+        return True
+    return re.fullmatch(
+        r"[A-Za-z]{4,}[.!?]?|yes|no|odd|Yes|No|YES|NO|Odd", text
+    ) is not None and text.casefold() not in {"infinity", "infty"}
+
+
+def _said(text: str) -> str:
+    """Reduce prose to its words in small letters, ``(B)`` and ``B.`` to the same choice; operators stay."""
+    plain = unicodedata.normalize("NFKC", _SPACING.sub(" ", _TEXT.sub(r"\1", text)).strip("$ ")).casefold()
+    return " ".join(re.findall(r"\w+|[\\^=+*/<>|]|(?<!\w)-(?=\w)", plain))
 
 
 def _braced(match: re.Match[str]) -> str:
@@ -197,29 +207,32 @@ def _braced(match: re.Match[str]) -> str:
     return f"\\frac{{{top}}}{{{bottom}}}"
 
 
-def _value(answer: str) -> _Value | None:
+def _value(answer: str) -> Value | None:
     is_percent = answer.endswith("%")
     answer = answer.removesuffix("%")
     if len(answer) > _MAX_DIGITS:
         return None
-    fraction = _FRACTION.fullmatch(answer)
+    fraction, power = _FRACTION.fullmatch(answer), _POWER_OF_TEN.fullmatch(answer)
     if fraction is not None:
         bottom = int(fraction["bottom"])
         number = Fraction(int(fraction["top"]), bottom) if bottom else None
         number = -number if number is not None and fraction["sign"] == "-" else number
+    elif power is not None:
+        number = Fraction(power["number"].rstrip(".")) * Fraction(10) ** int(power["power"])
     elif _THOUSANDS.fullmatch(answer) or _PLAIN_NUMBER.fullmatch(answer):
         number = read_number(answer)
     else:
         number = None
-    return None if number is None else _Value(number, is_percent)
+    return None if number is None else Value(number, is_percent)
 
 
 class Equation(NamedTuple):
-    """The final side, the numeric sides that must equal it, and the plain numbers that it rounds."""
+    """The final side, the numeric sides that must equal it, the plain numbers that it rounds, and the names of its value."""
 
     value: str
     equal: tuple[str, ...]
     rounded: tuple[Fraction, ...]
+    names: frozenset[str] = frozenset()
 
 
 def read(answer: str) -> Equation:
@@ -236,7 +249,8 @@ def read(answer: str) -> Equation:
     value, before = sides[-1], sides[:-1]
     equal = tuple(side for side, sign in zip(before, signs, strict=True) if sign == "=" and _is_numeric(side))
     about = (read_number(side) for side, sign in zip(before, signs, strict=True) if sign != "=")
-    return Equation(value.strip(), equal, tuple(number for number in about if number is not None))
+    names = frozenset(side.strip() for side in before if _NAME.fullmatch(side))
+    return Equation(value.strip(), equal, tuple(number for number in about if number is not None), names)
 
 
 def without_name(truth: str) -> str:

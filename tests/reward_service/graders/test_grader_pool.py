@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.reward_service.errors import GraderFailed
+from penstock.reward_service.errors import BadGroundTruth, GraderFailed
 from penstock.reward_service.graders import grader_pool
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import math_answer
@@ -57,7 +57,7 @@ async def test_hostile_answers_of_a_group_share_a_budget(pool: GraderPool) -> No
     completions = (*(f"\\boxed{{{BOMB}+{n}}}" for n in range(4)), "\\boxed{x+2}")
     verdicts = await math_answer.judge(completions, "2+x", measured.for_group())
     assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert measured.limits_s == [0.5, 0.05, 0.05, 0.05, 0.05]
+    assert measured.limits_s == [0.5, 0.5, 0.05, 0.05, 0.05, 0.05], "the first reads the truth"
     assert pool.pids == pids, "a hostile answer ends a child, not the process that has imported everything"
 
 
@@ -87,8 +87,8 @@ async def test_an_answer_that_exhausts_memory_or_crashes_is_wrong(
 
 
 async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) -> None:
-    """When the truth itself cannot be evaluated no answer is called wrong."""
-    with pytest.raises(GraderFailed, match="while grading the ground truth"):
+    """A truth that cannot be evaluated is the row's fault, found after one limit, whatever the answers are."""
+    with pytest.raises(BadGroundTruth, match="cannot be read as mathematics"):
         await math_answer.judge(("\\boxed{x+1}",), BOMB, pool.equal)
 
 

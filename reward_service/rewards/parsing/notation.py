@@ -1,0 +1,299 @@
+r"""Rewrite a mathematical answer in one notation, and take it apart: lists, sets, intervals, names, bases and units; pure.
+
+Nothing that has a meaning is dropped: signs, operators, brackets, bases, the case of letters and text inside a formula stay.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from typing import NamedTuple
+
+from penstock.reward_service.rewards.parsing import latex
+
+_UNICODE = str.maketrans(
+    {
+        "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
+        "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+        "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "μ": r"\mu ", "ω": r"\omega ",
+        "φ": r"\phi ", "σ": r"\sigma ", "Δ": r"\Delta ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "，": ",", "（": "(", "）": ")",
+    }
+)  # fmt: skip
+_SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
+_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9A-Za-z]+))")
+_FONT = r"\\(?:boldsymbol|bm|pmb|mathbf|mathit|mathsf|mathtt|mathnormal|underline|displaystyle|bf|it|rm)(?![A-Za-z])"
+_FONT_ARGUMENT = re.compile(_FONT + r"\s*\{(?P<inner>[^{}]*)\}")
+_FONT_SWITCH = re.compile(_FONT)
+_TEXT = re.compile(
+    r"\\(?:text|textrm|textbf|textit|emph|textnormal|textup|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
+)
+_FUNCTIONS = [
+    "arcsin",
+    "arccos",
+    "arctan",
+    "arccot",
+    "sinh",
+    "cosh",
+    "tanh",
+    "coth",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "ln",
+    "log",
+    "lg",
+    "exp",
+    "max",
+    "min",
+    "gcd",
+    "det",
+    "arg",
+    "deg",
+    "lim",
+    "sup",
+    "inf",
+]
+_NAMES = {name: f"\\{name} " for name in [*_FUNCTIONS, "pi", "theta", "alpha", "beta", "infty"]} | {
+    "arcsec": r"\arcsec ", "arccsc": r"\arccsc ", "infinity": r"\infty ", "lcm": r"\lcm ", "e": "e", "i": "i", "d": "d",
+}  # fmt: skip
+_BARE_NAME = re.compile(
+    rf"(?<![\\A-Za-z{{])(?:{'|'.join([*_FUNCTIONS[:19], 'pi', 'theta', 'infinity', 'sqrt'])})(?![A-Za-z])"
+)
+_SPELT_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+_E_NOTATION = re.compile(r"(?<![A-Za-z0-9.\\{])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9.{])")
+_TIMES_TEN = re.compile(r"([0-9.])\s*(?:[xX*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*")
+_LONG_EXPONENT = re.compile(r"\^\s*([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9}])")
+_NEGATIVE_EXPONENT = re.compile(r"\^\s*\(([^(){}]*)\)")
+_MONEY = re.compile(r"\\\$\s*(?P<number>[0-9][0-9.,]*)|(?P<after>[0-9])\s*\\\$")
+_REPLACED = (
+    (r"\\!|\\left(?![A-Za-z])\.?|\\right(?![A-Za-z])\.?|\\(?:[bB]igg?[lr]?|limits|nolimits)(?![A-Za-z])", ""),
+    (r"\\[,;: >]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|\\hspace\*?\{[^{}]*\}", " "),
+    (r"\\[()]|\\\[|\\\]|(?<!\\)\$", ""),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\(?:leqslant|leqq|leq|le)(?![A-Za-z])|<=|⩽", r"\\le "),
+    (r"\\(?:geqslant|geqq|geq|ge)(?![A-Za-z])|>=|⩾", r"\\ge "),
+    (r"\\(?:neq|ne)(?![A-Za-z])|!=", r"\\neq "),
+    (r"\\lt(?![A-Za-z])", "<"),
+    (r"\\langle(?![A-Za-z])", "("),
+    (r"\\rangle(?![A-Za-z])", ")"),
+    (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
+    (r"\\gt(?![A-Za-z])", ">"),
+    (r"\\lbrace(?![A-Za-z])", r"\\{"),
+    (r"\\rbrace(?![A-Za-z])", r"\\}"),
+    (r"\\(?:[lr]vert|vert|mid)(?![A-Za-z])", "|"),
+    (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset"),
+    (r"\\(?:[lcd]?dots[cbm]?|hdots)(?![A-Za-z])|…|\.\.\.", r"\\dots "),
+    (r"\\(?:colon|ratio)(?![A-Za-z])", ":"),
+    (r"\\land(?![A-Za-z])", r"\\text{and}"),
+    (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{or}"),
+    (r"\\(?:ldotp|cdotp)(?![A-Za-z])", "."),
+    (r"\\frac\s*([0-9]|(?<=\s)[A-Za-z])\s*([0-9A-Za-z])", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\{[^{}]*\})\s*([0-9A-Za-z])", r"\\frac\1{\2}"),
+    (r"\\frac\s*([0-9])\s*\{", r"\\frac{\1}{"),
+    (r"\\(?:sqrt)\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])", r"^\\circ "),
+    (r"\^\s*\{\s*\\prime\s*\}|\^\s*\\prime", "'"),
+    (r"\\log_\s*([0-9A-Za-z])\s*", r"\\log_{\1}"),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\\%", "%"),
+    (r"\\begin\s*\{[bB]matrix\}|\[\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?|\(\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{pmatrix}"),
+    (r"\\end\s*\{[bB]matrix\}|\\end\s*\{array\}\s*[\])]", r"\\end{pmatrix}"),
+)  # fmt: skip
+_REWRITES = tuple((re.compile(pattern), into) for pattern, into in _REPLACED)
+_PERCENT = re.compile(
+    r"\s*(?:\\text\s*\{\s*(?:percent|per\s?cent|pct)\s*\}|(?<![A-Za-z])(?:percent|per\s?cent|pct))\s*$", re.IGNORECASE
+)
+_VULGAR = re.compile("([0-9]?)([¼-¾⅐-⅞])")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|\\text")
+_INSIDE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
+
+
+def rewrite(answer: str) -> str:
+    """Return an answer in one notation of LaTeX; two answers in the same notation are equal."""
+    text = answer.strip().translate(_UNICODE)
+    text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SCRIPT).replace("+", "") + "}", text)
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = _VULGAR.sub(_vulgar, text)
+    text = text.replace("{,}", ",").replace(",\\!", ",").replace("\\\\ ", "\\\\").replace("**", "^")
+    text = re.sub(r"(?<=[0-9]),\s+(?=[0-9]{3}(?![0-9]))", ";", text)  # 32, 349 are two numbers
+    text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
+    for pattern, into in _REWRITES:
+        text = pattern.sub(into, text)
+    text = _FONT_SWITCH.sub("", _FONT_ARGUMENT.sub(r"{\g<inner>}", text))
+    text = _TEXT.sub(_spelt, text)
+    text = _E_NOTATION.sub(r"\1\\times 10^{\2}", _TIMES_TEN.sub(r"\1\\times 10^", text))
+    text = _SPELT_ROOT.sub(r"\\sqrt{\1}", text)
+    if not _WORD.search(_BARE_NAME.sub("", text)):  # a formula, no prose
+        text = _BARE_NAME.sub(lambda found: f"\\{found[0]} ".replace("infinity", "infty"), text)
+        text = text.replace("*", "\\cdot ")
+    text = _LONG_EXPONENT.sub(r"^{\1}", _NEGATIVE_EXPONENT.sub(r"^{\1}", text))
+    text = _PERCENT.sub("%", latex.braced_fractions(text)).strip()
+    text = text.rstrip(".;,") if not text.endswith(("\\,", "\\;")) else text
+    return ungrouped(_INSIDE_SPACE.sub("", text))
+
+
+def _vulgar(found: re.Match[str]) -> str:
+    top, _, bottom = unicodedata.normalize("NFKC", found[2]).partition("⁄")
+    return f"{found[1]}\\frac{{{top}}}{{{bottom}}}"
+
+
+def _spelt(found: re.Match[str]) -> str:
+    word = found[1].strip()
+    is_unit = word in {"min", "sec", "deg", "d"} and found.string[: found.start()].rstrip()[-1:].isdigit()
+    if word in _NAMES and not is_unit:
+        return _NAMES[word]
+    return word if re.fullmatch(r"[-+]?[0-9.,]+", word) else f"\\text{{{word}}}"
+
+
+# Taking apart
+
+_OPEN, _CLOSE = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}, (")", "]", "}", "\\}")
+_TOKEN = re.compile(
+    r"\\begin\{[a-z]+\}|\\end\{[a-z]+\}|\\[{}]|\\[A-Za-z]+|\\.|[()\[\]{}]|,(?![0-9]{3}(?![0-9]))|,(?P<digits>[0-9]{3})|;|\n"
+)
+_JOINED = re.compile(
+    r"(?:,\s*)?\\text\{(?:or|and|,)\}|(?<![A-Za-z\\])(?:,\s*)?(?:or|and)(?![A-Za-z])|\\cup(?![A-Za-z])"
+)
+_THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_BASE = re.compile(
+    r"\(?(?P<digits>(?=[A-Z]*[0-9])[0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?_\{?\(?(?:\\text\{)?(?:base)?\s?(?P<base>[0-9]+|[a-z]+)\}?\)?\}?"
+)
+_BASE_WORDS = {
+    name: str(number)
+    for number, name in enumerate(
+        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], 2
+    )
+}
+_NAMED = re.compile(r"(?P<name>[^=<>\\]*?(?:\\[A-Za-z]+)?[^=<>\\]*?)(?:=|\\in(?![A-Za-z]))(?P<value>.+)", re.DOTALL)
+
+
+class Collection(NamedTuple):
+    """Several values: ``kind`` is their brackets, "" for a list without any, "u" for a union."""
+
+    kind: str
+    items: tuple[str, ...]
+
+    @property
+    def is_ordered(self) -> bool:
+        return self.kind not in {"", "u", "\\{\\}"}
+
+
+def ungrouped(text: str) -> str:
+    while text.startswith("{") and _end_of_bracket(text) == len(text):
+        text = text[1:-1].strip()
+    return text
+
+
+def _end_of_bracket(text: str) -> int:
+    """Return where the bracket that a text begins with is closed, 0 if it is not."""
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        if token[0] in _OPEN:
+            depth += 1
+        elif token[0] in _CLOSE:
+            depth -= 1
+            if depth == 0:
+                return token.end()
+    return 0
+
+
+def _pieces(text: str) -> tuple[list[str], bool]:
+    """Split a text at the commas, semicolons and words for "or" outside its brackets; also return True for a union."""
+    items, start, depth, is_union = [], 0, 0, False
+    tokens = [(token.start(), token.end(), token[0]) for token in _TOKEN.finditer(text)]
+    tokens += [(mark.start(), mark.end(), "or") for mark in _JOINED.finditer(text)]
+    for begin, end, token in sorted(tokens, key=lambda token: (token[0], -token[1])):
+        if begin < start:
+            continue
+        if token in _OPEN or token.startswith("\\begin"):
+            depth += 1
+        elif token in _CLOSE or token.startswith("\\end"):
+            depth -= 1
+        elif depth == 0 and (token in {",", ";", "\n", "or"}):
+            is_union |= text[begin:end] == "\\cup"
+            items.append(text[start:begin])
+            start = end
+    return [item.strip() for item in [*items, text[start:]]], is_union
+
+
+def collection(text: str) -> Collection | None:
+    """Return the values of a list, set, tuple, interval or union; None for one value."""
+    if text in {"\\{\\}", "\\emptyset", "\\text{empty set}"}:
+        return Collection("\\{\\}", ())
+    opening = "\\{" if text.startswith("\\{") else text[:1]
+    if opening in {"(", "[", "]", "\\{"}:
+        inner = text[len(opening) :]
+        closing = "\\}" if inner.endswith("\\}") else inner[-1:]
+        body = inner[: -len(closing)] if closing else ""
+        is_whole = opening == "]" or closing == "[" or _end_of_bracket(text) == len(text)
+        if is_whole and closing in {")", "]", "[", "\\}"}:
+            is_set = opening == "\\{"
+            items = _pieces(body if is_set else body.replace(",", ", "))[0]  # (1,234) are two numbers
+            if is_set or len(items) > 1:
+                kind = {"]": "("}.get(opening, opening) + {"[": ")"}.get(closing, closing)
+                return None if is_set and "|" in body else Collection(kind, tuple(items))
+    items, is_union = _pieces(text)
+    if len(items) < 2 or not all(items) or _THOUSANDS.fullmatch(text):
+        return None
+    return Collection("u" if is_union else "", tuple(items))
+
+
+def with_both_signs(text: str) -> tuple[str, str] | None:
+    r"""Return the two values of a text with one ``\pm``; ``\mp`` has the opposite sign."""
+    if not re.search(r"\\pm(?![A-Za-z])", text):
+        return None
+    plus = re.sub(r"\\pm(?![A-Za-z])\s*", "+", re.sub(r"\\mp(?![A-Za-z])\s*", "-", text))
+    minus = re.sub(r"\\pm(?![A-Za-z])\s*", "-", re.sub(r"\\mp(?![A-Za-z])\s*", "+", text))
+    return plus.removeprefix("+"), minus
+
+
+def numeral(text: str) -> tuple[str, str] | None:
+    """Return the digits and the base of a numeral with a base."""
+    match = _BASE.fullmatch(text.replace("\\,", ""))
+    if match is None:
+        return None
+    base = _BASE_WORDS.get(match["base"], match["base"])
+    return (match["digits"].lstrip("0") or "0", base) if base.isdigit() else None
+
+
+def holds_numeral(text: str) -> bool:
+    return re.search(r"[0-9)]\s*_", text) is not None
+
+
+def named(text: str) -> tuple[str, str]:
+    """Split ``x = 5`` and ``x \\in A`` into name and value; the name is empty for any other text."""
+    if re.search(r"\\neq|[<>]|\\le |\\ge |\\equiv|\\notin|:=", text):
+        return "", text
+    match = _NAMED.fullmatch(text)
+    if match is None:
+        return "", text
+    name = match["name"].strip()
+    is_name = re.fullmatch(
+        r"\(?(?:\\?[A-Za-z]+(?:_\{?[0-9A-Za-z]+\}?)?'*(?:\([A-Za-z0-9,]*\))?[,:]?)+\)?", name.replace(" ", "")
+    )
+    return (name.replace(" ", ""), match["value"].strip()) if is_name else ("", text)
+
+
+def exactly(text: str) -> str:
+    """Return a formula whose decimals are fractions, so that a parser has no float to round."""
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
+    text = re.sub(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}", _repeating, text)
+    return re.sub(r"([0-9]*)\.([0-9]+)|([0-9]+)\.(?![0-9.])", _as_fraction, text)
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    if found[3]:
+        return found[3]
+    number = Fraction(f"{found[1] or 0}.{found[2]}")
+    return str(number) if number.denominator == 1 else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+def _repeating(found: re.Match[str]) -> str:
+    number = Fraction(int(found[1] + found[2] + found[3]) - int(found[1] + found[2] or 0))
+    number /= 10 ** (len(found[2]) + len(found[3])) - 10 ** len(found[2])
+    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
