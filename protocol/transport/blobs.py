@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,8 +42,10 @@ class BlobStat:
 class Blobs:
     """One bucket. Thread-safe; coroutines call it through ``asyncio.to_thread``."""
 
-    def __init__(self, settings: S3Settings, *, deadline_s: float = 120.0) -> None:
+    def __init__(self, settings: S3Settings, *, deadline_s: float = 120.0, run_id: str = "") -> None:
+        """``run_id`` is the run of a service, whose messages may name any key: one that it may not read is `BlobMissing`."""
         self._settings = settings
+        self._run_id = run_id
         self._deadline_s = deadline_s
         is_encrypted = settings.endpoint.startswith("https://")
         self._tls = client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None
@@ -53,7 +55,7 @@ class Blobs:
         """The client, imported when it is first needed."""
         from penstock.protocol.transport.s3_client import S3Requests  # noqa: PLC0415
 
-        return S3Requests(self._settings, self._tls, deadline_s=self._deadline_s)
+        return S3Requests(self._settings, self._tls, deadline_s=self._deadline_s, run_id=self._run_id)
 
     @property
     def bucket(self) -> str:
@@ -88,12 +90,9 @@ class Blobs:
     def get(self, ref: BlobRef) -> bytes:
         """Fetch an object and verify it; raises BlobMissing or BlobCorrupt.
 
-        A short or altered answer is fetched once more before it counts as corrupt: the network may have
-        altered it.
+        A short or altered answer is fetched again: the network may have altered it. The same answer twice is the object.
         """
-        _require_key(ref.key)
-        whole = f"{ref.size_bytes} bytes"
-        return _verified(ref, lambda: self._fetch(ref), ref.size_bytes, ref.sha256, whole, "message")
+        return self._fetch(ref, 0, ref.size_bytes, ref.sha256, "message")
 
     def get_unverified(self, key: str) -> bytes:
         """Fetch an object from a listing, without a size or sha256 to verify it by; raises BlobMissing."""
@@ -103,12 +102,9 @@ class Blobs:
     def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
         """Fetch a part of an object, verified by the part's sha256; raises BlobMissing or BlobCorrupt.
 
-        As in `get`, a short or altered answer is fetched once more before it counts as corrupt.
+        As in `get`, a short or altered answer is fetched again before it counts as corrupt.
         """
-        _require_key(ref.key)
-        part = f"{size_bytes} bytes at {offset}"
-        fetch = functools.partial(self._fetch, ref, offset, size_bytes)
-        return _verified(ref, fetch, size_bytes, sha256, part, "manifest")
+        return self._fetch(ref, offset, size_bytes, sha256, "manifest")
 
     def get_file(self, ref: BlobRef, path: Path) -> None:
         """Fetch an object into a file, verified before the file gets its name."""
@@ -162,10 +158,27 @@ class Blobs:
                 )
         return len(wanted)
 
-    def _fetch(self, ref: BlobRef, offset: int = 0, size_bytes: int | None = None) -> bytes:
-        expected = ref.size_bytes if size_bytes is None else size_bytes
-        most = expected + 1  # one more shows that the object is longer
-        return self._requests.get(ref.key, offset=offset, size_bytes=size_bytes or 0, most=most)
+    def _fetch(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str, source: str) -> bytes:
+        _require_key(ref.key)
+        from penstock.protocol.transport.s3_answers import UnreadableAnswer  # noqa: PLC0415  see `_requests`
+
+        is_whole = offset == 0 and size_bytes == ref.size_bytes
+        before: set[str] = set()
+
+        def accept(data: bytes) -> None:
+            digest = hashlib.sha256(data).hexdigest()
+            if len(data) == size_bytes and digest == sha256:
+                return
+            part = f"{size_bytes} bytes" if is_whole else f"{size_bytes} bytes at {offset}"
+            problem = f"expected {part} with sha256 {sha256[:12]}…, got {len(data)} bytes with {digest[:12]}…"
+            if digest in before:
+                raise BlobCorrupt(f"{ref.key}: {problem}; the object does not match its {source}")
+            before.add(digest)
+            raise UnreadableAnswer(problem)
+
+        # one byte more shows that the object is longer; without a size the whole object is asked for
+        asked = {} if is_whole else {"offset": offset, "size_bytes": size_bytes}
+        return self._requests.get(ref.key, **asked, most=size_bytes + 1, accept=accept)
 
 
 def _require_key(key: str) -> None:
@@ -177,18 +190,3 @@ def _require_key(key: str) -> None:
     parts = key.split("/")
     if not key.isprintable() or any(p.strip() in {"", ".", ".."} or len(p.encode()) > _MAX_PART_BYTES for p in parts):
         raise BlobMissing(f"{key[:200]!r} is not a valid object key; the message that names it is wrong")
-
-
-def _verified(
-    ref: BlobRef, fetch: Callable[[], bytes], size_bytes: int, sha256: str, expected: str, source: str
-) -> bytes:
-    data, digest = b"", ""
-    for _ in range(2):
-        data = fetch()
-        digest = hashlib.sha256(data).hexdigest()
-        if len(data) == size_bytes and digest == sha256:
-            return data
-    raise BlobCorrupt(
-        f"{ref.key}: expected {expected} with sha256 {sha256[:12]}…, got {len(data)} bytes with {digest[:12]}…; "
-        f"the object does not match its {source}"
-    )

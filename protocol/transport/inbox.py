@@ -126,7 +126,16 @@ class Pull:
 
     async def _on_message(self, msg: Msg) -> None:
         if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._reply)):
-            self._arrived.append(msg)
+            try:
+                _ = msg.metadata
+            except (
+                nats.errors.Error,
+                ValueError,
+                LookupError,
+            ) as err:  # the server delivers it again after the ack wait
+                log.warning("a delivery whose address cannot be read", subject=msg.subject[:200], error=str(err))
+            else:
+                self._arrived.append(msg)
         elif msg.subject == f"{self._reply}.{self._number}" and msg.headers["Status"] != "100":
             self._ended = msg
         self._changed.set()

@@ -26,6 +26,7 @@ from penstock.protocol.transport.nats_connection import (
     REQUEST_S,
     RETRY_S,
     Connection,
+    reason_of,
     refusal,
 )
 from penstock.protocol.transport.tail import direct_get
@@ -142,7 +143,7 @@ class KeyValue:
                     raise await self._full(what, err) from None
                 raise refusal(err, what, self._connection.url) from None
             except NO_ANSWER as err:
-                raise BusUnreachable(self._connection.explain(f"{what}: no answer ({type(err).__name__})")) from None
+                raise BusUnreachable(self._connection.explain(f"{what}: no answer ({reason_of(err)})")) from None
 
         return self._connection.call(run(), what, REQUEST_S)
 

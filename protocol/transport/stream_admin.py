@@ -26,7 +26,15 @@ from nats.js import api
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport.nats_connection import BOOTSTRAP, NO_ANSWER, REQUEST_S, RETRY_S, Connection, refusal
+from penstock.protocol.transport.nats_connection import (
+    BOOTSTRAP,
+    NO_ANSWER,
+    REQUEST_S,
+    RETRY_S,
+    Connection,
+    reason_of,
+    refusal,
+)
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.stream_admin")
@@ -268,7 +276,7 @@ async def save(connection: Connection, stream: str, write: Callable[[bytes], obj
     chunks = await client.subscribe(inbox)
     try:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
-        answer = await _ask_snapshot(connection, f"$JS.API.STREAM.SNAPSHOT.{stream}", request, what)
+        answer = await _ask_snapshot(connection, f"$JS.API.STREAM.SNAPSHOT.{stream}", request, what, "config", "state")
         while True:
             chunk = await _next(connection, chunks.next_msg(timeout=_CHUNK_S), what)
             if not chunk.data:  # the end; a header says so when it is not the end of a whole snapshot
@@ -292,13 +300,15 @@ async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunk
     """
     what = f"restore {stream}"
     request = {"config": _config_here(snapshot.config, connection.replicas), "state": snapshot.state}
-    target = (await _ask_snapshot(connection, f"$JS.API.STREAM.RESTORE.{stream}", request, what))["deliver_subject"]
+    target = (await _ask_snapshot(connection, f"$JS.API.STREAM.RESTORE.{stream}", request, what, "deliver_subject"))[
+        "deliver_subject"
+    ]
     for chunk in chunks:
         answer = await _next(connection, _send(connection, target, chunk, _CHUNK_S), what)
         if answer.data:
             _snapshot_answer(connection, answer, what)
     answer = await _next(connection, _send(connection, target, b"", _RESTORED_S), what)
-    restored = Snapshot({}, _snapshot_answer(connection, answer, what)["state"])
+    restored = Snapshot({}, _snapshot_answer(connection, answer, what, "state")["state"])
     if restored.extent != snapshot.extent:
         raise BusError(
             f"{what}: NATS at {connection.url} restored (messages, first, last) {restored.extent}, the snapshot has "
@@ -314,13 +324,15 @@ def _config_here(config: dict[str, Any], replicas: int) -> dict[str, Any]:
     }
 
 
-async def _ask_snapshot(connection: Connection, subject: str, request: dict[str, Any], what: str) -> dict[str, Any]:
+async def _ask_snapshot(
+    connection: Connection, subject: str, request: dict[str, Any], what: str, *fields: str
+) -> dict[str, Any]:
     """Send the request that begins; tried once, since a second snapshot would be sent to the same place."""
     data = json.dumps(request).encode()
     answer = await connection.retry(
         lambda: connection.client.request(subject, data, timeout=REQUEST_S), what=what, deadline_s=REQUEST_S
     )
-    return _snapshot_answer(connection, answer, what)
+    return _snapshot_answer(connection, answer, what, *fields)
 
 
 async def _send(connection: Connection, target: str, chunk: bytes, answer_s: float) -> Msg:
@@ -340,16 +352,20 @@ async def _next(connection: Connection, waiting: Awaitable[Msg], what: str) -> M
     try:
         return await waiting
     except NO_ANSWER as err:
-        raise BusUnreachable(connection.explain(f"{what}: no answer ({type(err).__name__})")) from None
+        raise BusUnreachable(connection.explain(f"{what}: no answer ({reason_of(err)})")) from None
 
 
-def _snapshot_answer(connection: Connection, answer: Msg, what: str) -> dict[str, Any]:
-    reply = json.loads(answer.data)
-    if error := reply.get("error"):
+def _snapshot_answer(connection: Connection, answer: Msg, what: str, *fields: str) -> dict[str, Any]:
+    try:
+        reply = json.loads(answer.data)
+        error = reply.get("error")
+        if not error:
+            return {field: reply[field] for field in fields}
         text = f"{what}: NATS at {connection.url} says {error.get('description')} (error {error.get('err_code')})"
-        if error.get("err_code") == _NOT_FOUND:
-            raise MissingStream(f"no stream {what.rpartition(' ')[2]}; {BOOTSTRAP}")
-        if error.get("err_code") == _EXISTS:
-            text += "; nothing was changed"
-        raise BusRefused(text)
-    return reply
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise BusUnreachable(
+            f"{what}: NATS at {connection.url} sent a reply that cannot be read: {answer.data[:160]!r}; try again"
+        ) from None
+    if error.get("err_code") == _NOT_FOUND:
+        raise MissingStream(f"no stream {what.rpartition(' ')[2]}; {BOOTSTRAP}")
+    raise BusRefused(text + ("; nothing was changed" if error.get("err_code") == _EXISTS else ""))
