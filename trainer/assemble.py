@@ -315,6 +315,7 @@ def _training(
         clock=_EVENT_CLOCK,
         stop=session.stop,
         resumed=resumed,
+        scored_stream=bus.stream_state(streams.stream_name(run_id, "scored")).wait(),
         rolled_back=repeated,
     )
     group_gc = GroupGc(connections, settings.retention, holder=session.lease.holder, clock=lambda: datetime.now(UTC))

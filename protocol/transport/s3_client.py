@@ -1,4 +1,4 @@
-"""The requests to the object store, by minio, which only this file imports; repeated until they succeed or fail for good.
+"""The requests to the object store, by minio, which only this file and `s3_login` import; repeated until they succeed or fail for good.
 
 `blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run may
 never need them. A server that refuses signed requests because its clock differs is reported with both times (`clock_skew`).

@@ -57,6 +57,8 @@ class StreamState:
     num_bytes: int
     first_sequence: int
     last_sequence: int
+    max_messages: int  # 0 or less: no limit
+    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,24 @@ class StoreState:
 
 
 async def store_state(connection: Connection) -> StoreState:
-    info = await _ask(connection, connection.js.account_info, "JetStream's account")
-    # Limits by tier, as hosted NATS has them, are not summed up: no limit rather than a wrong one.
-    limit = info.limits.max_storage or 0
-    return StoreState(info.storage, limit if limit > 0 else None)
+    async def read() -> StoreState:
+        info = await connection.js.account_info()
+        # Limits by tier, as hosted NATS has them, are not summed up: no limit rather than a wrong one.
+        limit = info.limits.max_storage or 0
+        return StoreState(info.storage, limit if limit > 0 else None)
+
+    return await _ask(connection, read, "JetStream's account")
 
 
 async def stream_state(connection: Connection, stream: str) -> StreamState:
-    info = await _ask(connection, lambda: connection.js.stream_info(stream), f"stream {stream}")
-    state = info.state
-    return StreamState(state.messages, state.bytes, state.first_seq, state.last_seq)
+    async def read() -> StreamState:
+        info = await connection.js.stream_info(stream)
+        state, limits = info.state, info.config
+        return StreamState(
+            state.messages, state.bytes, state.first_seq, state.last_seq, limits.max_msgs or 0, limits.max_bytes or 0
+        )
+
+    return await _ask(connection, read, f"stream {stream}")
 
 
 async def consumer_state(connection: Connection, spec: ConsumerSpec) -> ConsumerState:
@@ -107,10 +117,14 @@ async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 async def stream_names(connection: Connection) -> list[str]:
     names: list[str] = []
     while True:
-        page = await _ask(connection, partial(connection.js.streams_info, offset=len(names)), "list of streams")
-        names += [info.config.name or "" for info in page]
+        page = await _ask(connection, partial(_names, connection, len(names)), "list of streams")
+        names += page
         if len(page) < _STREAMS_PER_PAGE:
             return names
+
+
+async def _names(connection: Connection, offset: int) -> list[str]:
+    return [info.config.name or "" for info in await connection.js.streams_info(offset=offset)]
 
 
 async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "a list": lambda _: b"[]",
     "another object": lambda _: b'{"stream": 3}',
 }
+
+
+FOUND = {"html", "empty", "cut", "random bytes", "a list"}  # another object may have all fields that are read
 
 
 def calls(bus: Bus, run_id: str) -> dict[str, Callable[[], object]]:
@@ -65,17 +69,17 @@ def test_a_reply_that_cannot_be_read_is_no_internal_error(
     monkeypatch.setattr(Client, "request", damaged)
     for name, call in calls(bus, run_streams).items():
         left[0] = 1
-        try:
+        if name in {"put", "swap", "save_stream"}:
+            with (
+                pytest.raises(BusUnreachable, match="cannot be read")
+                if damage in FOUND
+                else contextlib.suppress(BusUnreachable)
+            ):
+                call()
+        else:
             call()
-        except BusUnreachable as err:
-            assert name in {"put", "swap", "save_stream"}, name
-            assert "cannot be read" in str(err)
         assert left == [0], name
     monkeypatch.setattr("penstock.protocol.transport.stream_admin.REQUEST_S", 0.3)
     left[0] = 10_000
     with pytest.raises(BusError, match="cannot be read"):
-        calls_of_stream_state(bus, run_streams)
-
-
-def calls_of_stream_state(bus: Bus, run_id: str) -> None:
-    bus.stream_state(streams.tasks_consumer(run_id, "train").stream).wait()
+        bus.stream_state(f"{run_streams}-tasks").wait()
