@@ -245,7 +245,7 @@ def _bucket_config(spec: BucketSpec, replicas: int) -> api.StreamConfig:
         duplicate_window=min(spec.ttl_s or _BUCKET_DUPLICATE_WINDOW_S, _BUCKET_DUPLICATE_WINDOW_S),
         deny_delete=True,
         allow_direct=True,
-        allow_msg_ttl=True,
+        allow_msg_ttl=spec.key_ttls,
     )
 
 
