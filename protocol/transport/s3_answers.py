@@ -126,6 +126,8 @@ class AnswerPool(urllib3.PoolManager):
         else:
             problem = _missing(method, url, response)
         if problem:
+            if not options.get("preload_content", True):
+                self._of_thread.answer += f": {excerpt(response.read(_EXCERPT))}"
             response.close()
             response.release_conn()
             raise UnreadableAnswer(f"{problem} ({self.answer})")

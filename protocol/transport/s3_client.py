@@ -235,12 +235,13 @@ class S3Requests:
         elif isinstance(err, ServerError | InvalidResponseError | urllib3.exceptions.HTTPError | OSError):
             if refused := handshake_problem(err, endpoint, "s3.ca_file"):
                 raise BlobStoreRefused(f"{what}: {refused}") from None
-            _count(getattr(err, "status_code", None))  # of a ServerError, an answer without XML
             failure, problem = Failure(""), f"{type(err).__name__}: {err}"
             match = _STATUS.search(self._pool.answer)
             status = int(match[1]) if match else None
+            _count(status)
         elif self._pool.answer:
             failure, status = Failure(""), None
+            _count(0)
             problem = f"{type(err).__name__}: {err} ({self._pool.answer})"
         else:
             raise err
@@ -328,10 +329,10 @@ class S3Admin:
                         "store MinIO or a fork. For another store leave --s3-users out, and create the users there with "
                         "the policies that `python -P -m penstock.deploy.s3_policies ROLE` prints"
                     ) from None
-            except (urllib3.exceptions.HTTPError, OSError) as err:
+            except Exception as err:  # noqa: BLE001  minio raises any error for an answer that it cannot read
                 if refused := handshake_problem(err, endpoint, "s3.ca_file"):
                     raise BlobStoreRefused(f"{what}: {refused}") from None
-                problem = f"{type(err).__name__}: {err}"
+                problem = f"{type(err).__name__}: {err}"[:_MAX_PROBLEM]
             else:
                 return
             if time.monotonic() + _ADMIN_RETRY_S > deadline:
