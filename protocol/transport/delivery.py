@@ -19,7 +19,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from penstock.protocol import subjects, trace_context
-from penstock.protocol.errors import BusError, MissingStream
+from penstock.protocol.errors import BusError, BusUnreachable, MissingStream
 from penstock.protocol.facts import DeadLetter, Fact
 from penstock.protocol.streams import ConsumerSpec, kill_mark_key
 from penstock.protocol.transport.fact_publisher import publish
@@ -106,7 +106,8 @@ class Acks:
             await self._connection.client.request(handles[-1]().reply, timeout=ATTEMPT_S)
         except (nats.errors.NoRespondersError, nats.errors.TimeoutError):
             if time.monotonic() - started > _MISSING_GRACE_S:
-                await require_consumer(self._connection, self._spec)
+                with contextlib.suppress(BusUnreachable):  # then the next try tells
+                    await require_consumer(self._connection, self._spec)
             raise
         if self._connection.num_transitions != transitions:  # the server that answered may not have got the others
             raise nats.errors.ConnectionReconnectingError
