@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.protocol import blob_keys, files
 from penstock.protocol.config.connection import S3Settings
@@ -88,12 +88,15 @@ class Blobs:
         self._requests.put_file(key, path)
         return BlobRef(key=key, size_bytes=size, sha256=digest.hexdigest())
 
-    def get(self, ref: BlobRef) -> bytes:
+    def get(self, ref: BlobRef, *, is_expected: bool = True) -> bytes:
         """Fetch an object and verify it; raises BlobMissing or BlobCorrupt.
+
+        Unless it ``is_expected`` to exist, a denied read is not tried again: AWS answers so for a missing key of a prefix that the
+        login may not list.
 
         A short or altered answer is fetched again: the network may have altered it. The same answer twice is the object.
         """
-        return self._fetch(ref, 0, ref.size_bytes, ref.sha256, "message")
+        return self._fetch(ref, 0, ref.size_bytes, ref.sha256, "message", is_expected=is_expected)
 
     def get_unverified(self, key: str) -> bytes:
         """Fetch an object from a listing, without a size or sha256 to verify it by; raises BlobMissing."""
@@ -160,7 +163,9 @@ class Blobs:
                 )
         return len(wanted)
 
-    def _fetch(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str, source: str) -> bytes:
+    def _fetch(
+        self, ref: BlobRef, offset: int, size_bytes: int, sha256: str, source: str, *, is_expected: bool = True
+    ) -> bytes:
         _require_key(ref.key)
         from penstock.protocol.transport.s3_answers import UnreadableAnswer  # noqa: PLC0415  see `_requests`
 
@@ -179,7 +184,9 @@ class Blobs:
             raise UnreadableAnswer(problem)
 
         # one byte more shows that the object is longer; without a size the whole object is asked for
-        asked = {} if is_whole else {"offset": offset, "size_bytes": size_bytes}
+        asked: dict[str, Any] = {} if is_whole else {"offset": offset, "size_bytes": size_bytes}
+        if not is_expected:
+            asked["denied_s"] = 0.0
         return self._requests.get(ref.key, **asked, most=size_bytes + 1, accept=accept)
 
 

@@ -130,10 +130,11 @@ class S3Requests:
         size_bytes: int = 0,
         most: int | None = None,
         accept: Callable[[bytes], None] = lambda _: None,
+        denied_s: float = _DENIED_S,
     ) -> bytes:
         """Return an object, or ``size_bytes`` of it from ``offset``; no more than ``most`` bytes of the answer are read.
 
-        ``accept`` raises UnreadableAnswer for bytes that are fetched again.
+        ``accept`` raises UnreadableAnswer for bytes that are fetched again; a denied read is tried for ``denied_s``.
         """
 
         def once() -> bytes:
@@ -146,7 +147,7 @@ class S3Requests:
             accept(data)
             return data
 
-        return self._retry(once, f"get {key}")
+        return self._retry(once, f"get {key}", denied_s=denied_s)
 
     def get_file(self, key: str, path: Path) -> None:
         self._retry(lambda: self._client.fget_object(self.bucket, key, str(path)), f"get {key}")
@@ -182,7 +183,9 @@ class S3Requests:
         elif self._etags_are_md5:
             raise UnreadableAnswer(f"ETag {stored.etag} for bytes with MD5 {digest}: it is of another object")
 
-    def _retry(self, attempt: Callable[[], T], what: str, deadline_s: float | None = None) -> T:
+    def _retry(
+        self, attempt: Callable[[], T], what: str, deadline_s: float | None = None, denied_s: float = _DENIED_S
+    ) -> T:
         """Try a request until it succeeds or fails for good; every other answer, also one that cannot be read, is tried again."""
         started = time.monotonic()
         limit_s, has_warned, pause = deadline_s or self._deadline_s, False, _RETRY_S
@@ -197,7 +200,7 @@ class S3Requests:
             is_refused = failure.kind == "refused"
             if is_refused and self._login is not None:
                 self._login.refused()
-            deadline = started + (min(limit_s, _DENIED_S) if is_refused and what.startswith(_READS) else limit_s)
+            deadline = started + (min(limit_s, denied_s) if is_refused and what.startswith(_READS) else limit_s)
             if time.monotonic() + pause > deadline:
                 raise self._given_up(failure, what, deadline - started) from None
             if not has_warned and time.monotonic() - started > _WARN_S:
