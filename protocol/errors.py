@@ -27,8 +27,10 @@
     │   └── CompareAndSwapFailed  another writer changed the key first
     ├── BlobError
     │   ├── BlobStoreUnreachable  no S3 server, or it did not answer within the deadline
-    │   ├── BlobStoreRefused      wrong credentials, missing bucket
+    │   │   └── BlobLoginRefused  wrong or ended credentials, a wrong region: also a BlobStoreRefused
+    │   ├── BlobStoreRefused      missing bucket, wrong certificate
     │   ├── BlobMissing           the key named by a message does not exist
+    │   │   └── BlobDenied        or may not be read by a login that is accepted
     │   └── BlobCorrupt           size or sha256 differs from the message
     ├── TargetRefused             a URL or an address that may not be called
     └── ConfigError               the run file is wrong; lists every problem with file and line
@@ -154,11 +156,19 @@ class BlobStoreUnreachable(BlobError):
 
 
 class BlobStoreRefused(BlobError):
-    """The S3 server refused: wrong credentials, or the bucket does not exist."""
+    """The S3 server refused: the bucket does not exist, its certificate is wrong, or the login was refused."""
+
+
+class BlobLoginRefused(BlobStoreRefused, BlobStoreUnreachable):
+    """The login or the region was refused until the deadline; retried like an unreachable server, since logins are replaced."""
 
 
 class BlobMissing(BlobError):
     """The object that a message references does not exist."""
+
+
+class BlobDenied(BlobMissing):
+    """An object may not be read, or does not exist, says a store that accepts the login for the run."""
 
 
 class BlobCorrupt(BlobError):

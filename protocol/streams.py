@@ -66,6 +66,7 @@ class BucketSpec:
     """One key-value bucket; ``ttl_s`` 0: keys do not expire.
 
     A write to one that is not ``synced`` does not wait for the disk: the newest values are lost when the server crashes.
+    With ``key_ttls`` a writer may give a key a TTL of its own, also one that never ends: readers ignore what is older than ``ttl_s``.
     """
 
     bucket: str
@@ -73,6 +74,7 @@ class BucketSpec:
     history: int = 1
     synced: bool = True
     max_bytes: int = 64 * 1024 * 1024
+    key_ttls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def state_bucket(run_id: str) -> BucketSpec:
 
 
 def live_bucket(run_id: str) -> BucketSpec:
-    return BucketSpec(f"{run_id}-live", ttl_s=LIVE_TTL_S, synced=False, max_bytes=_SMALL_BUCKET_BYTES)
+    return BucketSpec(f"{run_id}-live", ttl_s=LIVE_TTL_S, synced=False, max_bytes=_SMALL_BUCKET_BYTES, key_ttls=True)
 
 
 def lease_bucket(run_id: str) -> BucketSpec:
@@ -176,7 +178,7 @@ def secrets_bucket() -> BucketSpec:
 
 
 def environments_bucket() -> BucketSpec:
-    return BucketSpec("penstock-environments", max_bytes=_SMALL_BUCKET_BYTES)
+    return BucketSpec("penstock-environments", max_bytes=_SMALL_BUCKET_BYTES, key_ttls=True)
 
 
 def shared_buckets() -> tuple[BucketSpec, ...]:

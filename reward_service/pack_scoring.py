@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, PenstockError
+from penstock.protocol.errors import BlobCorrupt, BlobDenied, BlobMissing, PackError, PenstockError
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.groups import BlobRef, GeneratedGroup
 from penstock.protocol.heartbeats import Activity
@@ -69,7 +69,7 @@ class RetryPolicy:
 
 def is_permanent(err: Exception) -> bool:
     """Return True for an error that another attempt cannot remove."""
-    return err.permanent if isinstance(err, RewardError) else True
+    return err.permanent if isinstance(err, RewardError) else not isinstance(err, BlobDenied)
 
 
 def fetch_texts(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list[GroupTexts]:

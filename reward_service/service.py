@@ -56,7 +56,7 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as connections:
         bus = connections.enter_context(Bus.connect(settings.nats, name=f"reward-{section.id}"))
-        blobs = Blobs(settings.s3, deadline_s=_S3_DEADLINE_S)
+        blobs = Blobs(settings.s3, deadline_s=_S3_DEADLINE_S, run_id=run_id)
         await asyncio.to_thread(blobs.check, run_id)
         consumer = streams.generated_consumer(run_id)
         secrets = SecretStore(await bus.key_value(streams.secrets_bucket().bucket))

@@ -83,7 +83,7 @@ async def _serve(settings: RolloutSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     run_id, worker_id = settings.run.id, settings.worker.id
     structlog.contextvars.bind_contextvars(run_id=run_id, worker_id=worker_id)
-    blobs = Blobs(settings.s3, deadline_s=_BLOB_DEADLINE_S)
+    blobs = Blobs(settings.s3, deadline_s=_BLOB_DEADLINE_S, run_id=run_id)
     with (
         recording(os.environ, "rollout", service_id=worker_id, run_id=run_id) as traces,
         Bus.connect(settings.nats, name=f"rollout-{worker_id}") as bus,

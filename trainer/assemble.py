@@ -102,7 +102,7 @@ def train(
         with recording(environ, "trainer", service_id=SERVICE_ID, run_id=settings.run.id) as traces:
             _hold_lease(settings, config, ranks, stop, watched, traces)
     else:
-        blobs = Blobs(settings.s3)
+        blobs = Blobs(settings.s3, run_id=settings.run.id)
         learner, publisher, _, _ = _on_every_rank(settings, ranks, blobs, open_mixed_pairs(settings))
         answer_watch(ranks.channel(), learner.activity, settings.trainer.rank_deadline_s, end_process)
         process_memory.end_start()
@@ -317,6 +317,7 @@ def _training(
         clock=_EVENT_CLOCK,
         stop=session.stop,
         resumed=resumed,
+        scored_stream=bus.stream_state(streams.stream_name(run_id, "scored")).wait(),
         rolled_back=repeated,
     )
     group_gc = GroupGc(connections, settings.retention, holder=session.lease.holder, clock=lambda: datetime.now(UTC))

@@ -179,7 +179,7 @@ class CommitThread:
 class CheckpointSchedule:
     """Decides after each step whether a checkpoint is due.
 
-    Besides every ``every_steps`` steps, one is due ``every_s`` seconds after the previous one, or later where writing takes
+    Besides every ``every_steps`` steps, and when messages must make room (`HeldBound`), one is due ``every_s`` seconds after the previous one, or later where writing takes
     long: a checkpoint for which training stood still for 60 s is followed by the next one by time after 20 minutes, one that a
     thread wrote for 60 s after 2 minutes.
     """

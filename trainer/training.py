@@ -15,6 +15,7 @@ from penstock.protocol.record import run_folder
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_digest
 from penstock.protocol.traces.traces import HeldGroups, Value
+from penstock.protocol.transport.stream_admin import StreamState
 from penstock.protocol.versions import Branch, PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
@@ -34,6 +35,7 @@ from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.publication import Publication, UnchangedVersions
 from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.recovery.held_messages import HeldBound, sizes
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter, Stop, save_batch
 from penstock.trainer.settings import TrainerSettings
@@ -74,12 +76,14 @@ class Training:
     clock: Callable[[], float]
     stop: threading.Event  # set to end the session early
     resumed: CheckpointState | None
+    scored_stream: StreamState
     rolled_back: RolledBackSteps
     version: PolicyVersion = field(init=False)
     engine_check: EngineCheck = field(init=False)
     collapse_check: CollapseCheck = field(init=False)
     schedule: CheckpointSchedule = field(init=False)
     unchanged: UnchangedVersions = field(default_factory=UnchangedVersions)
+    held_bound: HeldBound = field(init=False)
     _fields: dict[str, object] | None = None  # of the newest step, until it is reported
     _wait_s: float = 0.0
     _step_s: float = 0.0  # of the newest step
@@ -93,6 +97,12 @@ class Training:
         self.engine_check = EngineCheck(limit=trainer.max_mismatch, max_violations=trainer.mismatch_patience)
         self.collapse_check = CollapseCheck(trainer.min_entropy)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
+        rollout = self.settings.rollout
+        self.held_bound = HeldBound.of_stream(
+            self.scored_stream, groups_per_step=rollout.groups_per_step, groups_per_message=rollout.groups_per_message
+        )
+        if warning := self.held_bound.check():
+            log.warning(warning)
         self.schedule = CheckpointSchedule(
             every_steps=trainer.checkpoint_every, every_s=trainer.checkpoint_every_s, now=time.monotonic()
         )
@@ -135,7 +145,7 @@ class Training:
         self.admit(self.version)
         if at_start:
             self._set_state("evaluating before the first step")
-            self.evaluations.wait_for_newest(self._should_stop)
+            self.evaluations.wait_for_newest(lambda: self._should_stop() or self._is_crowded())
         elif is_new and not evaluates:
             self.publisher.unpin(self.version)
         self._set_state("training")
@@ -243,6 +253,8 @@ class Training:
         is_writing = self.committer.thread.is_busy
         if self.schedule.is_due(self.num_steps_done, time.monotonic(), is_writing=is_writing):
             self._checkpoint()
+        else:
+            self._make_room()
 
     def finish(self) -> None:
         self.issuer.stop()
@@ -301,7 +313,29 @@ class Training:
         self.issuer.check()
         self.committer.thread.check()
         self._pause_if_requested()
+        self._make_room()
         return self.stop.is_set()
+
+    def _make_room(self) -> None:
+        """Begin a checkpoint when the messages that it would acknowledge must make room, also while a batch is waited for."""
+        if self.committer.thread.is_busy:
+            return
+        num_settled, is_due = self._held_messages()
+        if is_due:
+            log.info("checkpoint: held messages must make room", step=self.num_steps_done, num_messages=num_settled)
+            self._checkpoint()
+
+    def _held_messages(self) -> tuple[int, bool]:
+        readers = [self.collector, self.evaluations.evaluator] if self.evaluations.evaluator else [self.collector]
+        settled = [size for reader in readers for size in sizes(reader.settled())]
+        num_unsettled = sum(len(reader.held) for reader in readers) - len(settled)
+        return len(settled), self.held_bound.is_due(settled, num_unsettled)
+
+    def _is_crowded(self) -> bool:
+        """Return True if groups to train leave no room for those of an evaluation; it then goes on while the run trains."""
+        if is_crowded := self.held_bound.is_crowded(len(self.collector.held)):
+            log.warning("the evaluation goes on during training: scored groups of training fill its stream")
+        return is_crowded
 
     def _pause_if_requested(self) -> None:
         if not self._is_pausing and run_folder.is_pause_requested(self.settings.run.folder):

@@ -71,6 +71,7 @@ def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once:
     if tracker is None:
         raise ConfigError(f'no tracker {label} is set; set tracker = ["{label}"], or a table [[tracker]] with its type')
     kind = TRACKERS.find(tracker.type).value
+    logs.configure(f"tracker-{kind.name}", level="warning")  # a kind by import path has a name of its own
     kind.require_installed()
     shared = settings.tracking
     folder = settings.run.folder.absolute()

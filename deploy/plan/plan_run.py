@@ -20,6 +20,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.groups.task_packs import choose_groups_per_message
+from penstock.trainer.recovery.held_messages import HeldBound
 from penstock.trainer.settings import RolloutSettings, TrainerSettings
 
 _IDLE = 0.05  # a share of the time that is not worth a sentence
@@ -139,6 +140,18 @@ def waits_table(rows: list[Waits], chosen: int) -> str:
     return "\n".join(lines)
 
 
+def describe_held(trainer: TrainerSettings, groups_per_message: int) -> str:
+    """Return what the bound on held messages means for checkpoints; raises ConfigError if no step can be made."""
+    groups, most = trainer.rollout.groups_per_step, trainer.retention.scored_messages
+    bound = HeldBound(most, 0, groups, -(-groups // groups_per_message))
+    if warning := bound.check():
+        return warning
+    return (
+        f"scored messages are held until a checkpoint: retention.scored_messages = {most:,} makes one due after {bound.steps_between():,} "
+        f"steps at the latest, trainer.checkpoint_every = {trainer.trainer.checkpoint_every:,} after as many"
+    )
+
+
 def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     """Print the plan; returns 1 if a rank needs more than its limit, 2 after the reason why settings or figures are refused."""
     try:
@@ -162,12 +175,14 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
         )
         rows = _simulate(options, trainer, rollout, fleet)
         memory = _memory(options, trainer)
+        held = describe_held(trainer, per_message)
     except (ConfigError, NotEstimated, ValueError) as err:
         sys.stderr.write(f"penstock plan: {err}\n")
         return _ERROR
     chosen = trainer.rollout.max_staleness
     now = next(row for row in rows if row.max_staleness == chosen)
     sentences = describe_waits(now, rows, fleet, rollout.groups_per_message * rollout.started_completions)
+    sentences.append(held)
     if options.json:
         of_rank = {"not_estimated": memory} if isinstance(memory, str) else memory.document()
         waits = [dataclasses.asdict(row) for row in rows]

@@ -113,9 +113,19 @@ class S3Settings(Section):
     bucket: Annotated[str, Field(min_length=3, max_length=63)] = Field(
         default="penstock", description="Bucket for trajectories and weights; created by the bootstrap."
     )
+    credentials: Literal["keys", "aws"] = Field(
+        default="keys",
+        description="Where the login is from: keys: access_key, secret_key and session_token; aws: where AWS's tools look: the environment, "
+        "~/.aws/credentials, a web identity (IRSA) or the machine's role. Each is read again when it ends or is refused.",
+    )
     access_key: str = Field(default="", description="Access key.")
+    access_key_file: Path | None = Field(default=None, description="File that contains the access key.")
     secret_key: str = Field(default="", description="Secret key; prefer secret_key_file.", repr=False)
     secret_key_file: Path | None = Field(default=None, description="File that contains the secret key.")
+    session_token: str = Field(
+        default="", description="Session token of temporary keys; prefer session_token_file.", repr=False
+    )
+    session_token_file: Path | None = Field(default=None, description="File that contains the session token.")
     region: str = Field(default="us-east-1", description="Region; local servers ignore it.")
     ca_file: Path | None = Field(
         default=None,
@@ -130,6 +140,18 @@ class S3Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_login(self) -> S3Settings:
+        is_set = [
+            name
+            for name in ("access_key", "secret_key", "session_token")
+            for name in (name, f"{name}_file")
+            if getattr(self, name)
+        ]
+        if self.credentials == "aws" and is_set:
+            raise ValueError(f"credentials = 'aws' takes no {', '.join(is_set)}; leave out one of them")
+        return self
+
     @field_validator("endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
@@ -140,6 +162,15 @@ class S3Settings(Section):
 
     def secret(self) -> str:
         return secret_of(self.secret_key, self.secret_key_file, "s3.secret_key_file")
+
+    def keys(self) -> tuple[str, str, str]:
+        """Return access key, secret key and session token, read from their files; raises ConfigError if one is unreadable."""
+        access_key = secret_of(self.access_key, self.access_key_file, "s3.access_key_file")
+        return (
+            access_key,
+            self.secret(),
+            secret_of(self.session_token, self.session_token_file, "s3.session_token_file"),
+        )
 
 
 def _refuse_credentials(url: str, instead: str) -> None:

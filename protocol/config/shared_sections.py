@@ -79,6 +79,13 @@ class RetentionSettings(Section):
         description="Hours, at least 1, to keep dead letters, which can be sent again until then; 0: no limit.",
     )
 
+    scored_messages: int = Field(
+        default=StreamLimits().max_scored,
+        ge=16,
+        description="Messages of scored groups that NATS takes; the trainer holds each until a checkpoint, and makes one when half are held. "
+        "`penstock bootstrap` sets it.",
+    )
+
     @field_validator("events_h", "dead_letters_h")
     @classmethod
     def _at_least_the_duplicate_window(cls, value: float) -> float:
@@ -87,7 +94,11 @@ class RetentionSettings(Section):
         return value
 
     def limits(self) -> StreamLimits:
-        return StreamLimits(events_age_s=self.events_h * _HOUR_S, dead_age_s=self.dead_letters_h * _HOUR_S)
+        return StreamLimits(
+            max_scored=self.scored_messages,
+            events_age_s=self.events_h * _HOUR_S,
+            dead_age_s=self.dead_letters_h * _HOUR_S,
+        )
 
 
 def expired(

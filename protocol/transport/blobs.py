@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.protocol import blob_keys, files
 from penstock.protocol.config.connection import S3Settings
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.protocol.transport.s3_client import S3Requests
 
 _CHUNK_BYTES = 1024 * 1024
+_LARGE_TRIES = 3  # of a file that arrives altered each time
 _DELETE_BATCH = 1000  # the limit of one request
 _MAX_PART_BYTES = 255  # of a key between two slashes; file systems below S3 servers take no longer name
 _NO_DATE = datetime.fromtimestamp(0, UTC)  # for a server that sends none: such an object counts as old
@@ -42,8 +43,10 @@ class BlobStat:
 class Blobs:
     """One bucket. Thread-safe; coroutines call it through ``asyncio.to_thread``."""
 
-    def __init__(self, settings: S3Settings, *, deadline_s: float = 120.0) -> None:
+    def __init__(self, settings: S3Settings, *, deadline_s: float = 120.0, run_id: str = "") -> None:
+        """``run_id`` is the run of a service, whose messages may name any key: one that it may not read is `BlobMissing`."""
         self._settings = settings
+        self._run_id = run_id
         self._deadline_s = deadline_s
         is_encrypted = settings.endpoint.startswith("https://")
         self._tls = client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None
@@ -53,7 +56,7 @@ class Blobs:
         """The client, imported when it is first needed."""
         from penstock.protocol.transport.s3_client import S3Requests  # noqa: PLC0415
 
-        return S3Requests(self._settings, self._tls, deadline_s=self._deadline_s)
+        return S3Requests(self._settings, self._tls, deadline_s=self._deadline_s, run_id=self._run_id)
 
     @property
     def bucket(self) -> str:
@@ -85,15 +88,15 @@ class Blobs:
         self._requests.put_file(key, path)
         return BlobRef(key=key, size_bytes=size, sha256=digest.hexdigest())
 
-    def get(self, ref: BlobRef) -> bytes:
+    def get(self, ref: BlobRef, *, is_expected: bool = True) -> bytes:
         """Fetch an object and verify it; raises BlobMissing or BlobCorrupt.
 
-        A short or altered answer is fetched once more before it counts as corrupt: the network may have
-        altered it.
+        Unless it ``is_expected`` to exist, a denied read is not tried again: AWS answers so for a missing key of a prefix that the
+        login may not list.
+
+        A short or altered answer is fetched again: the network may have altered it. The same answer twice is the object.
         """
-        _require_key(ref.key)
-        whole = f"{ref.size_bytes} bytes"
-        return _verified(ref, lambda: self._fetch(ref), ref.size_bytes, ref.sha256, whole, "message")
+        return self._fetch(ref, 0, ref.size_bytes, ref.sha256, "message", is_expected=is_expected)
 
     def get_unverified(self, key: str) -> bytes:
         """Fetch an object from a listing, without a size or sha256 to verify it by; raises BlobMissing."""
@@ -103,12 +106,9 @@ class Blobs:
     def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
         """Fetch a part of an object, verified by the part's sha256; raises BlobMissing or BlobCorrupt.
 
-        As in `get`, a short or altered answer is fetched once more before it counts as corrupt.
+        As in `get`, a short or altered answer is fetched again before it counts as corrupt.
         """
-        _require_key(ref.key)
-        part = f"{size_bytes} bytes at {offset}"
-        fetch = functools.partial(self._fetch, ref, offset, size_bytes)
-        return _verified(ref, fetch, size_bytes, sha256, part, "manifest")
+        return self._fetch(ref, offset, size_bytes, sha256, "manifest")
 
     def get_file(self, ref: BlobRef, path: Path) -> None:
         """Fetch an object into a file, verified before the file gets its name."""
@@ -120,21 +120,22 @@ class Blobs:
             stored_bytes = self._requests.size_bytes(ref.key)
             if stored_bytes != ref.size_bytes:  # a larger one would fill the disk first
                 raise BlobCorrupt(f"{ref.key}: {stored_bytes} bytes, expected {ref.size_bytes}")
-            self._requests.get_file(ref.key, partial)
-            digest = hashlib.sha256()
-            with partial.open("rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-            if partial.stat().st_size != ref.size_bytes or digest.hexdigest() != ref.sha256:
-                partial.unlink()
-                raise BlobCorrupt(f"{ref.key}: the fetched file does not have sha256 {ref.sha256[:12]}…")
+            before: set[str] = set()
+            while (digest := self._fetch_large(ref.key, partial)) != ref.sha256:
+                if digest in before or len(before) == _LARGE_TRIES:  # the same twice is the object
+                    partial.unlink()
+                    raise BlobCorrupt(f"{ref.key}: the fetched file does not have sha256 {ref.sha256[:12]}…")
+                before.add(digest)
         files.replace(partial, path)
+
+    def _fetch_large(self, key: str, path: Path) -> str:
+        self._requests.get_file(key, path)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def fetch_file(self, stat: BlobStat, path: Path) -> BlobRef:
         _require_key(stat.key)
-        self._requests.get_file(stat.key, path)
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = self._fetch_large(stat.key, path)
         if (size := path.stat().st_size) != stat.size_bytes:
             raise BlobCorrupt(f"{stat.key}: got {size} bytes, expected {stat.size_bytes} of the listing")
         return BlobRef(key=stat.key, size_bytes=size, sha256=sha256)
@@ -162,10 +163,31 @@ class Blobs:
                 )
         return len(wanted)
 
-    def _fetch(self, ref: BlobRef, offset: int = 0, size_bytes: int | None = None) -> bytes:
-        expected = ref.size_bytes if size_bytes is None else size_bytes
-        most = expected + 1  # one more shows that the object is longer
-        return self._requests.get(ref.key, offset=offset, size_bytes=size_bytes or 0, most=most)
+    def _fetch(
+        self, ref: BlobRef, offset: int, size_bytes: int, sha256: str, source: str, *, is_expected: bool = True
+    ) -> bytes:
+        _require_key(ref.key)
+        from penstock.protocol.transport.s3_answers import UnreadableAnswer  # noqa: PLC0415  see `_requests`
+
+        is_whole = offset == 0 and size_bytes == ref.size_bytes
+        before: set[str] = set()
+
+        def accept(data: bytes) -> None:
+            digest = hashlib.sha256(data).hexdigest()
+            if len(data) == size_bytes and digest == sha256:
+                return
+            part = f"{size_bytes} bytes" if is_whole else f"{size_bytes} bytes at {offset}"
+            problem = f"expected {part} with sha256 {sha256[:12]}…, got {len(data)} bytes with {digest[:12]}…"
+            if digest in before:
+                raise BlobCorrupt(f"{ref.key}: {problem}; the object does not match its {source}")
+            before.add(digest)
+            raise UnreadableAnswer(problem)
+
+        # one byte more shows that the object is longer; without a size the whole object is asked for
+        asked: dict[str, Any] = {} if is_whole else {"offset": offset, "size_bytes": size_bytes}
+        if not is_expected:
+            asked["denied_s"] = 0.0
+        return self._requests.get(ref.key, **asked, most=size_bytes + 1, accept=accept)
 
 
 def _require_key(key: str) -> None:
@@ -177,18 +199,3 @@ def _require_key(key: str) -> None:
     parts = key.split("/")
     if not key.isprintable() or any(p.strip() in {"", ".", ".."} or len(p.encode()) > _MAX_PART_BYTES for p in parts):
         raise BlobMissing(f"{key[:200]!r} is not a valid object key; the message that names it is wrong")
-
-
-def _verified(
-    ref: BlobRef, fetch: Callable[[], bytes], size_bytes: int, sha256: str, expected: str, source: str
-) -> bytes:
-    data, digest = b"", ""
-    for _ in range(2):
-        data = fetch()
-        digest = hashlib.sha256(data).hexdigest()
-        if len(data) == size_bytes and digest == sha256:
-            return data
-    raise BlobCorrupt(
-        f"{ref.key}: expected {expected} with sha256 {sha256[:12]}…, got {len(data)} bytes with {digest[:12]}…; "
-        f"the object does not match its {source}"
-    )

@@ -23,7 +23,7 @@ from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Fact
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport import fact_publisher, stream_admin, tail
+from penstock.protocol.transport import fact_publisher, key_value, stream_admin, tail
 from penstock.protocol.transport.fact_publisher import FULL_DEADLINE_S, Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import KeyValue
@@ -175,8 +175,8 @@ class Bus:
         return self._connection.call(creating, f"create consumer {spec.durable}")
 
     def ensure_bucket(self, spec: BucketSpec) -> Pending[None]:
-        """Create a key-value bucket unless it exists (deploy/bootstrap only)."""
-        creating = stream_admin.ensure_bucket(self._connection, spec)
+        """Create a key-value bucket unless it exists, and remove keys that outlived it (deploy/bootstrap only)."""
+        creating = key_value.ensure_bucket(self._connection, spec)
         return self._connection.call(creating, f"create bucket {spec.bucket}")
 
     def delete_stream(self, stream: str) -> Pending[bool]:

@@ -8,22 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import nats.errors
+import nats.js.errors
 import structlog
 from nats.aio.msg import Msg
 
 from penstock.protocol import subjects, trace_context
-from penstock.protocol.errors import BusError
+from penstock.protocol.errors import BusError, BusUnreachable, MissingStream
 from penstock.protocol.facts import DeadLetter, Fact
 from penstock.protocol.streams import ConsumerSpec, kill_mark_key
 from penstock.protocol.transport.fact_publisher import publish
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.loop_thread import Pending
-from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection, refusal
 
 DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
 log = structlog.get_logger("protocol.bus")
@@ -33,6 +35,7 @@ MOST_KILLED = 2
 F = TypeVar("F", bound=Fact)
 _MAX_LETTER_DETAIL = 2000
 MAX_LETTER_IDS = 128
+_MISSING_GRACE_S = 1.0  # a server that has just restarted may not have opened its streams yet
 _RECORD_S = 2.0  # how long the record of an orderly return may delay it
 
 
@@ -75,9 +78,12 @@ class Acks:
     async def _confirm(self, series: list[tuple[LatestHandle, asyncio.Future[None]]]) -> None:
         handles = [latest for latest, _ in series]
         failure: Exception | None = None
+        started = time.monotonic()
         try:
             await self._connection.retry(
-                lambda: self._attempt(handles), what=f"acknowledgement to {self._spec.stream}", deadline_s=DURABLE_S
+                lambda: self._attempt(handles, started),
+                what=f"acknowledgement to {self._spec.stream}",
+                deadline_s=DURABLE_S,
             )
         except Exception as err:  # noqa: BLE001 the callers that wait raise it
             failure = err
@@ -89,14 +95,20 @@ class Acks:
             else:
                 confirmed.set_exception(failure)
 
-    async def _attempt(self, handles: list[LatestHandle]) -> None:
+    async def _attempt(self, handles: list[LatestHandle], started: float) -> None:
         transitions = self._connection.num_transitions
         if transitions != self._known_at:
             await self._redeliver()
         self._known_at = None
         for latest in handles[:-1]:
             await self._connection.client.publish(latest().reply)
-        await self._connection.client.request(handles[-1]().reply, timeout=ATTEMPT_S)
+        try:
+            await self._connection.client.request(handles[-1]().reply, timeout=ATTEMPT_S)
+        except (nats.errors.NoRespondersError, nats.errors.TimeoutError):
+            if time.monotonic() - started > _MISSING_GRACE_S:
+                with contextlib.suppress(BusUnreachable):  # then the next try tells
+                    await require_consumer(self._connection, self._spec)
+            raise
         if self._connection.num_transitions != transitions:  # the server that answered may not have got the others
             raise nats.errors.ConnectionReconnectingError
         self._known_at = transitions
@@ -301,3 +313,22 @@ async def store_dead_letter(
 def _group_ids(fact: Fact) -> tuple[str, ...]:
     groups = getattr(fact, "tasks", None) or getattr(fact, "groups", None) or ()
     return tuple(getattr(g, "group_id", None) or g.generated.group_id for g in groups)
+
+
+async def require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
+    """Raise MissingStream if the server is reached and has no such consumer or stream."""
+    if not connection.is_up:
+        return
+    try:
+        await connection.retry(
+            lambda: connection.js.consumer_info(spec.stream, spec.durable, timeout=ATTEMPT_S),
+            what=f"consumer {spec.durable} of {spec.stream}",
+            deadline_s=REQUEST_S,
+        )
+    except nats.js.errors.NotFoundError:
+        raise MissingStream(
+            f"stream {spec.stream} has no consumer {spec.durable}; "
+            f"create it with: penstock bootstrap run.id={spec.run_id}"
+        ) from None
+    except nats.js.errors.APIError as err:
+        raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

@@ -16,12 +16,19 @@ import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from penstock.protocol.errors import BusError, BusUnreachable, MalformedFact, MissingStream, ReaderKilled, WireError
+from penstock.protocol.errors import BusError, BusUnreachable, MalformedFact, ReaderKilled, WireError
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
-from penstock.protocol.transport.delivery import MOST_KILLED, Acks, Delivery, KillMarks, store_dead_letter
+from penstock.protocol.transport.delivery import (
+    MOST_KILLED,
+    Acks,
+    Delivery,
+    KillMarks,
+    require_consumer,
+    store_dead_letter,
+)
 from penstock.protocol.transport.loop_thread import Pending
-from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection, refusal
+from penstock.protocol.transport.nats_connection import Connection
 
 _LINGER_S = 5.0  # the longest single pull request
 _LATE_S = 0.25  # how late the server's status of an expired request may arrive
@@ -126,7 +133,16 @@ class Pull:
 
     async def _on_message(self, msg: Msg) -> None:
         if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._reply)):
-            self._arrived.append(msg)
+            try:
+                _ = msg.metadata
+            except (
+                nats.errors.Error,
+                ValueError,
+                LookupError,
+            ) as err:  # the server delivers it again after the ack wait
+                log.warning("a delivery whose address cannot be read", subject=msg.subject[:200], error=str(err))
+            else:
+                self._arrived.append(msg)
         elif msg.subject == f"{self._reply}.{self._number}" and msg.headers["Status"] != "100":
             self._ended = msg
         self._changed.set()
@@ -168,7 +184,7 @@ class Inbox(Generic[F]):
 
     @classmethod
     async def bind(cls, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> Inbox[F]:
-        await _require_consumer(connection, spec)
+        await require_consumer(connection, spec)
         inbox = cls(connection, spec, fact)
         await inbox._pull.open()
         connection.spawn(inbox._keep_alive())
@@ -195,7 +211,7 @@ class Inbox(Generic[F]):
                 messages = await self._pull.take(max_messages, max(0.0, deadline - time.monotonic()))
             except (PullRefused, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as err:
                 with contextlib.suppress(BusUnreachable):  # a cluster that elects a leader is one, too
-                    await _require_consumer(self._connection, self.spec)
+                    await require_consumer(self._connection, self.spec)
                 log.debug("no messages", consumer=self.spec.durable, reason=str(err))
                 await asyncio.sleep(min(wait_s, 0.2))
                 messages = []
@@ -277,21 +293,3 @@ class Inbox(Generic[F]):
                 if self._connection.is_up:
                     with contextlib.suppress(nats.errors.Error):
                         await msg.in_progress()
-
-
-async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    if not connection.is_up:
-        return
-    try:
-        await connection.retry(
-            lambda: connection.js.consumer_info(spec.stream, spec.durable, timeout=ATTEMPT_S),
-            what=f"consumer {spec.durable} of {spec.stream}",
-            deadline_s=REQUEST_S,
-        )
-    except nats.js.errors.NotFoundError:
-        raise MissingStream(
-            f"stream {spec.stream} has no consumer {spec.durable}; "
-            f"create it with: penstock bootstrap run.id={spec.run_id}"
-        ) from None
-    except nats.js.errors.APIError as err:
-        raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

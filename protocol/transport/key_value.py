@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import TypeVar
 
 import nats.js.errors
+import structlog
 from nats.js.api import Header
 from nats.js.kv import KeyValue as NatsKeyValue
 
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
-from penstock.protocol.transport import store_errors
+from penstock.protocol.streams import BucketSpec
+from penstock.protocol.transport import store_errors, stream_admin
 from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import (
+    ATTEMPT_S,
     BOOTSTRAP,
     ERR_FULL,
     ERR_OTHER_REVISION,
@@ -26,11 +31,13 @@ from penstock.protocol.transport.nats_connection import (
     REQUEST_S,
     RETRY_S,
     Connection,
+    reason_of,
     refusal,
 )
 from penstock.protocol.transport.tail import direct_get
 
 T = TypeVar("T")
+log = structlog.get_logger("protocol.bus")
 
 _MAX_ENTRIES = 10_000
 _REMOVED = frozenset({"DEL", "PURGE"})  # the values of the header KV-Operation of a key that was deleted
@@ -45,6 +52,7 @@ class Entry:
     key: str
     value: bytes
     revision: int
+    is_outlived: bool = False  # older than its bucket lets keys be, by the server's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,7 @@ class KeyValue:
     def __init__(self, connection: Connection, bucket: str, store: NatsKeyValue) -> None:
         self._connection = connection
         self._store = store
+        self._ttl_s = math.nan  # of the bucket; not known yet
         self.bucket = bucket
 
     @classmethod
@@ -107,9 +116,12 @@ class KeyValue:
     def delete(self, key: str) -> Pending[bool]:
         return self._write(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
-    def entries(self, prefix: str = "") -> Pending[list[Entry]]:
-        """Read all keys, or those below a ``prefix`` that ends with a dot; in a cluster the answer may lag, see `get`."""
-        return self._read(lambda: self._entries(prefix), f"list {self.bucket}/{prefix}")
+    def entries(self, prefix: str = "", *, outlived: bool = False) -> Pending[list[Entry]]:
+        """Read all keys, or those below a ``prefix`` that ends with a dot; in a cluster the answer may lag, see `get`.
+
+        A key that is older than the bucket's TTL, which a TTL of its own may keep, is left out unless ``outlived``.
+        """
+        return self._read(lambda: self._entries(prefix, outlived), f"list {self.bucket}/{prefix}")
 
     def _read(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         deadline_s = REQUEST_S - RETRY_S  # the last try must end before the call does, so that its error is raised
@@ -142,7 +154,7 @@ class KeyValue:
                     raise await self._full(what, err) from None
                 raise refusal(err, what, self._connection.url) from None
             except NO_ANSWER as err:
-                raise BusUnreachable(self._connection.explain(f"{what}: no answer ({type(err).__name__})")) from None
+                raise BusUnreachable(self._connection.explain(f"{what}: no answer ({reason_of(err)})")) from None
 
         return self._connection.call(run(), what, REQUEST_S)
 
@@ -203,15 +215,47 @@ class KeyValue:
             f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
         )
 
-    async def _entries(self, below: str) -> list[Entry]:
+    async def _entries(self, below: str, outlived: bool) -> list[Entry]:
         """Read all keys by one request (ADR-31); the client library would use a consumer and a request for each key."""
         prefix = f"$KV.{self.bucket}."
         request = {"multi_last": [f"{prefix}{below}>"], "batch": _MAX_ENTRIES}
-        return [
-            Entry(headers["Nats-Subject"].removeprefix(prefix), msg.data, int(headers["Nats-Sequence"]))
-            for msg in await direct_get(self._connection, f"KV_{self.bucket}", request)
+        messages = await direct_get(self._connection, f"KV_{self.bucket}", request)
+        oldest = await self._oldest() if messages else None
+        entries = [
+            Entry(
+                headers["Nats-Subject"].removeprefix(prefix),
+                msg.data,
+                int(headers["Nats-Sequence"]),
+                oldest is not None and datetime.fromisoformat(headers["Nats-Time-Stamp"]) < oldest,
+            )
+            for msg in messages
             if (headers := msg.headers or {}) and headers.get("KV-Operation") not in _REMOVED
         ]
+        return [entry for entry in entries if outlived or not entry.is_outlived]
+
+    async def _oldest(self) -> datetime | None:
+        """Return the time by the server's clock before which a key has outlived the bucket; None: keys do not expire."""
+        if self._ttl_s == 0.0:
+            return None
+        answer = await self._connection.client.request(f"$JS.API.STREAM.INFO.KV_{self.bucket}", timeout=ATTEMPT_S)
+        info = json.loads(answer.data)
+        self._ttl_s = info["config"].get("max_age", 0) / 1e9
+        return datetime.fromisoformat(info["ts"]) - timedelta(seconds=self._ttl_s) if self._ttl_s else None
+
+
+async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
+    """Create or update a bucket, and remove keys that a TTL of their own, such as `never`, keeps beyond that of the bucket."""
+    await stream_admin.ensure_bucket(connection, spec)
+    if not spec.ttl_s:
+        return
+    store = await KeyValue.bind(connection, spec.bucket)
+    outlived = [entry.key for entry in await store.entries(outlived=True) if entry.is_outlived]
+    for key in outlived:
+        await connection.js.purge_stream(f"KV_{spec.bucket}", subject=f"$KV.{spec.bucket}.{key}")
+    if outlived:
+        log.warning(
+            "keys older than their bucket's TTL removed", bucket=spec.bucket, num_keys=len(outlived), first=outlived[0]
+        )
 
 
 async def change_value(

@@ -77,14 +77,23 @@ REQUEST_S = 2 * ATTEMPT_S  # one request with its further tries
 CALL_S = 3 * ATTEMPT_S  # the caller of one request waits this long before the bus's thread counts as stuck
 RETRY_S = 0.1  # first pause between tries, doubled up to RETRY_MAX_S
 RETRY_MAX_S = 2.0
+
+
+class UnreadableReply(nats.errors.Error):
+    """A reply that is not what the server sends: its JSON, a header or a field is damaged. The next try gets another one."""
+
+
 NO_ANSWER = (
     TimeoutError,
+    UnreadableReply,
     nats.errors.TimeoutError,
     nats.errors.NoRespondersError,
     nats.errors.ConnectionClosedError,
     nats.errors.ConnectionReconnectingError,
     nats.errors.OutboundBufferLimitError,
 )
+# what the client library and the reading of a reply raise for one that is damaged
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, nats.errors.NotJSMessageError)
 _NO_GREETING = (TimeoutError, asyncio.TimeoutError, nats.errors.TimeoutError, nats.errors.Error)
 _CLOSE_S = 0.5
 _NO_JETSTREAM = frozenset({10035, 10039, 10076})
@@ -190,7 +199,10 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
-        """Raise ConnectionReconnectingError in the block when the connection is lost: no answer to a request comes after that."""
+        """Raise ConnectionReconnectingError in the block when the connection is lost: no answer to a request comes after that.
+
+        Every request is made in such a block: a reply in it that cannot be read is UnreadableReply.
+        """
         lost = asyncio.timeout(None)
         try:
             async with lost:
@@ -200,6 +212,14 @@ class Connection:
             if lost.expired():
                 raise nats.errors.ConnectionReconnectingError from None
             raise
+        except _UNREADABLE as err:
+            log.debug("unreadable reply", name=self._name, exc_info=True)
+            reply = getattr(err, "doc", "")  # of a JSONDecodeError
+            raise UnreadableReply(
+                f"a reply that cannot be read: {type(err).__name__}: {err}{f' in {reply[:160]!r}' if reply else ''}"[
+                    :400
+                ]
+            ) from None
         finally:
             self._waits.discard(lost)
 
@@ -244,7 +264,7 @@ class Connection:
                     ) from None
                 if time.monotonic() + pause > deadline or self.client.is_closed:
                     raise BusUnreachable(
-                        self.explain(f"no answer to {what} within {deadline_s:.0f} s ({_name(err)})")
+                        self.explain(f"no answer to {what} within {deadline_s:.0f} s ({reason_of(err)})")
                     ) from None
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_MAX_S)
@@ -317,13 +337,14 @@ class Connection:
 
     async def _require_jetstream(self) -> None:
         try:
-            await self.js.account_info()
+            async with self.while_connected():
+                await self.js.account_info()
         except (nats.js.errors.APIError, nats.errors.NoRespondersError) as err:
             if isinstance(err, nats.errors.NoRespondersError) or err.err_code in _NO_JETSTREAM:
                 raise BusRefused(
                     f"NATS at {self._settings.url} has JetStream switched off; start it with -js"
                 ) from None
-        except nats.errors.TimeoutError:
+        except (nats.errors.TimeoutError, UnreadableReply):
             log.debug("account info is not readable for this user", url=self._settings.url)
 
     async def _on_error(self, err: Exception) -> None:
@@ -362,9 +383,11 @@ class Connection:
         await self.client.close()
 
 
-def _name(err: Exception) -> str:
+def reason_of(err: Exception) -> str:
     if isinstance(err, nats.js.errors.NoStreamResponseError):
         return "no server takes it: its stream was not created, or more than half of the servers that store it are down"
     if isinstance(err, nats.js.errors.APIError):
         return f"{err.description}, error {err.err_code}: are more than half of the cluster's servers up?"
+    if isinstance(err, UnreadableReply):
+        return str(err)
     return type(err).__name__

@@ -1,4 +1,4 @@
-"""The requests to the object store, by minio, which only this file imports; repeated until they succeed or fail for good.
+"""The requests to the object store, by minio, which only this file and `s3_login` import; repeated until they succeed or fail for good.
 
 `blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run may
 never need them. A server that refuses signed requests because its clock differs is reported with both times (`clock_skew`).
@@ -6,13 +6,12 @@ never need them. A server that refuses signed requests because its clock differs
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -24,15 +23,25 @@ from minio.credentials import StaticProvider
 from minio.datatypes import Object
 from minio.deleteobjects import DeleteError, DeleteObject
 from minio.error import InvalidResponseError, MinioAdminException, S3Error, ServerError
+from minio.helpers import ObjectWriteResult
 from minio.minioadmin import MinioAdmin
 
+from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from penstock.protocol.errors import (
+    BlobCorrupt,
+    BlobDenied,
+    BlobError,
+    BlobLoginRefused,
+    BlobMissing,
+    BlobStoreRefused,
+    BlobStoreUnreachable,
+    PenstockError,
+)
 from penstock.protocol.transport import store_errors
+from penstock.protocol.transport.s3_answers import AnswerPool, Failure, UnreadableAnswer, judge
+from penstock.protocol.transport.s3_login import Login, NoLogin
 from penstock.protocol.transport.tls import client_context, handshake_problem
-
-_MAX_CLOCK_SKEW = timedelta(minutes=15)  # of Signature Version 4
-
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.blobs")
@@ -42,39 +51,21 @@ _CONNECT_S = 5.0
 _RETRY_S = 0.05
 _RETRY_MAX_S = 2.0
 _WARN_S = 5.0  # a request that is repeated for longer is a line in the log
-_REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed"}
-# some servers report a full disk by the third; the last ends when the wrong clock is corrected
-_TRANSIENT = {"RequestTimeout", "SlowDown", "NoSuchUpload", "RequestTimeTooSkewed"}
-_CLOCK_SKEW_CODES = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"}
 _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _FULL, _FULL_STATUS = {"XMinioStorageFull", "InsufficientStorage"}, 507  # no space left, as MinIO and others say it
+_RUN_OF_KEY = re.compile(r"^\w+ runs/([^/]+)/")
 _READS = ("get ", "stat ")  # how requests for one object begin
-_NO_XML_400 = "Response code: 400,"  # how minio reports an answer that is not S3's
+_DENIED_S = 60.0  # a policy takes effect with a delay; then what a login may not read counts as missing
+_MAX_PROBLEM = 600
+_ETAG_CHECKED_BYTES = 1024 * 1024  # the MD5 of a larger object costs more than its request
+_MD5 = re.compile(r"[0-9a-f]{32}")
+_OPAQUE_ETAG = ("x-amz-server-side-encryption-aws-kms-key-id", "x-amz-server-side-encryption-customer-algorithm")
 _ADMIN_DEADLINE_S = 30.0
 _ADMIN_RETRY_S = 0.2
 _ADMIN_STATUS = re.compile(r"Status: (\d{3})")  # how minio reports an answer of the admin interface
 _ADMIN_CODE = re.compile(r"Code\W{1,4}(\w{3,80})")  # of its body in XML or JSON
+_STATUS = re.compile(r"^status (\d{3})")  # of `AnswerPool.answer`
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
-
-
-def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
-    """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
-
-    ``Date`` of the answer's ``headers`` is the server's time, ``now`` this machine's, with a time zone.
-    """
-    try:
-        theirs = parsedate_to_datetime(headers["Date"])
-    except (KeyError, ValueError):
-        return ""
-    theirs = theirs if theirs.tzinfo else theirs.replace(tzinfo=UTC)
-    apart = abs(now - theirs)
-    if apart <= _MAX_CLOCK_SKEW:
-        return ""
-    here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
-    return (
-        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
-        f"{_MAX_CLOCK_SKEW.total_seconds() / 60:.0f}: correct the clock that is wrong"
-    )
 
 
 def _count(status: int | None, code: str | None = None) -> None:
@@ -82,35 +73,31 @@ def _count(status: int | None, code: str | None = None) -> None:
         store_errors.count("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
 
 
-class _XmlPool(urllib3.PoolManager):
-    """A pool that relabels XML errors of type ``text/xml``, which the client does not read as errors."""
-
-    def urlopen(self, *args: Any, **kwargs: Any) -> Any:
-        response = super().urlopen(*args, **kwargs)
-        if response.status >= 300 and response.headers.get("content-type", "").startswith("text/xml"):
-            response.headers["content-type"] = "application/xml"
-        return response
-
-
 class S3Requests:
     """Requests to one bucket. Thread-safe. Every method raises BlobMissing, BlobStoreRefused, BlobStoreUnreachable or BlobError."""
 
-    def __init__(self, settings: S3Settings, tls: ssl.SSLContext | None, *, deadline_s: float) -> None:
+    def __init__(
+        self, settings: S3Settings, tls: ssl.SSLContext | None, *, deadline_s: float, run_id: str = ""
+    ) -> None:
+        """``run_id``: the run of which the login may list what every role may; unless given, that of a key that it may not read."""
         url = urlsplit(settings.endpoint)
         self._settings = settings
         self._deadline_s = deadline_s
+        self._login = Login(settings) if settings.credentials == "aws" or any(settings.keys()) else None
+        self._etags_are_md5 = False
+        self._run_id = run_id
+        self._pool = AnswerPool(
+            maxsize=32,
+            timeout=urllib3.Timeout(connect=_CONNECT_S, read=min(60.0, deadline_s)),
+            retries=False,
+            ssl_context=tls,
+        )
         self._client = Minio(
             url.netloc,
-            access_key=settings.access_key or None,
-            secret_key=settings.secret() or None,
+            credentials=self._login,
             secure=url.scheme == "https",
             region=settings.region,
-            http_client=_XmlPool(
-                maxsize=32,
-                timeout=urllib3.Timeout(connect=_CONNECT_S, read=min(60.0, deadline_s)),
-                retries=False,
-                ssl_context=tls,
-            ),
+            http_client=self._pool,
         )
 
     @property
@@ -127,25 +114,40 @@ class S3Requests:
         """Store an object; one of more than 64 MiB is sent in parts."""
 
         def once() -> None:
-            self._client.put_object(self.bucket, key, io.BytesIO(data), len(data), part_size=_PART_BYTES)
+            stored = self._client.put_object(self.bucket, key, io.BytesIO(data), len(data), part_size=_PART_BYTES)
+            self._check_etag(data, stored)
 
         self._retry(once, f"put {key}")
 
     def put_file(self, key: str, path: Path) -> None:
         self._retry(lambda: self._client.fput_object(self.bucket, key, str(path)), f"put {key}")
 
-    def get(self, key: str, *, offset: int = 0, size_bytes: int = 0, most: int | None = None) -> bytes:
-        """Return an object, or ``size_bytes`` of it from ``offset``; no more than ``most`` bytes of the answer are read."""
+    def get(
+        self,
+        key: str,
+        *,
+        offset: int = 0,
+        size_bytes: int = 0,
+        most: int | None = None,
+        accept: Callable[[bytes], None] = lambda _: None,
+        denied_s: float = _DENIED_S,
+    ) -> bytes:
+        """Return an object, or ``size_bytes`` of it from ``offset``; no more than ``most`` bytes of the answer are read.
+
+        ``accept`` raises UnreadableAnswer for bytes that are fetched again; a denied read is tried for ``denied_s``.
+        """
 
         def once() -> bytes:
             response = self._client.get_object(self.bucket, key, offset=offset, length=size_bytes)
             try:
-                return response.read() if most is None else response.read(most)
+                data = response.read() if most is None else response.read(most)
             finally:
                 response.close()
                 response.release_conn()
+            accept(data)
+            return data
 
-        return self._retry(once, f"get {key}")
+        return self._retry(once, f"get {key}", denied_s=denied_s)
 
     def get_file(self, key: str, path: Path) -> None:
         self._retry(lambda: self._client.fget_object(self.bucket, key, str(path)), f"get {key}")
@@ -167,85 +169,122 @@ class S3Requests:
             lambda: list(self._client.remove_objects(self.bucket, batch)), f"delete {len(batch)} objects"
         )
 
-    def _retry(self, attempt: Callable[[], T], what: str, deadline_s: float | None = None) -> T:
+    def _check_etag(self, data: bytes, stored: ObjectWriteResult) -> None:
+        """Raise UnreadableAnswer for the ETag of other bytes, of a server whose ETags are MD5 digests; some have others."""
+        headers = stored.http_headers
+        is_opaque = headers.get("x-amz-server-side-encryption", "AES256") != "AES256" or any(
+            name in headers for name in _OPAQUE_ETAG
+        )
+        if is_opaque or len(data) > _ETAG_CHECKED_BYTES or not _MD5.fullmatch(stored.etag or ""):
+            return
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        if digest == stored.etag:
+            self._etags_are_md5 = True
+        elif self._etags_are_md5:
+            raise UnreadableAnswer(f"ETag {stored.etag} for bytes with MD5 {digest}: it is of another object")
+
+    def _retry(
+        self, attempt: Callable[[], T], what: str, deadline_s: float | None = None, denied_s: float = _DENIED_S
+    ) -> T:
+        """Try a request until it succeeds or fails for good; every other answer, also one that cannot be read, is tried again."""
         started = time.monotonic()
-        deadline, has_warned = started + (deadline_s or self._deadline_s), False
-        pause = _RETRY_S
+        limit_s, has_warned, pause = deadline_s or self._deadline_s, False, _RETRY_S
         while True:
+            self._pool.forget()
             try:
                 return attempt()
-            except S3Error as err:
-                apart = clock_skew(err.response.headers, datetime.now(UTC))
-                if (final := self._final(err, what, apart)) is not None:
-                    raise final from None
-                _count(err.response.status, err.code)
-                problem = f"{err.code}: {apart or err.message}"
-            except InvalidResponseError as err:
-                problem = str(err)
-                if _NO_XML_400 in problem and self._settings.endpoint.startswith("http://"):  # no S3 server's own
-                    raise BlobError(
-                        f"{what}: {self._settings.endpoint} refused it; is it https://? A server that speaks TLS only answers so"
-                    ) from None
-            except (ServerError, urllib3.exceptions.HTTPError, OSError) as err:
-                if refused := handshake_problem(err, self._settings.endpoint, "s3.ca_file"):
-                    raise BlobStoreRefused(f"{what}: {refused}") from None
-                _count(getattr(err, "status_code", None))  # of a ServerError, an answer without XML
-                problem = f"{type(err).__name__}: {err}"
+            except PenstockError:
+                raise
+            except Exception as err:  # noqa: BLE001  minio raises any error for an answer that it cannot read
+                failure = self._failure(err, what)
+            is_refused = failure.kind == "refused"
+            if is_refused and self._login is not None:
+                self._login.refused()
+            deadline = started + (min(limit_s, denied_s) if is_refused and what.startswith(_READS) else limit_s)
             if time.monotonic() + pause > deadline:
-                raise BlobStoreUnreachable(
-                    f"{what}: {self._settings.endpoint} gave no valid answer within "
-                    f"{deadline_s or self._deadline_s:.0f} s ({problem})"
-                ) from None
+                raise self._given_up(failure, what, deadline - started) from None
             if not has_warned and time.monotonic() - started > _WARN_S:
                 has_warned = True
-                waits_s = round(deadline - time.monotonic())
                 log.warning(
-                    "the object store does not answer",
+                    "the object store refuses the request" if is_refused else "the object store does not answer",
                     url=self._settings.endpoint,
                     what=what,
-                    error=problem,
-                    gives_up_in_s=waits_s,
+                    error=failure.problem,
+                    gives_up_in_s=round(deadline - time.monotonic()),
                 )
-            log.debug("retry", what=what, error=problem)
+            log.debug("retry", what=what, error=failure.problem)
             time.sleep(pause)
             pause = min(2 * pause, _RETRY_MAX_S)
 
-    def _final(self, err: S3Error, what: str, apart: str) -> BlobError | None:
-        """Return the error for a permanent failure; None for one that is retried.
+    def _failure(self, err: Exception, what: str) -> Failure:
+        """Return why an attempt failed; raises the error of a failure that no repetition ends, and what is no answer's fault."""
+        endpoint = self._settings.endpoint
+        if isinstance(err, S3Error) and err.code:
+            self._raise_final(err.code, what)
+            _count(err.response.status, err.code)
+            status: int | None = err.response.status
+            access_key = "" if self._login is None else self._login.access_key
+            failure = judge(
+                err.response.status,
+                err.code,
+                err.message or "",
+                err.response.headers,
+                region=self._settings.region,
+                access_key=access_key,
+            )
+            problem = failure.problem
+        elif isinstance(err, NoLogin):
+            return Failure(str(err), "refused")
+        elif isinstance(err, ServerError | InvalidResponseError | urllib3.exceptions.HTTPError | OSError):
+            if refused := handshake_problem(err, endpoint, "s3.ca_file"):
+                raise BlobStoreRefused(f"{what}: {refused}") from None
+            failure, problem = Failure(""), f"{type(err).__name__}: {err}"
+            match = _STATUS.search(self._pool.answer)
+            status = int(match[1]) if match else None
+            _count(status)
+        elif self._pool.answer:
+            failure, status = Failure(""), None
+            _count(0)
+            problem = f"{type(err).__name__}: {err} ({self._pool.answer})"
+        else:
+            raise err
+        if status == 400 and failure.kind == "retry" and endpoint.startswith("http://"):
+            problem += "; is it https://? A server that speaks TLS only answers so"
+        return Failure(problem[:_MAX_PROBLEM], failure.kind)
 
-        A refusal while the clocks are ``apart`` is retried: it ends when the clock is corrected.
-        """
-        code, endpoint = err.code, self._settings.endpoint
-        if code in _MISSING:
-            return BlobMissing(f"{what}: no such object in bucket {self.bucket} ({code})")
+    def _raise_final(self, code: str, what: str) -> None:
+        if code in _MISSING and what.startswith(_READS):
+            raise BlobMissing(f"{what}: no such object in bucket {self.bucket} ({code})")
         if code == _TOO_SHORT:
-            return BlobCorrupt(f"{what}: the object is shorter than its manifest says")
+            raise BlobCorrupt(f"{what}: the object is shorter than its manifest says")
         if code == "NoSuchBucket":
-            return BlobStoreRefused(
-                f"{what}: no bucket {self.bucket!r} at {endpoint}; create it with: penstock bootstrap run.toml"
+            raise BlobStoreRefused(
+                f"{what}: no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: penstock bootstrap run.toml, "
+                "or correct s3.bucket"
             )
-        if apart and code in _CLOCK_SKEW_CODES:
-            return None
-        if code == "AccessDenied" and what.startswith(_READS):
-            # Any message may name any key: what a login may not read is as good as not there, and ends no service. A store
-            # also answers so for a key that does not exist when the login may not list its bucket.
-            return BlobMissing(
-                f"{what}: no such object in bucket {self.bucket}, or access key {self._settings.access_key or '(none)'} may "
-                f"not read it ({code})"
+
+    def _given_up(self, failure: Failure, what: str, waited_s: float) -> BlobError:
+        endpoint = self._settings.endpoint
+        if failure.kind == "retry":
+            return BlobStoreUnreachable(
+                f"{what}: {endpoint} gave no valid answer within {waited_s:.0f} s ({failure.problem})"
             )
-        if code in _REFUSALS:
-            return BlobStoreRefused(
-                f"{what}: {endpoint} refused access key {self._settings.access_key or '(none)'}: {code}; check "
-                "s3.access_key and s3.secret_key"
+        run_id = self._run_id or "".join(_RUN_OF_KEY.findall(what))
+        if what.startswith(_READS) and run_id and self._is_accepted(run_id):
+            # Any message may name any key: what a login that is accepted may not read is as good as not there, and ends no service.
+            # A store also answers so for a key that does not exist when the login may not list its bucket.
+            return BlobDenied(
+                f"{what}: no such object in bucket {self.bucket}, or it may not be read: {endpoint} {failure.problem}"
             )
-        if 400 <= err.response.status < 500 and code not in _TRANSIENT:
-            hint = (
-                "; is it https://? A server that speaks TLS only answers so" if endpoint.startswith("http://") else ""
-            )
-            return BlobError(
-                f"{what}: {endpoint} refused it: {code}: {err.message}{hint if code == 'BadRequest' else ''}"
-            )
-        return None
+        return BlobLoginRefused(f"{what}: {endpoint} {failure.problem} (tried for {waited_s:.0f} s)")
+
+    def _is_accepted(self, run_id: str) -> bool:
+        """Return True if the login may do what is checked at the start; then a refusal is that of one object."""
+        try:
+            self.list(blob_keys.access_check_prefix(run_id), deadline_s=min(_CONNECT_S, self._deadline_s))
+        except BlobError:
+            return False
+        return True
 
 
 class S3Admin:
@@ -293,10 +332,10 @@ class S3Admin:
                         "store MinIO or a fork. For another store leave --s3-users out, and create the users there with "
                         "the policies that `python -P -m penstock.deploy.s3_policies ROLE` prints"
                     ) from None
-            except (urllib3.exceptions.HTTPError, OSError) as err:
+            except Exception as err:  # noqa: BLE001  minio raises any error for an answer that it cannot read
                 if refused := handshake_problem(err, endpoint, "s3.ca_file"):
                     raise BlobStoreRefused(f"{what}: {refused}") from None
-                problem = f"{type(err).__name__}: {err}"
+                problem = f"{type(err).__name__}: {err}"[:_MAX_PROBLEM]
             else:
                 return
             if time.monotonic() + _ADMIN_RETRY_S > deadline:

@@ -26,7 +26,15 @@ from nats.js import api
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport.nats_connection import BOOTSTRAP, NO_ANSWER, REQUEST_S, RETRY_S, Connection, refusal
+from penstock.protocol.transport.nats_connection import (
+    BOOTSTRAP,
+    NO_ANSWER,
+    REQUEST_S,
+    RETRY_S,
+    Connection,
+    reason_of,
+    refusal,
+)
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.stream_admin")
@@ -49,6 +57,8 @@ class StreamState:
     num_bytes: int
     first_sequence: int
     last_sequence: int
+    max_messages: int  # 0 or less: no limit
+    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +77,24 @@ class StoreState:
 
 
 async def store_state(connection: Connection) -> StoreState:
-    info = await _ask(connection, connection.js.account_info, "JetStream's account")
-    # Limits by tier, as hosted NATS has them, are not summed up: no limit rather than a wrong one.
-    limit = info.limits.max_storage or 0
-    return StoreState(info.storage, limit if limit > 0 else None)
+    async def read() -> StoreState:
+        info = await connection.js.account_info()
+        # Limits by tier, as hosted NATS has them, are not summed up: no limit rather than a wrong one.
+        limit = info.limits.max_storage or 0
+        return StoreState(info.storage, limit if limit > 0 else None)
+
+    return await _ask(connection, read, "JetStream's account")
 
 
 async def stream_state(connection: Connection, stream: str) -> StreamState:
-    info = await _ask(connection, lambda: connection.js.stream_info(stream), f"stream {stream}")
-    state = info.state
-    return StreamState(state.messages, state.bytes, state.first_seq, state.last_seq)
+    async def read() -> StreamState:
+        info = await connection.js.stream_info(stream)
+        state, limits = info.state, info.config
+        return StreamState(
+            state.messages, state.bytes, state.first_seq, state.last_seq, limits.max_msgs or 0, limits.max_bytes or 0
+        )
+
+    return await _ask(connection, read, f"stream {stream}")
 
 
 async def consumer_state(connection: Connection, spec: ConsumerSpec) -> ConsumerState:
@@ -99,10 +117,14 @@ async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 async def stream_names(connection: Connection) -> list[str]:
     names: list[str] = []
     while True:
-        page = await _ask(connection, partial(connection.js.streams_info, offset=len(names)), "list of streams")
-        names += [info.config.name or "" for info in page]
+        page = await _ask(connection, partial(_names, connection, len(names)), "list of streams")
+        names += page
         if len(page) < _STREAMS_PER_PAGE:
             return names
+
+
+async def _names(connection: Connection, offset: int) -> list[str]:
+    return [info.config.name or "" for info in await connection.js.streams_info(offset=offset)]
 
 
 async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
@@ -223,7 +245,7 @@ def _bucket_config(spec: BucketSpec, replicas: int) -> api.StreamConfig:
         duplicate_window=min(spec.ttl_s or _BUCKET_DUPLICATE_WINDOW_S, _BUCKET_DUPLICATE_WINDOW_S),
         deny_delete=True,
         allow_direct=True,
-        allow_msg_ttl=True,
+        allow_msg_ttl=spec.key_ttls,
     )
 
 
@@ -268,7 +290,7 @@ async def save(connection: Connection, stream: str, write: Callable[[bytes], obj
     chunks = await client.subscribe(inbox)
     try:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
-        answer = await _ask_snapshot(connection, f"$JS.API.STREAM.SNAPSHOT.{stream}", request, what)
+        answer = await _ask_snapshot(connection, f"$JS.API.STREAM.SNAPSHOT.{stream}", request, what, "config", "state")
         while True:
             chunk = await _next(connection, chunks.next_msg(timeout=_CHUNK_S), what)
             if not chunk.data:  # the end; a header says so when it is not the end of a whole snapshot
@@ -292,13 +314,15 @@ async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunk
     """
     what = f"restore {stream}"
     request = {"config": _config_here(snapshot.config, connection.replicas), "state": snapshot.state}
-    target = (await _ask_snapshot(connection, f"$JS.API.STREAM.RESTORE.{stream}", request, what))["deliver_subject"]
+    target = (await _ask_snapshot(connection, f"$JS.API.STREAM.RESTORE.{stream}", request, what, "deliver_subject"))[
+        "deliver_subject"
+    ]
     for chunk in chunks:
         answer = await _next(connection, _send(connection, target, chunk, _CHUNK_S), what)
         if answer.data:
             _snapshot_answer(connection, answer, what)
     answer = await _next(connection, _send(connection, target, b"", _RESTORED_S), what)
-    restored = Snapshot({}, _snapshot_answer(connection, answer, what)["state"])
+    restored = Snapshot({}, _snapshot_answer(connection, answer, what, "state")["state"])
     if restored.extent != snapshot.extent:
         raise BusError(
             f"{what}: NATS at {connection.url} restored (messages, first, last) {restored.extent}, the snapshot has "
@@ -314,13 +338,15 @@ def _config_here(config: dict[str, Any], replicas: int) -> dict[str, Any]:
     }
 
 
-async def _ask_snapshot(connection: Connection, subject: str, request: dict[str, Any], what: str) -> dict[str, Any]:
+async def _ask_snapshot(
+    connection: Connection, subject: str, request: dict[str, Any], what: str, *fields: str
+) -> dict[str, Any]:
     """Send the request that begins; tried once, since a second snapshot would be sent to the same place."""
     data = json.dumps(request).encode()
     answer = await connection.retry(
         lambda: connection.client.request(subject, data, timeout=REQUEST_S), what=what, deadline_s=REQUEST_S
     )
-    return _snapshot_answer(connection, answer, what)
+    return _snapshot_answer(connection, answer, what, *fields)
 
 
 async def _send(connection: Connection, target: str, chunk: bytes, answer_s: float) -> Msg:
@@ -340,16 +366,20 @@ async def _next(connection: Connection, waiting: Awaitable[Msg], what: str) -> M
     try:
         return await waiting
     except NO_ANSWER as err:
-        raise BusUnreachable(connection.explain(f"{what}: no answer ({type(err).__name__})")) from None
+        raise BusUnreachable(connection.explain(f"{what}: no answer ({reason_of(err)})")) from None
 
 
-def _snapshot_answer(connection: Connection, answer: Msg, what: str) -> dict[str, Any]:
-    reply = json.loads(answer.data)
-    if error := reply.get("error"):
+def _snapshot_answer(connection: Connection, answer: Msg, what: str, *fields: str) -> dict[str, Any]:
+    try:
+        reply = json.loads(answer.data)
+        error = reply.get("error")
+        if not error:
+            return {field: reply[field] for field in fields}
         text = f"{what}: NATS at {connection.url} says {error.get('description')} (error {error.get('err_code')})"
-        if error.get("err_code") == _NOT_FOUND:
-            raise MissingStream(f"no stream {what.rpartition(' ')[2]}; {BOOTSTRAP}")
-        if error.get("err_code") == _EXISTS:
-            text += "; nothing was changed"
-        raise BusRefused(text)
-    return reply
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise BusUnreachable(
+            f"{what}: NATS at {connection.url} sent a reply that cannot be read: {answer.data[:160]!r}; try again"
+        ) from None
+    if error.get("err_code") == _NOT_FOUND:
+        raise MissingStream(f"no stream {what.rpartition(' ')[2]}; {BOOTSTRAP}")
+    raise BusRefused(text + ("; nothing was changed" if error.get("err_code") == _EXISTS else ""))

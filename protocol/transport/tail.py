@@ -66,10 +66,17 @@ async def direct_get(connection: Connection, stream: str, request: dict[str, Any
                 raise nats.js.errors.NoStreamResponseError
             if status is not None:  # 204 end of batch, 404 no message
                 return messages
+            _stored_message(msg)  # in the request's own try: one with damaged headers is read again
             messages.append(msg)
     finally:
         with contextlib.suppress(nats.errors.Error):
             await sub.unsubscribe()
+
+
+def _stored_message(msg: Msg) -> StoredMessage:
+    headers = msg.headers or {}
+    at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
+    return StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data, at)
 
 
 async def read_stream(
@@ -99,10 +106,7 @@ async def read_stream(
             ) from None
         if not batch:
             break
-        for msg in batch:
-            headers = msg.headers or {}
-            at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
-            messages.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data, at))
+        messages += [_stored_message(msg) for msg in batch]
     if connection.is_clustered and (most is None or len(messages) < most):
         await _read_on(connection, stream, subject, messages, after, most)
     return messages

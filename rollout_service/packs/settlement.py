@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 import structlog
 
 from penstock.protocol import blob_keys, subjects, trace_context
-from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
+from penstock.protocol.errors import BlobCorrupt, BlobDenied, BlobMissing, BusUnreachable, PackError, WireError
 from penstock.protocol.facts import DeadLetter, GroupGenerated, RunEvent, TaskIssued, encode
 from penstock.protocol.groups import BlobRef, Task
 from penstock.protocol.heartbeats import Activity
@@ -59,10 +59,10 @@ class Settlement:
             yield
         except TaskRefused as err:
             await self._dead_letter(received, err.reason, str(err))
+        except (BlobDenied, EngineError, PackError) as err:
+            await self._requeue_or_dead_letter(received, err)
         except (BlobMissing, BlobCorrupt, WireError) as err:
             await self._dead_letter(received, type(err).__name__, str(err))
-        except (EngineError, PackError) as err:
-            await self._requeue_or_dead_letter(received, err)
         except asyncio.CancelledError:
             await self._end_delivery(delivery.give_back(0.0), received, "requeue")
             raise

@@ -92,12 +92,14 @@ class SwapSemaphore:
             await self._count_workers()
         if self._num_permits == 0:
             return None, 0
-        taken = {entry.key for entry in await self._leases.entries()}
+        permits = {entry.key: entry for entry in await self._leases.entries(outlived=True)}
         for number in range(self._num_permits):
             key = streams.swap_permit_key(number)
-            if key not in taken:
+            permit = permits.get(key)
+            if permit is None or permit.is_outlived:  # a TTL of its own keeps it; no holder renews it
                 with contextlib.suppress(CompareAndSwapFailed):
-                    return key, await self._leases.swap(key, self._worker_id.encode(), None)
+                    before = None if permit is None else permit.revision
+                    return key, await self._leases.swap(key, self._worker_id.encode(), before)
         return None
 
     async def _count_workers(self) -> None:

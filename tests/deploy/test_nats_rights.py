@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.js.errors import APIError
 from tests.deploy.live_processes import processes_of
 from tests.deploy.nats_roles import NatsRoles
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
@@ -38,6 +41,7 @@ from penstock.protocol.groups import BlobRef
 from penstock.protocol.rights import ANY_KEY, Rights, rights
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.weights.weight_swap import SwapSemaphore
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 WORKERS = [worker_name(0), worker_name(1)]
@@ -319,3 +323,43 @@ def test_only_the_administrator_makes_a_snapshot(roles: NatsRoles, blobs: Blobs)
     assert admin.save_stream(f"{run}-events", chunks.append).wait().extent == (0, 0, 0)
     assert chunks
     delete_run(admin, run)
+
+
+def test_a_key_that_never_expires_is_not_read_beyond_its_buckets_ttl(roles: NatsRoles, secured_run: str) -> None:
+    """A rollout login gives a heartbeat and a permit `Nats-TTL: never`: readers age them by the server's clock, and the bootstrap removes them."""
+    admin, rollout, run = roles.bus("admin"), roles.bus("rollout"), secured_run
+    live, leased = streams.live_bucket(run).bucket, streams.lease_bucket(run).bucket
+    permit = streams.swap_permit_key(0)
+
+    def configure(bucket: str, *, key_ttls: bool) -> None:
+        config = admin._connection.call(admin._connection.js.stream_info(f"KV_{bucket}"), "look").wait().config
+        changed = config.evolve(max_age=2.0, duplicate_window=2.0, allow_msg_ttl=key_ttls)
+        admin._connection.call(admin._connection.js.update_stream(changed), "edit").wait()
+
+    def write(bus: Bus, bucket: str, key: str, value: bytes) -> None:
+        ghost = bus._connection.js.publish(f"$KV.{bucket}.{key}", value, headers={"Nats-TTL": "never"})
+        bus._connection.call(ghost, "write").wait()
+
+    with pytest.raises(APIError, match="per-message TTL is disabled"):  # of a bucket that has no use for it
+        write(rollout, leased, permit, b"ghost")
+    configure(leased, key_ttls=True)  # as an older release made it
+    configure(live, key_ttls=True)
+    write(rollout, leased, permit, b"ghost")
+    for number in range(4):
+        beat = Heartbeat(role="rollout", service_id=f"w{number}", at=0.0, state="", needs_version=0)
+        write(rollout, live, streams.heartbeat_key("rollout", f"w{number}"), encode(beat))
+    beats, leases = (roles.bus("trainer").key_value(bucket).wait() for bucket in (live, leased))
+    assert len(beats.entries().wait()) == 4
+    wait_for(lambda: not beats.entries().wait(), "the beats of the ghosts to count as outlived", 30.0)
+    assert len(beats.entries(outlived=True).wait()) == 4, "they are still stored"
+    assert [entry.key for entry in leases.entries(outlived=True).wait()] == [permit]
+
+    async def swap() -> list[str]:
+        semaphore = SwapSemaphore(rollout, run_id=run, worker_id="w9", max_share=0.5, deadline_s=0.0)
+        semaphore._num_permits, semaphore._counted_at = 1, time.monotonic()
+        async with semaphore.permit():
+            return [entry.value.decode() for entry in await leases.entries(outlived=True)]
+
+    assert asyncio.run(swap()) == ["w9"], "the permit of a ghost is taken over"
+    admin.ensure_bucket(streams.live_bucket(run)).wait()
+    assert not beats.entries(outlived=True).wait()

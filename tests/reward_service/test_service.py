@@ -16,6 +16,7 @@ import pytest
 from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import rewards_offered, streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.errors import BlobDenied, BlobMissing
 from penstock.protocol.facts import Heartbeat, decode, encode
 from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
@@ -24,6 +25,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_progress
 from penstock.reward_service.errors import RewardCrashed
+from penstock.reward_service.pack_scoring import is_permanent
 from penstock.reward_service.registry.built_in import BuiltInScorer
 from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores
@@ -118,6 +120,11 @@ def test_a_pack_that_differs_from_its_message_is_dead_lettered(
     }
     assert set(wire.wait_scored("e0.p3.a0")) == {"e0.p3.a0"}
     wire.wait_idle()
+
+
+def test_a_pack_that_may_not_be_read_gets_the_attempts_of_other_failures() -> None:
+    assert is_permanent(BlobMissing("no such object"))
+    assert not is_permanent(BlobDenied("it may not be read"))
 
 
 def test_hostile_packs_are_dead_lettered_and_the_next_is_scored(

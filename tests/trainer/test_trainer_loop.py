@@ -140,6 +140,30 @@ def test_a_run_learns_overlaps_and_exports_a_model(
         torch.testing.assert_close(last[name], tensor, rtol=0, atol=0)
 
 
+def test_held_messages_are_acknowledged_before_their_stream_is_full(
+    run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus, blobs: Blobs,
+    trainers: list[Command],
+) -> None:  # fmt: skip
+    """24 messages fit and 28 groups of training are under way while the first evaluation waits; no checkpoint is due by steps or time."""
+    bootstrap(bus, blobs, run_streams, streams.StreamLimits(max_scored=24))
+    run_file = write_run_file(
+        run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+        sections=sections(
+            run_folder, run_streams, steps=12,
+            rollout={"groups_per_message": 1, "max_staleness": 6},
+            data={"eval": [str(run_folder / "eval.jsonl")]}, eval={"every": 100},
+            trainer={"checkpoint_every": 100, "checkpoint_every_s": 0, "collect_deadline_s": 60},
+        ),
+    )  # fmt: skip
+    with ScriptedProducer(nats_settings, s3_settings, run_streams):
+        trainers.append(train(run_file))
+        trainers[0].wait()
+    steps = metrics(run_folder, run_streams)
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["step"] for row in steps if row["checkpoint_s"] > 0.0] == [4, 7, 10], "half of 24 is three steps"
+    assert [row["step"] for row in metrics(run_folder, run_streams, "eval")] == [0, 12]
+
+
 def test_an_engine_with_other_log_probabilities_stops_the_run(
     run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:

@@ -89,7 +89,7 @@ class Evaluator:
         self._reader = reader or PackReader(connections.blobs.get)
         self._settings_before, self._seed, self._mixture = settings_before, seed, mixture
         self._evaluations: dict[tuple[PolicyVersion, str], Evaluation] = {}
-        self._held: dict[int, Delivery[GroupScored]] = {}
+        self.held: dict[int, Delivery[GroupScored]] = {}  # until a checkpoint covers them
         self._changed = threading.Condition()
         self._closing = False
         self._thread_failure: Exception | None = None
@@ -181,7 +181,7 @@ class Evaluator:
             open_ids = self._open_groups()
             return [
                 delivery
-                for delivery in self._held.values()
+                for delivery in self.held.values()
                 if open_ids.isdisjoint(group.generated.group_id for group in delivery.fact.groups)
             ]
 
@@ -189,7 +189,7 @@ class Evaluator:
         Delivery.ack_all(deliveries)
         with self._changed:
             for delivery in deliveries:
-                self._held.pop(delivery.sequence, None)
+                self.held.pop(delivery.sequence, None)
 
     def wait(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until an evaluation has ended, or ``should_stop`` returns True; raises EvaluationFailed."""
@@ -283,7 +283,7 @@ class Evaluator:
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
         with self._changed:
-            self._held[delivery.sequence] = delivery
+            self.held[delivery.sequence] = delivery
             for group in delivery.fact.groups:
                 self._accept(group, delivery.fact.pack)
         self._traced.arrived(delivery.traceparent, wanted)

@@ -29,7 +29,7 @@ class EvaluationSchedule:
         self, evaluator: Evaluator | None, settings: EvalSettings, names: Sequence[str], *, num_steps: int
     ) -> None:
         """``evaluator`` is None for a run without held-out prompts; ``names`` are the sources that are evaluated."""
-        self._evaluator, self._settings = evaluator, settings
+        self.evaluator, self._settings = evaluator, settings
         self._names = tuple(names)
         self._num_steps = num_steps
         self._newest: PolicyVersion | None = None  # started last in this session
@@ -37,16 +37,16 @@ class EvaluationSchedule:
 
     @property
     def is_enabled(self) -> bool:
-        return self._evaluator is not None
+        return self.evaluator is not None
 
     def is_due_at_start(self, step: int) -> bool:
-        return self._evaluator is not None and self._settings.at_start and step == 0
+        return self.evaluator is not None and self._settings.at_start and step == 0
 
     def is_due(self, step: int) -> bool:
         return bool(self._due(step))
 
     def _due(self, step: int) -> list[str]:
-        if self._evaluator is None:
+        if self.evaluator is None:
             return []
         if self.is_due_at_start(step) or (step == self._num_steps and self._settings.at_end):
             return list(self._names)
@@ -58,25 +58,25 @@ class EvaluationSchedule:
 
     def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
         """Continue earlier evaluations; True if one of these weights, ``version`` then, is unfinished."""
-        if self._evaluator is None:
+        if self.evaluator is None:
             return False
-        self._unfinished = self._evaluator.resume(version, now=now, step=step)
+        self._unfinished = self.evaluator.resume(version, now=now, step=step)
         return bool(self._unfinished)
 
     def start(self, version: PolicyVersion, step: int) -> None:
-        assert self._evaluator is not None
-        self._evaluator.start(version, step, self._unfinished or self._due(step))
+        assert self.evaluator is not None
+        self.evaluator.start(version, step, self._unfinished or self._due(step))
         self._unfinished = []
         self._newest = version
 
     def wait_for_newest(self, should_stop: Callable[[], bool]) -> None:
-        assert self._evaluator is not None
+        assert self.evaluator is not None
         assert self._newest is not None
-        self._evaluator.wait(self._newest, should_stop)
+        self.evaluator.wait(self._newest, should_stop)
 
     def wait_for_all(self, should_stop: Callable[[], bool]) -> None:
-        assert self._evaluator is not None
-        self._evaluator.wait_for_all(should_stop)
+        assert self.evaluator is not None
+        self.evaluator.wait_for_all(should_stop)
 
 
 class EvaluationLog:

@@ -145,7 +145,7 @@ class Collector:
         self._draining_since: float | None = None
         self._silent_s = silent_s
         self._reader = reader or PackReader(connections.blobs.get)
-        self._held: dict[int, Delivery[GroupScored]] = {}
+        self.held: dict[int, Delivery[GroupScored]] = {}  # until a checkpoint covers them
         self._dropped_at_last_batch: Counter[str] = Counter()
         self._changed = threading.Condition(groups.lock)
         self._failure: BaseException | None = None
@@ -242,14 +242,14 @@ class Collector:
 
     def settled(self) -> list[Delivery[GroupScored]]:
         with self._changed:
-            return [self._held[sequence] for sequence in self._groups.train.settled()]
+            return [self.held[sequence] for sequence in self._groups.train.settled()]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
         Delivery.ack_all(deliveries)
         with self._changed:
             self._groups.train.forget_messages(delivery.sequence for delivery in deliveries)
             for delivery in deliveries:
-                self._held.pop(delivery.sequence, None)
+                self.held.pop(delivery.sequence, None)
 
     # ── on the collector's own thread ─────────────────────────────────────────────────────────
 
@@ -278,7 +278,7 @@ class Collector:
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
         message = delivery.fact
         with self._changed:
-            self._held[delivery.sequence] = delivery
+            self.held[delivery.sequence] = delivery
             self._last_arrival = time.monotonic()
             wanted = self._batcher.receive(delivery.sequence, message.groups, message.pack)
             self._traced.arrived(delivery.traceparent, [scored.generated.group_id for scored in wanted])
@@ -295,7 +295,7 @@ class Collector:
             )
             reason = DropReason.QUARANTINED if isinstance(err, ReaderKilled) else DropReason.UNREADABLE
             with self._changed:
-                del self._held[delivery.sequence]
+                del self.held[delivery.sequence]
                 self._batcher.drop_unreadable(delivery.sequence, wanted, reason)
             delivery.dead_letter(type(err).__name__, str(err)).wait()
         else:

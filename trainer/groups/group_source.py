@@ -184,6 +184,7 @@ class StoredCollector:
         self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
         self._draining = False
         self.versions = VersionTree()
+        self.held: dict[int, Delivery[GroupScored]] = {}  # none: no messages are received
 
     def collect(
         self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0

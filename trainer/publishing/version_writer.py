@@ -147,7 +147,7 @@ class VersionWriter:
         """Store an object whose key is derived from its content, unless it is intact; a damaged one is not overwritten."""
         reference = BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
         try:
-            self._blobs.get(reference)
+            self._blobs.get(reference, is_expected=False)
         except BlobMissing:
             return self._blobs.put(key, data)
         except BlobCorrupt:

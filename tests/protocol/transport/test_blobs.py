@@ -19,7 +19,7 @@ from tests.servers import wait_for
 
 from penstock.deploy.processes.servers import HOST, S3Server
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from penstock.protocol.errors import BlobCorrupt, BlobLoginRefused, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.blobs import Blobs
@@ -193,14 +193,13 @@ def test_many_threads_share_one_client(blobs: Blobs, run_id: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"secret_key": "wrong"}, {"access_key": "nobody"}])
-def test_wrong_credentials_are_refused_at_once(s3_settings: S3Settings, wrong: dict[str, str]) -> None:
-    """A wrong key is not retried, and the text names key and settings."""
-    blobs = Blobs(s3_settings.model_copy(update=wrong))
+def test_wrong_credentials_are_refused_within_the_deadline(s3_settings: S3Settings, wrong: dict[str, str]) -> None:
+    blobs = Blobs(s3_settings.model_copy(update=wrong), deadline_s=0.3)
     who = wrong.get("access_key", "penstock")
-    with pytest.raises(BlobStoreRefused, match=rf"refused access key {who}.*check s3\.access_key and s3\.secret_key"):
+    with pytest.raises(BlobLoginRefused, match=rf"refused access key {who}.*check s3\.access_key and s3\.secret_key"):
         blobs.put("runs/x/y", b"data")
-    with pytest.raises(BlobStoreRefused, match=who):
-        blobs.check("x")
+    with pytest.raises(BlobLoginRefused, match=who):
+        blobs.check("x", deadline_s=0.3)
 
 
 def test_a_missing_bucket_is_named_with_its_remedy(s3_settings: S3Settings, blobs: Blobs, run_id: str) -> None:
@@ -353,10 +352,12 @@ def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> 
         Blobs(refusing.settings, deadline_s=0.5).put(f"runs/{run_id}/x", b"payload")
 
 
-def test_a_forbidden_write_is_refused_at_once(refusing: RefusingS3, run_id: str) -> None:
-    """403 is not retried: each client asks once, and the error names the key to check."""
-    blobs = Blobs(refusing.settings, deadline_s=30.0)
+def test_a_forbidden_write_is_tried_until_it_is_allowed(refusing: RefusingS3, run_id: str) -> None:
+    """A policy takes effect with a delay; one that never does is named with the key to check."""
     refusing.refusal = (403, "AccessDenied")
-    with pytest.raises(BlobStoreRefused, match=r"AccessDenied; check s3\.access_key"):
-        blobs.put(f"runs/{run_id}/x", b"payload")
-    assert refusing.num_refused <= 2
+    with pytest.raises(BlobLoginRefused, match=r"AccessDenied: no; check s3\.access_key"):
+        Blobs(refusing.settings, deadline_s=0.3).put(f"runs/{run_id}/x", b"payload")
+    allow = threading.Timer(0.5, setattr, (refusing, "refusal", None))
+    allow.start()
+    Blobs(refusing.settings, deadline_s=30.0).put(f"runs/{run_id}/x", b"payload")
+    allow.join()

@@ -10,7 +10,7 @@ import pytest
 from tests.servers import require_package
 
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.transport.s3_client import clock_skew
+from penstock.protocol.transport.s3_answers import clock_skew
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 TRY = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 from nats.js import api
 from nats.js.errors import APIError
 from tests import servers
+from tests.groups import make_task_issued
 
 from penstock.deploy.processes.servers import NatsServer
+from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, PenstockError, StorageFull
+from penstock.protocol.facts import TaskIssued
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.bus import Bus
@@ -78,6 +82,22 @@ def test_a_missing_stream_or_consumer_is_named(bus: Bus, run_id: str) -> None:
     with pytest.raises(MissingStream, match=rf"consumer reader of {run_id}.*penstock bootstrap"):
         bus.consumer_state(ConsumerSpec(run_id, "reader", f"{run_id}.>", 1.0, 1, run_id, "tasks")).wait()
     bus.delete_stream(run_id).wait()
+
+
+@pytest.mark.parametrize("what", ["consumer", "stream"])
+def test_a_message_of_a_deleted_consumer_or_stream_is_named_within_seconds(
+    bus: Bus, run_streams: str, what: str
+) -> None:
+    spec = streams.tasks_consumer(run_streams, "train")
+    inbox = bus.inbox(spec, TaskIssued).wait()
+    bus.publish(subjects.tasks(run_streams, "train"), make_task_issued(run_id=run_streams), msg_id="t").wait()
+    (held,) = inbox.fetch(1, 30.0).wait()
+    js, started = bus._connection.js, time.monotonic()
+    deleting = js.delete_consumer(spec.stream, spec.durable) if what == "consumer" else js.delete_stream(spec.stream)
+    bus._connection.call(deleting, "delete").wait()
+    with pytest.raises(MissingStream, match=rf"{spec.stream} has no consumer {spec.durable}; create it with"):
+        held.ack().wait()
+    assert time.monotonic() - started < 20.0
 
 
 def test_streams_with_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:

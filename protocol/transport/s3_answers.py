@@ -1,0 +1,157 @@
+"""What an answer of the object store means: the answers that are none of an S3 server's, wrong clocks, refusals and what to change."""
+
+from __future__ import annotations
+
+import re
+import threading
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+from urllib.parse import parse_qs, urlsplit
+
+import urllib3
+
+_MAX_CLOCK_SKEW = timedelta(minutes=15)  # of Signature Version 4
+_EXCERPT = 160  # characters of an answer in an error
+_ROOTS = {  # how the name of an answer in XML begins, by the parameter of its request; not every server adds "Result"
+    ("GET", "list-type"): "ListBucket",
+    ("POST", "delete"): "Delete",
+    ("POST", "uploads"): "InitiateMultipartUpload",
+    ("POST", "uploadId"): "CompleteMultipartUpload",
+}
+_CLOCK_SKEW_CODES = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"}
+_REGION_CODES = {
+    "AuthorizationHeaderMalformed",
+    "PermanentRedirect",
+    "IllegalLocationConstraintException",
+    "InvalidRegion",
+}
+_LOGIN_ADVICE = {
+    "InvalidAccessKeyId": "no such key: check s3.access_key and s3.secret_key",
+    "SignatureDoesNotMatch": "the secret key is another: check s3.access_key and s3.secret_key; or a proxy at s3.endpoint alters requests",
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidClientTokenId"),
+        "the session token has ended or is of other keys: have s3.session_token_file, s3.access_key_file and s3.secret_key_file "
+        "rewritten, or set s3.credentials = 'aws' on a machine with a role",
+    ),
+}
+_OTHER_LOGIN_ADVICE = "check s3.access_key and s3.secret_key, and the policy of that key: `python -P -m penstock.deploy.s3_policies ROLE` prints it"
+_EXPECTED_REGION = re.compile(r"(?:expecting|expected|use region) '?([a-z0-9-]{2,40})'?")
+Kind = Literal["retry", "refused"]
+
+
+class UnreadableAnswer(urllib3.exceptions.HTTPError):
+    """An answer that no S3 server gives: a page of a proxy, an empty or damaged body, a header that is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one attempt failed; ``refused``: the server did not accept the login, the region or the bucket of the settings."""
+
+    problem: str
+    kind: Kind = "retry"
+
+
+def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
+    """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
+
+    ``Date`` of the answer's ``headers`` is the server's time, ``now`` this machine's, with a time zone.
+    """
+    try:
+        theirs = parsedate_to_datetime(headers["Date"])
+    except (KeyError, ValueError):
+        return ""
+    theirs = theirs if theirs.tzinfo else theirs.replace(tzinfo=UTC)
+    apart = abs(now - theirs)
+    if apart <= _MAX_CLOCK_SKEW:
+        return ""
+    here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
+    return (
+        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
+        f"{_MAX_CLOCK_SKEW.total_seconds() / 60:.0f}: correct the clock that is wrong"
+    )
+
+
+def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, region: str, access_key: str) -> Failure:
+    """Return what an error in XML, or one without a body, means; ``message`` is the server's sentence, which is kept."""
+    said = f"{code}: {message}" if message else code
+    if code in _CLOCK_SKEW_CODES and (apart := clock_skew(headers, datetime.now(UTC))):
+        return Failure(f"{code}: {apart}")  # ends when the clock is corrected
+    theirs = headers.get("x-amz-bucket-region") or next(iter(_EXPECTED_REGION.findall(message)), "")
+    if code in _REGION_CODES or (theirs and theirs != region and status in {301, 400}):
+        wanted = f"set s3.region = {theirs!r}" if theirs else "set s3.region to that of the bucket"
+        return Failure(f"s3.region is {region!r}: {said}; {wanted}, and s3.endpoint to that region's", "refused")
+    if code in _LOGIN_ADVICE or status in {401, 403}:
+        advice = _LOGIN_ADVICE.get(code, _OTHER_LOGIN_ADVICE)
+        return Failure(f"refused access key {access_key or '(none)'}: {said}; {advice}", "refused")
+    if code == "InvalidBucketName":
+        return Failure(f"{said}; change s3.bucket", "refused")
+    return Failure(said)
+
+
+class AnswerPool(urllib3.PoolManager):
+    """The only way of requests to the store. Raises UnreadableAnswer for an answer that is no S3 server's.
+
+    XML errors of type ``text/xml`` are relabelled: the client does not read them as errors. ``answer`` is the last answer that
+    this thread got, in words, empty after `forget`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._of_thread = threading.local()
+
+    @property
+    def answer(self) -> str:
+        return getattr(self._of_thread, "answer", "")
+
+    def forget(self) -> None:
+        self._of_thread.answer = ""
+
+    def urlopen(self, method: str, url: str, **options: Any) -> Any:  # type: ignore[override]
+        response = super().urlopen(method, url, **options)
+        self._of_thread.answer = f"status {response.status}, {response.headers.get('content-type', 'no content type')}"
+        if options.get("preload_content", True):
+            self._of_thread.answer += f", {len(response.data)} bytes: {excerpt(response.data)}"
+        kind = response.headers.get("content-type", "").lower()
+        is_error = response.status >= 300
+        if kind.startswith(("text/html", "application/xhtml")):
+            problem = "a page in HTML"
+        elif is_error:
+            problem = ""
+            if kind.startswith("text/xml") or (kind.startswith("application/xml") and ";" in kind):
+                response.headers["content-type"] = "application/xml"
+        else:
+            problem = _missing(method, url, response)
+        if problem:
+            if not options.get("preload_content", True):
+                self._of_thread.answer += f": {excerpt(response.read(_EXCERPT))}"
+            response.close()
+            response.release_conn()
+            raise UnreadableAnswer(f"{problem} ({self.answer})")
+        return response
+
+
+def _missing(method: str, url: str, response: urllib3.BaseHTTPResponse) -> str:
+    """Return what a success lacks that every S3 server sends."""
+    path, query = urlsplit(url).path, parse_qs(urlsplit(url).query, keep_blank_values=True)
+    root = next((root for (verb, name), root in _ROOTS.items() if verb == method and name in query), None)
+    if root is not None:
+        try:
+            tag = ET.fromstring(response.data.decode()).tag.rpartition("}")[2]  # noqa: S314  as minio does after it
+        except (ET.ParseError, ValueError) as err:
+            return f"no XML: {err}"
+        return "" if tag.startswith(root) else f"<{tag[:40]}> in place of <{root}…>"
+    is_of_object = "/" in path.strip("/") and method in {"GET", "HEAD", "PUT"}
+    etag = response.headers.get("etag")
+    if is_of_object and (etag is None or (method == "PUT" and not etag.strip('"'))):
+        return "no ETag, which an S3 server sends with every object"
+    return "an empty answer" if is_of_object and method == "GET" and response.status == 204 else ""
+
+
+def excerpt(data: bytes | str | None) -> str:
+    """Return the beginning of an answer as printable text."""
+    text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data or ""
+    return ascii(text[:_EXCERPT])

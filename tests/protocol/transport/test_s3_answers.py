@@ -1,0 +1,306 @@
+"""Answers of the object store that are none of an S3 server's, and logins that end or turn, on a small real HTTP server."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.errors import BlobCorrupt, BlobDenied, BlobError, BlobLoginRefused, BlobStoreUnreachable
+from penstock.protocol.groups import BlobRef
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.s3_client import S3Requests
+
+DATA = b"a pack of groups"
+KEY = "runs/r/groups/x.parquet"
+REF = BlobRef(key=KEY, size_bytes=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
+ETAG = hashlib.md5(DATA, usedforsecurity=False).hexdigest()
+LIST = (
+    "<ListBucketResult><Name>penstock</Name><IsTruncated>false</IsTruncated><Contents><Key>k</Key><Size>1</Size>"
+    "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"
+)
+ERROR = "<Error><Code>{}</Code><Message>{}</Message></Error>"
+HTML = "<!DOCTYPE html><html><body>Sign in to the guest network</body></html>"
+Answer = tuple[int, str, bytes, dict[str, str]]  # status, content type, body, further headers
+
+
+def xml(body: str, status: int = 200, kind: str = "application/xml", **headers: str) -> Answer:
+    return status, kind, body.encode(), headers
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as ``wrong`` says, and as S3 does when that returns None."""
+
+    protocol_version = "HTTP/1.1"
+    wrong: Callable[[str, Answer, str], Answer | None]
+    num_requests = 0
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _serve(self) -> None:
+        type(self).num_requests += 1
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        right = self._right()
+        answer = type(self).wrong(
+            self.command, right, self.headers.get("Authorization", "") + self.headers.get("X-Amz-Security-Token", "")
+        )
+        status, kind, body, headers = answer or right
+        self.send_response(status)
+        for name, value in ({"Content-Type": kind, "Content-Length": str(len(body))} | headers).items():
+            if value:
+                self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _right(self) -> Answer:
+        etag = {"ETag": f'"{ETAG}"'}
+        if self.command == "POST":
+            bodies = {
+                "delete": "<DeleteResult/>",
+                "uploads": "<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>",
+            }
+            whole = "<CompleteMultipartUploadResult><ETag>x-2</ETag></CompleteMultipartUploadResult>"
+            return xml(next((body for name, body in bodies.items() if f"?{name}" in self.path), whole))
+        if self.command == "GET" and "list-type" in self.path:
+            return xml(LIST)
+        if self.command == "DELETE":
+            return 204, "", b"", {}
+        return 200, "application/octet-stream", DATA if self.command != "PUT" else b"", etag
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., S3Settings]]:
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(wrong: Callable[[str, Answer, str], Answer | None], **more: object) -> S3Settings:
+        handler = type("Wrong", (Handler,), {"wrong": staticmethod(wrong), "num_requests": 0})
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        servers[-1].daemon_threads = True
+        threading.Thread(target=servers[-1].serve_forever, args=(0.02,), daemon=True).start()
+        login = (
+            {}
+            if "credentials" in more or "access_key_file" in more
+            else {"access_key": "k", "secret_key": "secret-key"}
+        )
+        return S3Settings.model_validate({"endpoint": f"http://127.0.0.1:{servers[-1].server_port}", **login, **more})
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def operations(settings: S3Settings, folder: Path, deadline_s: float) -> dict[str, Callable[[], object]]:
+    blobs = Blobs(settings, deadline_s=deadline_s, run_id="r")
+    large = folder / "large"
+    large.write_bytes(bytes(6 << 20))  # two parts
+    requests = S3Requests(settings, None, deadline_s=deadline_s)
+    return {
+        "put": lambda: blobs.put(KEY, DATA),
+        "put_file": lambda: blobs.put_file(KEY, large),
+        "get": lambda: blobs.get(REF),
+        "get_unverified": lambda: blobs.get_unverified(KEY),
+        "get_file": lambda: requests.get_file(KEY, folder / "got"),
+        "size": lambda: requests.size_bytes(KEY),
+        "list": lambda: list(blobs.list("runs/r/")),
+        "delete": lambda: blobs.delete([KEY]),
+        "check": lambda: blobs.check("r", deadline_s=deadline_s),
+        "bucket": lambda: requests.bucket_exists(deadline_s=deadline_s),
+    }  # fmt: skip
+
+
+def flipped(body: bytes, chance: random.Random) -> bytes:
+    if not body:
+        return b"\xff"
+    place = chance.randrange(len(body))
+    return body[:place] + bytes([body[place] ^ (1 << chance.randrange(8))]) + body[place + 1 :]
+
+
+_chance = random.Random(7)
+UNREADABLE: dict[str, Callable[[Answer], Answer]] = {
+    "html": lambda _: xml(HTML, kind="text/html; charset=utf-8"),
+    "html with an error's status": lambda _: xml(HTML, 404, kind="text/html"),
+    "html as xml": lambda _: xml(HTML),
+    "html as a refusal in xml": lambda _: xml("<html/>", 403),
+    "empty": lambda _: (200, "application/xml", b"", {}),
+    "json": lambda _: (200, "application/json", b'{"error": "busy"}', {}),
+    "random bytes": lambda _: (200, "application/octet-stream", _chance.randbytes(50), {}),
+    "random bytes as an error": lambda _: (400, "application/xml", _chance.randbytes(50), {}),
+    "cut": lambda right: (right[0], right[1], right[2][: len(right[2]) // 2], {}),
+    "an error with status 200": lambda _: xml(ERROR.format("InternalError", "We encountered an internal error")),
+    "an unknown error": lambda _: xml(ERROR.format("QuiteNew", "of a later version"), 418),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", UNREADABLE)
+def test_an_answer_that_cannot_be_read_is_transient_for_every_operation(
+    serve: Callable[..., S3Settings], tmp_path: Path, fault: str
+) -> None:
+    """After one such answer each operation succeeds; if it stays, the error says operation, URL, deadline and what came."""
+    for name in operations(S3Settings(), tmp_path, 1.0):
+        left = [1]
+
+        def once(_: str, right: Answer, __: str, left: list[int] = left) -> Answer | None:
+            left[0] -= 1
+            return UNREADABLE[fault](right) if left[0] >= 0 else None
+
+        operations(serve(once), tmp_path, 20.0)[name]()
+        settings = serve(lambda _, right, __: UNREADABLE[fault](right))
+        error = failure_of(operations(settings, tmp_path, 0.2)[name])
+        if (
+            error is None
+        ):  # what such an answer cannot be told from; a bucket's HEAD has no body, and what is not verified has no size
+            assert name in {"bucket", "get_unverified", "get_file", "size"}, f"{name} takes it"
+        elif isinstance(error, BlobCorrupt):
+            assert name == "get"
+        else:
+            assert settings.endpoint in str(error), name
+            assert "within" in str(error) or "tried for" in str(error), name
+
+
+def failure_of(operation: Callable[[], object]) -> BlobError | None:
+    try:
+        operation()
+    except BlobError as err:
+        return err
+    return None
+
+
+def test_one_flipped_bit_in_any_answer_never_ends_in_an_internal_error(
+    serve: Callable[..., S3Settings], tmp_path: Path
+) -> None:
+    chance = random.Random(11)
+    settings = serve(
+        lambda _, right, __: (*right[:2], flipped(right[2], chance), right[3]) if chance.random() < 0.5 else None
+    )
+    calls = operations(settings, tmp_path, 3.0)
+    for number in range(24):
+        for name in ("list", "delete", "get", "put_file") if number % 8 == 0 else ("list", "delete", "get"):
+            assert not isinstance(failure_of(calls[name]), BlobLoginRefused)
+
+
+def test_a_put_is_stored_only_if_its_answer_names_the_object(serve: Callable[..., S3Settings]) -> None:
+    answers = [
+        None,
+        (200, "", b"", {}),
+        (204, "", b"", {}),
+        (200, "", b"", {"ETag": '""'}),
+        (200, "", b"", {"ETag": '"' + "0" * 32 + '"'}),
+    ]
+    settings = serve(lambda *_: answers.pop(0) if answers else None)
+    blobs = Blobs(settings, deadline_s=20.0)
+    blobs.put(KEY, DATA)
+    blobs.put(KEY, DATA)
+    assert not answers
+    opaque = serve(lambda *_: (200, "", b"", {"ETag": '"' + "0" * 32 + '"'}))  # as S3 Express has
+    Blobs(opaque, deadline_s=1.0).put(KEY, DATA)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "headers", "says"),
+    [
+        (400, "ExpiredToken", "The provided token has expired.", {}, "s3.session_token_file"),
+        (403, "InvalidAccessKeyId", "The key does not exist.", {}, "s3.access_key"),
+        (403, "SignatureDoesNotMatch", "Check your key.", {}, "s3.secret_key"),
+        (403, "AccessDenied", "Access Denied.", {}, "s3_policies"),
+        (403, "SomethingElse", "No.", {}, "s3.access_key"),
+        (400, "AuthorizationHeaderMalformed", "the region 'us-east-1' is wrong; expecting 'eu-central-1'", {}, "s3.region = 'eu-central-1'"),
+        (301, "PermanentRedirect", "use the specified endpoint", {"x-amz-bucket-region": "eu-west-3"}, "s3.region = 'eu-west-3'"),
+        (400, "InvalidBucketName", "The bucket is not valid.", {}, "s3.bucket"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_tried_again_and_named_with_the_setting_to_change(
+    serve: Callable[..., S3Settings], status: int, code: str, message: str, headers: dict[str, str], says: str
+) -> None:
+    refusal = xml(ERROR.format(code, message), status, **headers)
+    answers = [refusal] * 3
+    Blobs(serve(lambda *_: answers.pop() if answers else None), deadline_s=20.0).put(KEY, DATA)
+    blobs = Blobs(serve(lambda *_: refusal), deadline_s=0.2, run_id="r")
+    for operation in (lambda: blobs.put(KEY, DATA), lambda: blobs.get(REF), lambda: list(blobs.list("runs/r/"))):
+        with pytest.raises(BlobStoreUnreachable) as caught:
+            operation()
+        assert says in str(caught.value)
+        assert code in str(caught.value)
+        assert message in str(caught.value) or headers
+        assert isinstance(caught.value, BlobLoginRefused)
+
+
+def test_one_object_that_may_not_be_read_is_denied_and_the_login_is_not(serve: Callable[..., S3Settings]) -> None:
+    settings = serve(
+        lambda _, right, __: xml(ERROR.format("AccessDenied", "no"), 403) if right[2] != LIST.encode() else None
+    )
+    for key in (KEY, "elsewhere", "runs/other/x"):
+        with pytest.raises(BlobDenied, match="may not be read"):
+            Blobs(settings, deadline_s=0.2, run_id="r").get(REF.model_copy(update={"key": key}))
+    started = time.monotonic()
+    with pytest.raises(BlobDenied):  # as AWS says of a missing key that the login may not list
+        Blobs(settings, run_id="r").get(REF, is_expected=False)
+    assert time.monotonic() - started < 20.0
+
+
+def test_keys_of_files_are_read_again_when_they_are_refused(serve: Callable[..., S3Settings], tmp_path: Path) -> None:
+    names = ("access_key", "secret_key", "session_token")
+    for name in names:
+        (tmp_path / name).write_text(f"{name}-1\n")
+    present = ["1"]
+
+    def wrong(_: str, __: Answer, login: str) -> Answer | None:
+        is_new = f"access_key-{present[0]}/" in login and f"session_token-{present[0]}" in login
+        return None if is_new else xml(ERROR.format("ExpiredToken", "ended"), 400)
+
+    blobs = Blobs(serve(wrong, **{f"{name}_file": tmp_path / name for name in names}), deadline_s=20.0)
+    assert blobs.get(REF) == DATA
+    for turn in "234":
+        present[0] = turn
+
+        def rewrite(turn: str = turn) -> None:
+            for name in names:
+                (tmp_path / name).unlink()  # a moment without a file
+            for name in names:
+                (tmp_path / name).write_text(f"{name}-{turn}")
+
+        threading.Timer(0.2, rewrite).start()
+        assert blobs.get(REF) == DATA
+
+
+def test_the_login_of_the_machine_is_that_of_aws_tools(
+    serve: Callable[..., S3Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the environment, from the file of credentials that was rewritten, or by a web identity (IRSA)."""
+    logins: list[str] = []
+    sts = xml(
+        "<R><AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>web</AccessKeyId><SecretAccessKey>s</SecretAccessKey>"
+        "<SessionToken>t</SessionToken><Expiration>2036-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult></R>"
+    )
+    settings = serve(lambda _, __, login: logins.append(login), credentials="aws")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = filed\naws_secret_access_key = s\naws_session_token = t"
+    )
+    Blobs(settings).put(KEY, DATA)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "environ")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    Blobs(settings).put(KEY, DATA)
+    assert ["filed/" in logins[0], logins[0].endswith("t"), "environ/" in logins[1]] == [True, True, True]
+    with pytest.raises(ValueError, match="takes no access_key"):
+        S3Settings(credentials="aws", access_key="k")
+    # minio signs nothing for a web identity: the file's token is exchanged at the endpoint of STS
+    from minio.credentials import IamAwsProvider
+
+    (tmp_path / "token").write_text("jwt")
+    endpoint = serve(lambda *_: sts).endpoint
+    provider = IamAwsProvider(custom_endpoint=endpoint, token_file=str(tmp_path / "token"), role_arn="r")
+    assert provider.retrieve().access_key == "web"
