@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import signal
+from collections import UserDict
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,16 @@ from penstock.trainer.errors import MalformedData, UnsupportedModel
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}%s"
 
+BIG = "{% set b = 'A' * 8000000 %}"
+LAZY = BIG + "{{ range(100000)|map(attribute='x', default=b)|"
+IN_LAZY = (
+    "select('in', b~'c')|list", "reject('in', b)|list", "max", "min", "sort", "unique|list", "map('upper')|unique|list",
+    "map('list')|list", "batch(2)|map('join')|list", "slice(3)|map('join')|list", "map('replace', 'A', 'AA')|list",
+    "map('tojson')|join", "map('urlencode')|list", "map('title')|list", "map('reverse')|join", "map('indent', 3000)|list",
+    "map('center', 9000000)|list", "map('format')|list", "map('escape')|list", "map('wordcount')|sum", "map('lower')|list",
+)  # fmt: skip
+
+LIMIT = "uses more than"  # of memory or of CPU time: which of them is reached first depends on the machine
 REFUSED = {  # template -> part of the error
     # escapes from the sandbox
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "unsafe",
@@ -28,53 +43,81 @@ REFUSED = {  # template -> part of the error
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}": "unsafe",
     "{{ (raise_exception|attr('__globals__')).os }}": "unsafe",
     "{{ namespace().__class__.__base__.__subclasses__() }}": "unsafe",
-    "{{ messages[0].content.translate({104: 'x'}) }}": "unsafe",
     "{{ messages.append(1) }}": "unsafe",
     "{{ messages[0].update(role='x') }}": "unsafe",
     "{% import 'os' as os %}{{ os }}": "no loader",
     "{% include '/etc/passwd' %}": "no loader",
     "{% extends '/etc/passwd' %}": "no loader",
     "{% debug %}": "unknown tag",
+    # values that C code makes in one call, or out of what filters return lazily
+    "{{ range(300)|map(attribute='x', default='A'*8000000)|join|length }}": "MiB of memory",
+    **{f"{LAZY}{rest}|string|length }}}}": LIMIT for rest in IN_LAZY},
+    BIG + "{{ range(9999)|map(attribute='x', default=[b])|sum(start=[])|map('list')|list }}": LIMIT,
+    BIG + "{{ range(9999)|map(attribute='x', default={'a': b})|groupby('a')|length }}": LIMIT,
+    BIG + "{{ (b ~ b ~ b ~ b)|replace('', b) }}": LIMIT,
+    BIG + "{{ '%s' * 100 % ((b,) * 100) }}": LIMIT,
+    BIG + "{{ ('{0}' * 1000).format(b) }}": LIMIT,
+    BIG + "{{ b.translate({65: b}) }}": LIMIT,
+    BIG + "{{ b|list|map('list')|list|map('list')|list|length }}": LIMIT,
+    BIG + "{{ b|wordwrap(1)|wordwrap(1)|wordwrap(1)|wordwrap(1) }}": LIMIT,
+    BIG
+    + "{% set d = dict() %}{% for i in range(99999) %}{% set d = dict(d, **{i|string: b}) %}{{ b }}{% endfor %}": LIMIT,
+    BIG + "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + [b ~ i] %}{% endfor %}": LIMIT,
+    BIG + "{% set j = joiner(b) %}{% for i in range(999) %}{{ j() }}{% endfor %}": LIMIT,
+    BIG + "{% set c = cycler(b, b) %}{% for i in range(999) %}{{ c.next() }}{% endfor %}": LIMIT,
+    "{{ ('\t' * 8000000).expandtabs(8000000)|length }}": LIMIT,
+    "{{ ('http://a.b ' * 700000)|urlize }}": LIMIT,
+    "{{ ([[[0] * 999] * 999] * 999)|pprint|length }}": LIMIT,
+    "{{ ([[[0] * 999] * 999] * 999)|tojson(indent=9999) }}": LIMIT,
+    "{{ strftime_now('%c' * 9999999)|length }}": LIMIT,
+    "{{ (9 ** 9999999) // 7 ** 99999 }}": LIMIT,
+    "{% set x = range(99999)|list %}{{ range(99999)|select('in', x|reverse|list)|list|length }}": LIMIT,
+    "{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + DOUBLED % ("'a'", "m(n.x)", ""): LIMIT,
+    "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + "{% call m() %}" * 60
+    + "a"
+    + "{% endcall %}" * 60: LIMIT,
     # texts and lists without end
-    "{{ 'a' * 10**11 }}": "makes values",
-    "{{ (10**11) * 'a' }}": "makes values",
-    "{{ ([0] * 10**10)|length }}": "makes values",
-    "{{ 'a'|center(10**11) }}": "makes values",
-    "{{ 'a'.ljust(10**11) }}": "makes values",
-    "{{ 'a\nb'|indent(10**10) }}": "makes values",
-    "{{ [1]|tojson(indent=10**10) }}": "makes values",
-    "{{ [1]|tojson(indent=100) }}": "indent of 100",
-    "{{ '%99999999999d' % 1 }}": "format with a width",
-    "{{ '%*d' % (99999999999, 1) }}": "format with a width",
-    "{{ '%99999999999d'|format(1) }}": "format with a width",
-    "{{ '{:>99999999999}'.format(1) }}": "format with a width",
-    "{{ '{:>{}}'.format(1, 99999999999) }}": "format with a width",
-    "{{ '\t'.expandtabs(9000) }}": "unsafe",
-    "{{ strftime_now('%99999999999d') }}": "date format",
-    "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{{ a|replace('a', a) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{{ range(99999)|join(a) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{{ a.join(['x'] * 99999) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}": "makes values",
-    "{% set a = 'a' * 1000000 %}{% set b %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}": "makes values",
-    "{% macro m() %}{% for i in range(99) %}{{ 'a' * 1000000 }}{% endfor %}{% endmacro %}{{ m()|length }}": "makes values",
-    DOUBLED % ("'a'", "n.x + n.x", ""): "makes values",
-    DOUBLED % ("'a'", "n.x ~ n.x", ""): "makes values",
-    DOUBLED % ("'a'", "n.x.replace('a', 'aa')", ""): "makes values",
-    DOUBLED % ("[0]", "n.x + n.x", ""): "makes values",
-    DOUBLED % ("[0]", "[n.x, n.x]", "{{ n.x|tojson }}"): "makes values",
-    DOUBLED % ("[0]", "{'a': n.x, 'b': n.x}", "{{ n.x }}"): "makes values",
-    DOUBLED % ("2", "n.x * n.x", ""): "number of more than",
-    "{{ 9 ** 9999 }}": "number of more than",
+    **{
+        f"{{{{ {value} }}}}": LIMIT
+        for value in (
+            "'a' * 10**11",
+            "(10**11) * 'a'",
+            "([0] * 10**10)|length",
+            "'a'|center(10**11)",
+            "'a'.ljust(10**11)",
+            "'a\nb'|indent(10**10)",
+            "[1]|tojson(indent=10**10)",
+            "'%99999999999d' % 1",
+            "'%*d' % (99999999999, 1)",
+            "'%99999999999d'|format(1)",
+            "'{:>99999999999}'.format(1)",
+            "'{:>{}}'.format(1, 99999999999)",
+            "'a'.zfill(10**10)",
+            "('a',) * 9999999999",
+        )
+    },
+    "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{{ range(99999)|join(a) }}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{{ a.join(['x'] * 99999) }}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{% set b %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}": LIMIT,
+    "{{ 'a' * 9000000 }}": "9000000 characters, the limit is",
+    DOUBLED % ("'a'", "n.x ~ n.x", ""): LIMIT,
+    DOUBLED % ("'a'", "n.x.replace('a', 'aa')", ""): LIMIT,
+    DOUBLED % ("[0]", "n.x + n.x", ""): LIMIT,
+    DOUBLED % ("[0]", "[n.x, n.x]", "{{ n.x|tojson }}"): LIMIT,
+    DOUBLED % ("[0]", "{'a': n.x, 'b': n.x}", "{{ n.x }}"): LIMIT,
+    DOUBLED % ("2", "n.x * n.x", ""): LIMIT,
     # loops without end
-    "{% for i in range(10**9) %}{% endfor %}": "makes values",
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "CPU time",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}": "CPU time",
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}": LIMIT,
     "{% for x in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}": "RecursionError",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ lipsum(n=10**6) }}": "undefined",
-    "{{ ('http://a.b ' * 99999)|urlize }}": "No filter named",
     # errors of other kinds
+    "{{ 9 ** 9999 }}": "not valid Jinja",
     "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "not valid Jinja",
     "{% if 1 %}" * 500 + "{% endif %}" * 500: "not valid Jinja",
     "{{ 1 // 0 }}": "ZeroDivisionError",
@@ -89,12 +132,33 @@ REFUSED = {  # template -> part of the error
 @pytest.mark.parametrize("template", REFUSED, ids=lambda text: text[:60].encode("ascii", "replace").decode())
 def test_a_hostile_template_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Escapes, texts and loops without end, and errors of any kind end as one error that says why."""
-    if REFUSED[template] == "CPU time":
-        monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.05)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
     with pytest.raises(TemplateRefused) as caught:
         ChatTemplate(template).render(CHAT)
     assert REFUSED[template] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def process_of(template: str) -> int:
+    return chat_template._PROCESSES[template]._process.pid
+
+
+def test_the_kernel_limits_the_memory_of_the_process_that_renders() -> None:
+    ChatTemplate("limited").render(CHAT)
+    assert resource.prlimit(process_of("limited"), resource.RLIMIT_AS) == (chat_template.MAX_BYTES,) * 2
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
+    """A refusal would blame the template for what the machine did; also a fork renders with a process of its own."""
+    template = ChatTemplate("{{ messages[0].role }}")
+    os.kill(process_of("{{ messages[0].role }}"), signal.SIGKILL)
+    assert template.render(CHAT) == "user"
+    if (pid := os.fork()) == 0:
+        os._exit(0 if template.render(CHAT) == "user" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert template.render([UserDict(CHAT[0])]) == "user"
+    with pytest.raises(TemplateRefused, match="got datetime"):
+        template.render([{"role": datetime.now(UTC)}])
 
 
 @pytest.mark.parametrize(
