@@ -41,6 +41,7 @@ from penstock.console import connections
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import atomic_write
+from penstock.protocol.metrics.server import host_of
 
 TOKENS = "console-tokens"  # the default file, in the folder of runs
 BROWSER_S = 30 * 24 * 3600.0  # a browser asks for a new link after this long
@@ -301,11 +302,15 @@ class Gate:
         if len(scope["query_string"]) > MAX_QUERY_BYTES:
             got = str(len(scope["query_string"]))
             return Problem(414, "the query is too long", expected=f"<= {MAX_QUERY_BYTES} bytes", got=got)
+        if {"content-length", "transfer-encoding"} <= {*request.headers.keys()}:
+            return Problem(
+                400, "the request says twice where its body ends", fix="send Content-Length or Transfer-Encoding"
+            )
         for name in ("host", "authorization", "origin", "content-length"):
             if len(request.headers.getlist(name)) > 1:
                 return Problem(400, f"the header {name} is there twice", fix="send it once")
         host = request.headers.get("host", "")
-        if _name_of(host) not in self._hosts:  # a web page whose name resolves to this machine (DNS rebinding)
+        if host_of(host) not in self._hosts:  # a web page whose name resolves to this machine (DNS rebinding)
             return Problem(
                 403,
                 "the Host header names another machine",
@@ -355,8 +360,3 @@ def _is_same_origin(request: HTTPConnection) -> bool:
     if site is not None:
         return site == "same-origin"
     return request.headers.get("origin") == f"{request.url.scheme}://{request.headers.get('host', '')}"
-
-
-def _name_of(host: str) -> str:
-    host = host.lower()
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]

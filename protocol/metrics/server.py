@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import ipaddress
+import re
 import socket
 from collections.abc import Callable
 
@@ -129,5 +130,5 @@ def _message(
 
 
 def host_of(host: str) -> str:
-    host = host.lower()
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    match = re.fullmatch(r"(\[[0-9a-f:.]*\]|[^:\[\]]*)(:[0-9]*)?", host.lower())
+    return match[1] if match else host
