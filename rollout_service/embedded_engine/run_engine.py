@@ -54,7 +54,10 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     reader = _FolderReader(
         config, torch.device(settings.device), getattr(torch, settings.dtype), settings.max_lora_rank
     )
-    text, images = Text(settings.model_path), _image_reader(settings.model_path)
+    try:
+        text, images = Text(settings.model_path), _image_reader(settings.model_path)
+    except protocol_errors.UnsupportedModel as error:
+        raise UnsupportedModel(str(error)) from None
     weights = reader.weights(settings.model_path)
     server: _Server | None = None
 
@@ -161,10 +164,7 @@ class _Server(uvicorn.Server):
 
 
 def _image_reader(folder: Path) -> ImageReader:
-    try:
-        processor = read_processor(folder)
-    except protocol_errors.UnsupportedModel as error:
-        raise UnsupportedModel(str(error)) from None
+    processor = read_processor(folder)
     if processor is not None:
         admission.decoders()
     return ImageReader(processor)

@@ -44,6 +44,7 @@ from penstock.protocol.weights.layout import (
     shard_name,
     weights_digest,
 )
+from penstock.protocol.weights.manifest import SMALL_FILE
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
@@ -51,7 +52,6 @@ from penstock.trainer.errors import UnsupportedModel
 
 MAX_SHARD_BYTES = 1024**3
 _MAX_SMALL_FILE_BYTES = 64 * 1024**2
-_WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)|\.index\.json)$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -273,7 +273,7 @@ def write_small_files(
 
 
 def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:
-    """Return all files of a model folder except the weights and their index: config, tokenizer, templates.
+    """Return the files of a model folder besides its weights that a manifest may name: config, tokenizer, templates.
 
     ``config.json`` gets the ``dtype`` of the new weights, and what else has ``changed``. Raises UnsupportedModel for a link out of the folder: what it
     links to would be published.
@@ -283,7 +283,7 @@ def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | Non
         for path in sorted(model_folder.iterdir())
         if path.is_file()
         and _NAME.fullmatch(path.name)
-        and not _WEIGHTS.fullmatch(path.name)
+        and SMALL_FILE.fullmatch(path.name)
         and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
         and _is_own(path)
     }

@@ -1,26 +1,18 @@
-"""Chat templates and tokenizers from strangers: nothing is executed, nothing runs or grows without end, all errors are ours."""
+"""Chat templates from strangers: nothing is executed, nothing runs or grows without end, all errors are ours."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import shutil
 import signal
 from collections import UserDict
-from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import chat_template
 from penstock.protocol.chat_template import ChatTemplate
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import TemplateRefused
-from penstock.trainer.errors import MalformedData, UnsupportedModel
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}%s"
@@ -178,114 +170,3 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
 def test_a_usual_template_is_unchanged_by_the_limits(template: str, expected: str) -> None:
     """Loops, formats, filters, macros and namespaces give what Jinja gives."""
     assert ChatTemplate(template).render(CHAT) == expected
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
-def edited(name: str, **values: object) -> Callable[[Path], object]:
-    """Set keys of a JSON file."""
-
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(content | values))
-
-    return edit
-
-
-def written(name: str, data: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def added_token(token_id: int) -> Callable[[Path], object]:
-    token = {"id": token_id, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False, "special": True}  # fmt: skip
-
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / "tokenizer.json").read_text())
-        content["added_tokens"].append(token)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-
-    return edit
-
-
-def _named_templates(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
-    edited("tokenizer_config.json", chat_template=[{"a": 1}, 7])(folder)
-
-
-REPLACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhhhhhhh"}
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        pytest.param(edited("tokenizer_config.json", eos_token=["a"]), "eos_token: expected a text", id="list as token"),
-        pytest.param(edited("tokenizer_config.json", eos_token={"x": 1}), "eos_token: expected a text", id="no content"),
-        pytest.param(edited("generation_config.json", eos_token_id="2"), "expected a token id", id="end as text"),
-        pytest.param(edited("generation_config.json", eos_token_id=-1), "expected a token id", id="negative end"),
-        pytest.param(edited("generation_config.json", eos_token_id=10**30), "expected a token id", id="huge end"),
-        pytest.param(edited("generation_config.json", eos_token_id=[1, None]), "expected a token id", id="end of none"),
-        pytest.param(written("generation_config.json", b"[1]"), "expected a JSON object", id="list as configuration"),
-        pytest.param(written("tokenizer_config.json", b"[" * 100_000), "not JSON", id="nested configuration"),
-        pytest.param(written("tokenizer_config.json", b'{"a": "\xff"}'), "not JSON", id="no UTF-8"),
-        pytest.param(written("chat_template.jinja", b"\xff\xfe"), "not UTF-8 text", id="template is no UTF-8"),
-        pytest.param(_named_templates, "no chat template", id="named templates without names"),
-        pytest.param(written("tokenizer.json", b"\0" * 100), "not a tokenizer", id="NUL"),
-        pytest.param(written("tokenizer.json", b"[" * 100_000), "not a tokenizer", id="nested tokenizer"),
-        pytest.param(added_token(-5), "not a tokenizer", id="negative token id"),
-        pytest.param(added_token(2**40), "not a tokenizer", id="huge token id"),
-        pytest.param(edited("config.json", vocab_size=1), "would never end", id="vocabulary without the end token"),
-        pytest.param(edited("config.json", vocab_size=-3), "expected a positive number", id="negative vocabulary"),
-        pytest.param(edited("config.json", vocab_size=10**30), "expected a positive number", id="huge vocabulary"),
-        pytest.param(
-            edited("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [REPLACE] * 9}),
-            "normalizer makes texts up to", id="growing normalizer",
-        ),
-        pytest.param(edited("tokenizer.json", decoder=REPLACE | {"content": "x" * 99}), "decoder makes", id="decoder"),
-    ],
-)  # fmt: skip
-def test_a_hostile_tokenizer_folder_is_refused(
-    model: Path, tmp_path: Path, change: Callable[[Path], object], expected: str
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    change(folder)
-    with pytest.raises(UnsupportedModel, match=expected):
-        ChatTokenizer.read(folder)
-
-
-def test_code_that_a_tokenizer_names_is_not_loaded(model: Path, tmp_path: Path) -> None:
-    """auto_map and Python files are ignored: the files of `tokenizers` are read, and nothing else."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
-    edited("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tok", None]}, tokenizer_class="Tok")(folder)
-    ChatTokenizer.read(folder)
-    assert not (tmp_path / "mark").exists()
-
-
-def test_a_token_beyond_the_vocabulary_is_refused_where_a_text_has_it(model: Path, tmp_path: Path) -> None:
-    """Published models have such tokens; a prompt that uses one would be an index error on the engine."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    added_token(1000)(folder)
-    tokenizer = ChatTokenizer.read(folder)
-    assert tokenizer.encode("1")
-    for encode in (lambda: tokenizer.encode("1<x>"), lambda: tokenizer.encode_many(["1", "<x>"])):
-        with pytest.raises(MalformedData, match=r"token '<x>' has id \d+, and the model's vocabulary is \d+"):
-            encode()
-
-
-def test_a_pattern_that_backtracks_without_end_is_an_error(model: Path, tmp_path: Path) -> None:
-    """The Rust library gives up by a panic, which is no `Exception`."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    edited("tokenizer.json", normalizer={"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"})(folder)
-    tokenizer = ChatTokenizer.read(folder)
-    with pytest.raises(MalformedData, match="tokenizer fails"):
-        tokenizer.encode("a" * 40 + "!")
