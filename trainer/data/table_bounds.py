@@ -141,7 +141,9 @@ def row_bytes(array: pa.Array | pa.ChunkedArray) -> int:
         return row_bytes(array.storage)
     if isinstance(array, pa.DictionaryArray):
         lengths = pc.call_function("binary_length", [array.dictionary]) if _is_text(array.dictionary.type) else None
-        texts = 8 * len(array) if lengths is None else pc.call_function("sum", [lengths.take(array.indices)]).as_py() or 0
+        texts = (
+            8 * len(array) if lengths is None else pc.call_function("sum", [lengths.take(array.indices)]).as_py() or 0
+        )
         return texts + array.indices.nbytes
     if isinstance(array, pa.StructArray):
         return sum(map(row_bytes, array.flatten()))

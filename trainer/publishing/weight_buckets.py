@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.protocol.files import atomic_write
+from penstock.protocol.files import atomic_write, target_outside
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
@@ -295,9 +295,7 @@ def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | Non
 
 
 def _is_own(path: Path) -> bool:
-    target, folder = path.resolve(), path.parent.resolve()
-    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    if target.is_relative_to(folder) or target.is_relative_to(blobs):
+    if (target := target_outside(path, path.parent)) is None:
         return True
     raise UnsupportedModel(
         f"{path} links to {target}, outside of the model folder, and would be published with the model; copy the file there, "
