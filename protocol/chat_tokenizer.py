@@ -24,14 +24,13 @@ from penstock.protocol.call_arguments import ArgumentsForm, arguments_form, with
 from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from penstock.protocol.control_tokens import ControlTokens
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
+from penstock.protocol.tokenizer_file import load_tokenizer
 
 Message = Mapping[str, Any]
 _T = TypeVar("_T")
 
 _MAX_CONFIG_BYTES = 64 * 1024**2
-_MAX_TOKENIZER_BYTES = 256 * 1024**2  # the largest published ones have about 35 MB
 _MAX_TOKEN_IDS = 2**31
-_MAX_GROWTH = 64
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -76,18 +75,9 @@ class ChatTokenizer:
             raise UnsupportedModel(
                 f"{path}: missing; save the model's tokenizer with `save_pretrained` of transformers, which writes it"
             )
-        if path.stat().st_size > _MAX_TOKENIZER_BYTES:
-            raise UnsupportedModel(f"{path}: {path.stat().st_size} bytes, the limit is {_MAX_TOKENIZER_BYTES}")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as err:  # noqa: BLE001 - the Rust library raises plain Exception
-            raise UnsupportedModel(f"{path}: not a tokenizer ({err}); save it again with transformers") from None
-        for part in ("normalizer", "decoder"):
-            _check_growth(part, getattr(tokenizer, part), path)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(config, folder)
+        tokenizer = load_tokenizer(path)
+        config = read_json(folder / "tokenizer_config.json")
+        special_tokens = special_tokens_of(config, folder)
         template = _template(folder, config, arguments or {}, needs_template=needs_template)
         vocabulary = _vocabulary(folder)
         eos_ids = _eos_ids(folder, tokenizer, special_tokens.get("eos_token"), vocabulary)
@@ -256,7 +246,8 @@ def _refusing_panics() -> Iterator[None]:
         raise MalformedData(f"the model's tokenizer fails ({str(err)[:200]}); use another tokenizer or text") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, or an empty one without the file; raises UnsupportedModel."""
     if not path.is_file():
         return {}
     if path.stat().st_size > _MAX_CONFIG_BYTES:
@@ -272,7 +263,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def special_tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Return the texts of the special tokens by name; raises UnsupportedModel for one that is no text."""
     texts = {}
     for name in _SPECIAL_TOKENS:
         token = config.get(name)
@@ -286,7 +278,8 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return texts
 
 
-def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
+def template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the text of a folder's chat template; None if it has none. Raises UnsupportedModel."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         if path.stat().st_size > 4 * MAX_TEMPLATE_CHARS:
@@ -305,7 +298,7 @@ def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _template(
     folder: Path, config: Mapping[str, Any], arguments: Mapping[str, Any], *, needs_template: bool
 ) -> ChatTemplate | None:
-    text = _template_text(folder, config)
+    text = template_text(folder, config)
     if text is None and needs_template:
         raise UnsupportedModel(
             f"{folder}: no chat template; add chat_template.jinja, or use the folder of the instruction-tuned model; "
@@ -328,7 +321,7 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabula
     if eos_id is not None:
         token_ids.append(eos_id)
     for name in ("generation_config.json", "config.json"):
-        declared = _read_json(folder / name).get("eos_token_id")
+        declared = read_json(folder / name).get("eos_token_id")
         if declared is not None:
             listed = declared if isinstance(declared, list) else [declared]
             if not all(type(token) is int and 0 <= token < _MAX_TOKEN_IDS for token in listed):
@@ -352,7 +345,7 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabula
 
 def _vocabulary(folder: Path) -> int | None:
     """Return the number of token ids that the model has embeddings for; None if its configuration does not say."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     text_config = config.get("text_config")
     size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
     if size is not None and (type(size) is not int or not 0 < size < _MAX_TOKEN_IDS):
@@ -364,23 +357,9 @@ def _vocabulary(folder: Path) -> int | None:
 
 def model_context_tokens(folder: Path) -> int | None:
     """Return how many tokens a prompt and its completion may have; None if the configuration does not say."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, dict) else {}
     names = ("max_position_embeddings", "n_positions")
     size = next((part[name] for part in (config, inner) for name in names if name in part), None)
     return size if type(size) is int and size > 0 else None
-
-
-def _check_growth(part: str, component: Any, path: Path) -> None:
-    """Refuse a normalizer or decoder that makes a text more than `_MAX_GROWTH` times as long: it would use all memory."""
-    if component is None:
-        return
-    growth, remaining = 1, [json.loads(component.__getstate__())]
-    while remaining:
-        node = remaining.pop()
-        remaining += node.get("normalizers") or node.get("decoders") or []
-        if node.get("type") == "Replace":
-            growth *= 1 + len(node.get("content", ""))
-    if growth > _MAX_GROWTH:
-        raise UnsupportedModel(f"{path}: its {part} makes texts up to {growth} times as long; use another tokenizer")

@@ -96,6 +96,13 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         os.close(descriptor)
 
 
+def target_outside(path: Path, folder: Path) -> Path | None:
+    """Return what a path below a folder leads to where that is outside of the folder, and of the blobs of a Hugging Face cache; else None."""
+    target, inside = path.resolve(), folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
+    return None if target.is_relative_to(inside) or target.is_relative_to(blobs) else target
+
+
 def links_below(folder: Path) -> list[Path]:
     """Return every symbolic link below a folder and the folder if it is one, and every file that is neither regular nor a folder."""
     links = [folder] if folder.is_symlink() else []

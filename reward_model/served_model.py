@@ -17,7 +17,11 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.chat_template import ChatTemplate
+from penstock.protocol.chat_tokenizer import read_json, special_tokens_of, template_text
+from penstock.protocol.errors import ConfigError, TemplateRefused, UnsupportedModel
+from penstock.protocol.model_folder import check_folder
+from penstock.protocol.tokenizer_file import check_tokenizer
 from penstock.reward_model.commands import ModelOptions
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 
@@ -105,10 +109,20 @@ class Classifier:
     ) -> None:
         """Load a model; ``max_length`` in tokens, None for the model's limit. Raises ConfigError naming the problem."""
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            check_folder(folder)
+            check_tokenizer(folder / "tokenizer.json")
+            config = read_json(folder / "tokenizer_config.json")
+            self._special_tokens = special_tokens_of(config, folder)
+            text = template_text(folder, config)
+            self._template = None if text is None else ChatTemplate(text)
+            # Without trust_remote_code=False, transformers asks on a terminal whether to run the folder's code.
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder, local_files_only=True, dtype=getattr(torch, dtype), output_loading_info=True
-            )
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=getattr(torch, dtype),
+                output_loading_info=True,
+            )  # fmt: skip
+        except (UnsupportedModel, TemplateRefused) as err:
+            raise ConfigError(f"{folder}: {err}") from None
         except (OSError, ValueError, KeyError) as err:
             raise ConfigError(f"{folder}: cannot be loaded as a sequence classifier: {err}") from None
         if missing := sorted(report["missing_keys"]):
@@ -118,10 +132,9 @@ class Classifier:
             )
         self._model: Any = model.to(device).eval()
         self._device = device
-        config: Any = model.config
-        self._label = _checked_label(folder, int(config.num_labels), label)
+        self._label = _checked_label(folder, int(model.config.num_labels), label)
         self._pad, self._pad_is_free = _padding(self._tokenizer)
-        limit = min(int(getattr(config, "max_position_embeddings", None) or _MAX_CONTEXT), _MAX_CONTEXT)
+        limit = min(int(getattr(model.config, "max_position_embeddings", None) or _MAX_CONTEXT), _MAX_CONTEXT)
         if max_length is not None and max_length > limit:
             raise ConfigError(f"--max-length {max_length} is beyond the model's own limit of {limit} tokens")
         self.max_length = max_length or limit
@@ -129,10 +142,17 @@ class Classifier:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return self._template is not None
 
     def render(self, messages: Messages) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False)
+        """Return the text of a chat; raises Unusable if the template refuses it."""
+        assert self._template is not None
+        try:
+            return self._template.render(
+                messages, tools=None, documents=None, add_generation_prompt=False, **self._special_tokens
+            )
+        except TemplateRefused as err:
+            raise Unusable(f"the model's chat template refuses the chat: {err}") from None
 
     def score(self, texts: Sequence[str], *, special_tokens: bool) -> list[Scored]:
         """Return a number for every text, in order.

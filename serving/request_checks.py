@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +24,7 @@ from penstock.protocol.metrics.server import host_of
 from penstock.serving import signature, strict_json
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_HOST_FIX = "without --secret-file the Host header must be localhost, 127.0.0.1 or that of --url"
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
 _MAX_HEAD_BYTES = 32 * 1024
 _DISCARD_BYTES = 64 * 1024 * 1024  # read beyond the limit; the client of a longer body may see a reset connection
@@ -56,19 +59,45 @@ def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: st
     return None
 
 
+def page_problem(request: HTTPConnection, *, is_signed: bool) -> tuple[int, str] | None:
+    """Return status and reason for what the page of another site makes a browser send, or could; else None.
+
+    A browser asks the server first before a page may send JSON elsewhere; other bodies, also those without a type, it sends at once.
+    """
+    headers = request.headers
+    origin = headers.get("origin")
+    is_elsewhere = origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+    if is_elsewhere or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return 403, "the request is that of a web page of another site; send it from a program"
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if (
+        not is_signed
+        and has_body
+        and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
+    ):
+        return 415, "the body is not JSON; send Content-Type: application/json"
+    return None
+
+
 class HeadCheck:
     """ASGI middleware that refuses requests by their headers alone: nothing of a body is read before."""
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str] | None, answer: Refuse = refuse) -> None:
+    def __init__(
+        self, app: ASGIApp, hosts: Iterable[str] | None, answer: Refuse = refuse, fix: str = _HOST_FIX
+    ) -> None:
         """``hosts``: which a Host header may name besides those of the loopback; None: any."""
-        self._app, self._answer = app, answer
+        self._app, self._answer, self._fix = app, answer, fix
         self._hosts = None if hosts is None else LOOPBACK_NAMES | {*hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = None
         if scope["type"] == "http":
-            fix = "without --secret-file the Host header must be localhost, 127.0.0.1 or that of --url"
-            problem = head_problem(scope) or name_problem(HTTPConnection(scope), self._hosts, fix)
+            request = HTTPConnection(scope)
+            problem = (
+                head_problem(scope)
+                or name_problem(request, self._hosts, self._fix)
+                or page_problem(request, is_signed=self._hosts is None)
+            )
         await (self._app if problem is None else self._answer(*problem))(scope, receive, send)
 
 
@@ -241,8 +270,15 @@ def guard(
             return _strict(super().get_route_handler(), check, max_depth)
 
     app.router.route_class = CheckedRoute
+    guard_heads(app, max_bytes=max_bytes, hosts=hosts, answer=answer)
+
+
+def guard_heads(
+    app: Starlette, *, max_bytes: int, hosts: Iterable[str] | None, answer: Refuse = refuse, fix: str = _HOST_FIX
+) -> None:
+    """Add the checks of headers and of the body's length; the arguments are those of `guard` and `HeadCheck`."""
     app.add_middleware(BodyLimit, max_bytes=max_bytes, max_total_bytes=8 * max_bytes, answer=answer)
-    app.add_middleware(HeadCheck, hosts=hosts, answer=answer)  # the last one is the first that sees a request
+    app.add_middleware(HeadCheck, hosts=hosts, answer=answer, fix=fix)  # the last one is the first that sees a request
 
 
 async def check_signature(secrets: Sequence[str], request: Request) -> str:

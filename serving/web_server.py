@@ -5,7 +5,7 @@ The socket is bound first, so that the number for port 0 is known.
 A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred of them keep
 everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at `MIN_BYTES_PER_S` or faster; one that
 does not arrive in time is answered 408 and its connection is closed. Above the limit of connections the one that waits longest for
-its client is closed, so that connections that send nothing keep nobody out.
+its client is closed, so that connections that send nothing keep nobody out; another machine has three quarters of the limit at most.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ctypes
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -167,21 +168,9 @@ async def serving(
         backlog: How many connections are accepted at once; their requests are read afterwards.
         options: Further options of `uvicorn.Config`.
     """
-    config = _Config(
-        app,  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
-        http=_BoundedProtocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=backlog,
-        lifespan="off",
-        timeout_keep_alive=idle_s,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-        **options,
+    server = _Server(
+        config_of(app, idle_s=idle_s, max_connections=max_connections, backlog=backlog, lifespan="off", **options)
     )
-    config.max_connections = MAX_CONNECTIONS if max_connections is None else max_connections
-    server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         yield running
@@ -190,8 +179,30 @@ async def serving(
         await running
 
 
+def config_of(
+    app: object, *, idle_s: int = _IDLE_S, max_connections: int | None = None, backlog: int = _BACKLOG, **options: Any
+) -> uvicorn.Config:
+    """Return the configuration of every server of Penstock; the arguments are those of `serving`."""
+    config = _Config(
+        app,  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
+        http=_BoundedProtocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=backlog,
+        timeout_keep_alive=idle_s,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        **options,
+    )
+    config.max_connections = MAX_CONNECTIONS if max_connections is None else max_connections
+    config.num_of_client = Counter()
+    return config
+
+
 class _Config(uvicorn.Config):
     max_connections: int
+    num_of_client: Counter[str]  # connections, by address
 
 
 class _Server(uvicorn.Server):
@@ -207,12 +218,13 @@ class _BoundedProtocol(H11Protocol):
         super().__init__(*arguments, **more)
         self.clock = RequestClock(self.loop.time())
         self._idle_s = max(0, self.config.timeout_keep_alive - _IDLE_S)
-        self._max_connections = self.config.max_connections  # pyright: ignore[reportAttributeAccessIssue]  (`_Config`)
+        self._limits: _Config = self.config  # pyright: ignore[reportAttributeAccessIssue]
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections and not self._make_room():
+        self._limits.num_of_client[self._address] += 1
+        if self._is_crowded() and not self._make_room():
             self._end(_FULL, "all connections of this service are in use; try again")
             return
         self._watch()
@@ -233,7 +245,19 @@ class _BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._limits.num_of_client[self._address] -= 1
         super().connection_lost(exc)
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _has_too_many(self) -> bool:
+        limit = 3 * self._limits.max_connections // 4
+        return self._limits.num_of_client[self._address] > limit and not tls.is_loopback(self._address)
+
+    def _is_crowded(self) -> bool:
+        return len(self.connections) > self._limits.max_connections or self._has_too_many()
 
     @property
     def has_request(self) -> bool:
@@ -251,11 +275,14 @@ class _BoundedProtocol(H11Protocol):
             self._watch()
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for its client; False when all are worked on."""
+        """Close the connection that has waited longest for its client, of one with too many its own; False when all are worked on."""
+        of_client = self._address if self._has_too_many() else None
         others = [
             connection
             for connection in self.connections
-            if isinstance(connection, _BoundedProtocol) and connection is not self
+            if isinstance(connection, _BoundedProtocol)
+            and connection is not self
+            and of_client in (None, connection._address)
         ]
         waiting = [connection for connection in others if not connection.has_request]
         if not waiting:

@@ -1,6 +1,6 @@
 """`penstock console`: serve the API and the page, and print the link that opens the page in a browser.
 
-The only file that imports uvicorn. uvicorn never finishes a graceful stop while an event stream is open, so the streams are
+uvicorn never finishes a graceful stop while an event stream is open, so the streams are
 ended first (`WebContext.closing`).
 """
 
@@ -24,9 +24,9 @@ from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import logs
 from penstock.protocol.transport import tls
+from penstock.serving.web_server import config_of
 
 PORT = 8800
-_GRACE_S = 2
 _MAX_CONNECTIONS = 256
 _BACKLOG = 128
 
@@ -67,16 +67,7 @@ def server_for(context: WebContext, hosts: Sequence[str], *, listens_on: str = "
     Raises ConfigError for a certificate that cannot be used, where it ``listens_on`` more than the loopback.
     """
     return _Server(
-        uvicorn.Config(
-            create_app(context, hosts=hosts),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=_MAX_CONNECTIONS,
-            timeout_graceful_shutdown=_GRACE_S,
-            **tls.server_options(listens_on),
-        )
+        config_of(create_app(context, hosts=hosts), max_connections=_MAX_CONNECTIONS, **tls.server_options(listens_on))
     )
 
 

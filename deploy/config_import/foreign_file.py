@@ -31,6 +31,8 @@ UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-6 as a text
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MAX_ROUNDS = 20  # references to references
+_MAX_VALUES = 100_000  # of a YAML file, those of an alias counted at each use
+_MAX_CHARS = 1024**2  # that variables and references become
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
@@ -104,9 +106,29 @@ def read_json(name: str, text: str) -> Found:
 def read_yaml(name: str, text: str) -> Found:
     """Read a YAML mapping with the safe loader, which builds plain values only; raises ConfigError."""
     try:
-        return _flat(name, yaml.safe_load(text))
+        return _flat(name, _loaded(text))
     except (yaml.YAMLError, RecursionError, ValueError) as err:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(err).split())}") from None
+
+
+def _loaded(text: str) -> Any:
+    """Return what a YAML text holds; raises ValueError where aliases repeat more than `_MAX_VALUES` values, or one holds itself."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None and _expanded(node, {}) > _MAX_VALUES:
+            raise ValueError(f"its aliases repeat more than {_MAX_VALUES} values")
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
+    if id(node) not in sizes:
+        sizes[id(node)] = _MAX_VALUES + 1  # while it is counted: what holds itself has no end
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        sizes[id(node)] = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_expanded(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def _flat(name: str, content: Any) -> Found:
@@ -115,20 +137,35 @@ def _flat(name: str, content: Any) -> Found:
     foreign_config = Found()
     for path, value in leaves(content):
         foreign_config.add(".".join(map(str, path)), value)
-    raw = dict(foreign_config.values)
-    for key, value in raw.items():
-        foreign_config.values[key] = _resolved(value, key, raw)
+    raw, budget = dict(foreign_config.values), _Budget()
+    try:
+        foreign_config.values.update({key: _resolved(value, key, raw, budget) for key, value in raw.items()})
+    except ValueError as err:
+        raise ConfigError(f"{name}: {err}") from None
     return foreign_config
 
 
-def _resolved(value: Any, key: str, values: dict[str, Any]) -> Any:
+class _Budget:
+    """The characters that variables and references of a file may still become."""
+
+    _left = _MAX_CHARS
+
+    def take(self, text: str, times: int = 1) -> str:
+        self._left -= len(text) * times
+        if self._left < 0:
+            raise ValueError(f"its variables become more than {_MAX_CHARS} characters")
+        return text
+
+
+def _resolved(value: Any, key: str, values: dict[str, Any], budget: _Budget) -> Any:
     if isinstance(value, list):
-        return [_resolved(item, key, values) for item in value]
+        return [_resolved(item, key, values, budget) for item in value]
     for _ in range(_MAX_ROUNDS):
         if not isinstance(value, str) or not (reference := _REFERENCE.search(value)):
             break
         inner = _looked_up(reference[1].strip(), key, values)
-        value = inner if reference[0] == value else value.replace(reference[0], str(inner))
+        text = budget.take(str(inner), value.count(reference[0]))
+        value = inner if reference[0] == value else value.replace(reference[0], text)
     if isinstance(value, str) and _EXPONENT.fullmatch(value):
         return float(value)
     return value
@@ -150,10 +187,11 @@ def read_shell(name: str, text: str) -> Found:
     foreign_config = Found()
     variables: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
+    budget = _Budget()
     for number, statement in _statements(text):
         try:
-            _read(statement, foreign_config, variables, arrays)
-        except ValueError as err:  # shlex: no closing quotation
+            _read(statement, foreign_config, variables, arrays, budget)
+        except ValueError as err:  # shlex: no closing quotation; or the budget
             raise ConfigError(f"{name}:{number}: not a readable shell command: {err}") from None
     if not foreign_config.commands:  # a file of variables, as wrappers source it
         for key, value in variables.items():
@@ -182,14 +220,16 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
             yield first, statement.strip()
 
 
-def _read(statement: str, foreign_config: Found, variables: dict[str, str], arrays: dict[str, list[str]]) -> None:
+def _read(
+    statement: str, foreign_config: Found, variables: dict[str, str], arrays: dict[str, list[str]], budget: _Budget
+) -> None:
     assignment = _ASSIGNMENT.match(statement)
     if assignment and statement[assignment.end() :].startswith("("):
         inner = statement[assignment.end() + 1 :].rstrip().removesuffix(")")
-        words = _words(inner, variables, arrays)
+        words = _words(inner, variables, arrays, budget)
         arrays[assignment[1]] = (arrays.get(assignment[1], []) if assignment[2] else []) + words
         return
-    words = _words(statement.split(" << ", maxsplit=1)[0].split(" <<'", maxsplit=1)[0], variables, arrays)
+    words = _words(statement.split(" << ", maxsplit=1)[0].split(" <<'", maxsplit=1)[0], variables, arrays, budget)
     while words and (match := _ASSIGNMENT.fullmatch(words[0].partition("=")[0] + "=")) and "=" in words[0]:
         variables[match[1]] = words.pop(0).partition("=")[2]
     if words and words[0] in ("export", "declare", "readonly", "local"):
@@ -247,16 +287,16 @@ def _parsed(text: str) -> object:
     return value
 
 
-def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
+def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]], budget: _Budget) -> list[str]:
     text = _SUM.sub(lambda one: _computed(one[1], variables), _with_literals(text))
     text = _COMMAND.sub(lambda one: marked("$(...)"), text)
     words: list[str] = []
     for word in shlex.split(text, comments=True):
         whole = _VARIABLE.fullmatch(word)
         if whole and whole[1] in arrays:
-            words += arrays[whole[1]]
+            words += [budget.take(item + " ")[:-1] for item in arrays[whole[1]]]
         elif not (whole and whole[5]):  # "$@": what the script itself is given
-            words.append(_substituted(word, variables).replace(_LITERAL, "$"))
+            words.append(_substituted(word, variables, budget).replace(_LITERAL, "$"))
     return words
 
 
@@ -272,11 +312,11 @@ def _with_literals(text: str) -> str:
     return "".join(out)
 
 
-def _substituted(word: str, variables: dict[str, str]) -> str:
+def _substituted(word: str, variables: dict[str, str], budget: _Budget) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[4] or match[5]
         if name in variables:
-            return variables[name]
+            return budget.take(variables[name])
         return marked(name) if match[3] is None else match[3]
 
     for _ in range(8):  # a default may name another variable

@@ -47,7 +47,7 @@ class RowGroup(NamedTuple):
     chunks: list[Chunk]  # by column
 
 
-def row_groups(data: bytes, start: int, columns: Sequence[StoredColumn]) -> list[RowGroup]:
+def row_groups(data: Any, start: int, columns: Sequence[StoredColumn]) -> list[RowGroup]:
     """Return the row groups of the footer at ``start``; raises PackError unless each has a readable chunk of every column."""
     try:
         footer, _ = _Fields(data, columns).struct(start, 0)
@@ -58,6 +58,11 @@ def row_groups(data: bytes, start: int, columns: Sequence[StoredColumn]) -> list
         raise PackError(f"the Parquet footer is not that of a pack: no field of number and type {err}") from None
     except TypeError:
         raise PackError("the Parquet footer is not that of a pack: a list holds values of another type") from None
+
+
+def thrift_struct(data: Any, position: int) -> tuple[dict[tuple[int, int], Any], int]:
+    """Return the fields of a struct in Thrift's compact encoding, by number and type, and where it ends; raises PackError, IndexError."""
+    return _Fields(data, ()).struct(position, 0)
 
 
 def _row_group(fields: dict[tuple[int, int], Any], columns: Sequence[StoredColumn]) -> RowGroup:
@@ -110,7 +115,7 @@ def _written_form(column: StoredColumn) -> re.Pattern[bytes]:
 
 
 class _Fields:
-    def __init__(self, data: bytes, columns: Sequence[StoredColumn]) -> None:
+    def __init__(self, data: Any, columns: Sequence[StoredColumn]) -> None:
         self._data = data
         self._forms = [_written_form(column) for column in columns]
         self._left = _MAX_VALUES

@@ -22,7 +22,11 @@ from penstock.protocol.weights.layout import TensorDigest, weights_digest
 
 MAX_MANIFEST_BYTES = 64 * 1024**2
 SIGNATURE_LINE = re.compile(rb"ed25519 ([0-9a-f]{16}) ([A-Za-z0-9+/]{86}==)")  # key and signature, see `signature`
-_NO_SMALL_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".pkl")
+# What a model folder needs besides its weights; anything else could be read as weights, or as code by an engine that trusts it.
+SMALL_FILE = re.compile(
+    r"(?!.*\.index\.json$).*\.(json|jsonl|jinja|txt|model|tiktoken|vocab|bpe|md|rst|ya?ml|csv|png|jpe?g|gif|svg|pdf)|[^.]+",
+    re.IGNORECASE,
+)
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -199,10 +203,13 @@ def _check_kind(manifest: VersionManifest) -> None:
 
 def _check_names(names: list[str]) -> None:
     """Refuse model files that would take the place of weights, or be read as code: they become files of a folder."""
-    if twice := [name for name in names if names.count(name) > 1]:
+    lower = [name.lower() for name in names]
+    if twice := [name for name in names if lower.count(name.lower()) > 1]:
         raise ValueError(f"model file {twice[0]} is there twice")
-    if weights := [name for name in names if name.endswith(_NO_SMALL_FILES)]:
-        raise ValueError(f"model file {weights[0]}: weights are in buckets, not in model files")
+    if unknown := [name for name in names if not SMALL_FILE.fullmatch(name)]:
+        raise ValueError(
+            f"model file {unknown[0]}: expected configuration, tokenizer or template; weights are in buckets"
+        )
 
 
 def _check_range(manifest: VersionManifest, number: int, stored: StoredRange) -> None:

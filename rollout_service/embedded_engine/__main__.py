@@ -12,6 +12,7 @@ import sys
 
 from penstock.protocol.files import atomic_write
 from penstock.rollout_service.embedded_engine.process import (
+    KEY_VARIABLE,
     EngineSettings,
     exit_with_parent,
     keep_freed_memory,
@@ -44,7 +45,8 @@ def main() -> int:
     # body waits 40 ms for the acknowledgement of its headers. Accepted sockets inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        return serve(settings, listener, on_ready=lambda: _announce(settings, listener))
+        key = os.environ.pop(KEY_VARIABLE, "")
+        return serve(settings, listener, on_ready=lambda: _announce(settings, listener), key=key)
     except (EngineError, ConfigError) as error:
         print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201  (the result of a failed command)
         return 2

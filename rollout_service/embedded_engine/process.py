@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.protocol.command_line import FLAT, application
 from penstock.protocol.parent_death import end_with_parent
 
+KEY_VARIABLE = "PENSTOCK_ENGINE_KEY"  # whose value requests must have as their bearer token
 _POLL_S = 0.5
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2

@@ -34,6 +34,7 @@ from penstock.rollout_service.embedded_engine.model.weights import Weights, prep
 from penstock.rollout_service.embedded_engine.process import EngineSettings
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
+from penstock.serving.web_server import LONG_BACKLOG, MANY_CONNECTIONS, config_of
 
 _DEFAULT_KV_BYTES = 2 * 1024**3
 _DEFAULT_KEPT_BYTES = 512 * 1024**2
@@ -41,8 +42,10 @@ _DEFAULT_KEPT_BYTES = 512 * 1024**2
 log = structlog.get_logger("embedded_engine.run_engine")
 
 
-def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callable[[], None]) -> int:
+def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callable[[], None], key: str = "") -> int:
     """Serve on ``listener`` until a signal ends the process, or the engine thread fails (then return 1).
+
+    Requests must have ``key`` as their bearer token, unless it is empty.
 
     Raises UnsupportedModel, and CheckpointRefused if the first weights are not complete and finite.
     """
@@ -51,7 +54,10 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     reader = _FolderReader(
         config, torch.device(settings.device), getattr(torch, settings.dtype), settings.max_lora_rank
     )
-    text, images = Text(settings.model_path), _image_reader(settings.model_path)
+    try:
+        text, images = Text(settings.model_path), _image_reader(settings.model_path)
+    except protocol_errors.UnsupportedModel as error:
+        raise UnsupportedModel(str(error)) from None
     weights = reader.weights(settings.model_path)
     server: _Server | None = None
 
@@ -61,7 +67,7 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
             server.should_exit = True
 
     engine = _engine(settings, reader, weights, text, on_failure=stop_serving)
-    server = _Server(_http_config(settings, reader, engine, text, images), on_ready, on_stop=engine.stop)
+    server = _Server(_http_config(settings, reader, engine, text, images, key), on_ready, on_stop=engine.stop)
     log.info(
         "engine serves",
         model_path=str(settings.model_path),
@@ -117,7 +123,7 @@ def _engine(
 
 
 def _http_config(
-    settings: EngineSettings, reader: _FolderReader, engine: EngineThread, text: Text, images: ImageReader
+    settings: EngineSettings, reader: _FolderReader, engine: EngineThread, text: Text, images: ImageReader, key: str
 ) -> uvicorn.Config:
     async def drop_adapter(adapter: Adapter) -> None:
         await asyncio.wrap_future(engine.drop_adapter(adapter))
@@ -135,16 +141,9 @@ def _http_config(
         image_processor=images.processor,
     )
     jobs = JobRunner(engine, adapters)
-    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, images, reader.weights))
-    return uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=2,
-        **tls.server_options(settings.host),
-    )
+    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, images, reader.weights), key)
+    options = tls.server_options(settings.host)
+    return config_of(app, max_connections=MANY_CONNECTIONS, backlog=LONG_BACKLOG, lifespan="off", **options)
 
 
 class _Server(uvicorn.Server):
@@ -165,10 +164,7 @@ class _Server(uvicorn.Server):
 
 
 def _image_reader(folder: Path) -> ImageReader:
-    try:
-        processor = read_processor(folder)
-    except protocol_errors.UnsupportedModel as error:
-        raise UnsupportedModel(str(error)) from None
+    processor = read_processor(folder)
     if processor is not None:
         admission.decoders()
     return ImageReader(processor)

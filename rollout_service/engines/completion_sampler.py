@@ -201,10 +201,10 @@ def _without_last(experts: ExpertChoices | None, num: int) -> ExpertChoices | No
 
 class Detokenizer:
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer  # noqa: PLC0415  (most workers never decode)
+        from penstock.protocol.tokenizer_file import load_tokenizer  # noqa: PLC0415  (most workers never decode)
 
         path = folder / "tokenizer.json"
-        self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+        self._tokenizer = load_tokenizer(path) if path.is_file() else None
 
     @property
     def has_tokenizer(self) -> bool:

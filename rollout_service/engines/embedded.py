@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.embedded_engine.process import KEY_VARIABLE
 from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
 from penstock.rollout_service.engines.engine_process import LaunchCommand
 from penstock.rollout_service.engines.sglang.client import SglangClient
@@ -50,7 +52,9 @@ def embedded_command(options: EmbeddedOptions) -> LaunchCommand:
 
 
 def _launches(options: EmbeddedOptions, environ: Mapping[str, str]) -> list[ServerLaunch]:
-    return [ServerLaunch(embedded_command(options), "engine.log", prepare=PREPARE)]
+    key = secrets.token_urlsafe(32)  # else any program and web page of this machine could change the weights
+    environment = {**environ, KEY_VARIABLE: key}
+    return [ServerLaunch(embedded_command(options), "engine.log", environment, prepare=PREPARE, api_key=key)]
 
 
 EMBEDDED = EngineKind("embedded", EmbeddedClient, _launches, section="worker", returns_experts=True)

@@ -6,6 +6,7 @@ entry point in the group ``penstock.engines``, or in any file that a run names a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ class ServerLaunch:
     context_length: int | None = None  # the limit it is started with, where less than the model's
     # its program and a flag with which it reads the words after these from stdin (`PreparedProcess`)
     prepare: Sequence[str] = ()
+    api_key: str = ""  # that the server asks for; it reads it from its environment
 
 
 class StartedServerSettings(Section):
@@ -140,13 +142,10 @@ def _attached(kind: EngineKind, site: EngineSite) -> list[Engine]:
 
 
 def _managed(kind: EngineKind, launches: Sequence[ServerLaunch], site: EngineSite) -> list[Engine]:
-    def connect(url: str) -> EngineClient:
-        return kind.connect(url, api_key="", request_deadline_s=site.request_deadline_s)
-
     return [
         ManagedEngine(
             launch.command,
-            connect,
+            functools.partial(kind.connect, api_key=launch.api_key, request_deadline_s=site.request_deadline_s),
             log_file=site.cache_dir / launch.log_name,
             start_deadline_s=site.start_deadline_s,
             environ=launch.environ,

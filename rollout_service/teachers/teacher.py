@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from penstock.protocol.config.shared_sections import TeacherSettings
-from penstock.protocol.errors import PackError
+from penstock.protocol.errors import PackError, UnsupportedModel
 from penstock.protocol.extensions import Registry
 from penstock.protocol.packs.optional_columns import num_sampled
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores
@@ -203,12 +203,15 @@ class Teacher:
 
 def vocabulary_probe(folder: Path) -> tuple[str, list[int]]:
     """Return a text of tokens from all over a model's vocabulary, and its token ids; raises TeacherUnfit without a tokenizer."""
-    from tokenizers import Tokenizer  # noqa: PLC0415  (most workers have no teacher)
+    from penstock.protocol.tokenizer_file import load_tokenizer  # noqa: PLC0415  (most workers have no teacher)
 
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TeacherUnfit(f"{folder} has no tokenizer.json: its vocabulary cannot be compared with the teacher's")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = load_tokenizer(path)
+    except UnsupportedModel as err:
+        raise TeacherUnfit(str(err)) from None
     size = tokenizer.get_vocab_size()
     ids = range(0, size, max(1, size // _PROBE_TOKENS))
     text = "".join(tokenizer.decode([token_id]) for token_id in ids).replace(_UNFINISHED_CHARACTER, "")

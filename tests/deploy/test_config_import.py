@@ -9,11 +9,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.deadline import ends_within
 
 from penstock.console.cli.main import run
 from penstock.deploy.config_import.foreign_file import read_shell, read_yaml
 from penstock.deploy.config_show import load_all
 from penstock.protocol.errors import ConfigError
+
+HELD = "a0: &a0 {x: 1}\n"
+GROWING = {
+    "aliases of lists": (
+        read_yaml,
+        "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)),
+    ),
+    "aliases of mappings": (
+        read_yaml,
+        HELD + "".join(f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(9))}}}\n" for n in range(1, 12)),
+    ),
+    "merged mappings": (
+        read_yaml,
+        HELD + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12)),
+    ),
+    "an alias of itself": (read_yaml, "a: &a [*a]\n"),
+    "a mapping that holds itself": (read_yaml, "a: &a {b: *a}\n"),
+    "references": (
+        read_yaml,
+        f"a0: {'x' * 999}\n" + "".join(f"a{n}: '{f'${{a{n - 1}}}' * 900}'\n" for n in range(1, 5)),
+    ),
+    "references of references": (read_yaml, "a: ${b}${b}\nb: ${a}${a}" + "x" * 9999),
+    "variables": (read_shell, "A=12345678\n" + "A=$A$A$A$A$A$A$A$A\n" * 9),
+    "variables in quotes": (read_shell, "A=1234\n" + 'A="${A}x${A}x${A}x${A}"\n' * 15),
+    "one variable often": (read_shell, f"A={'x' * 9999}\n" + "B=$A\n" * 999),
+    "variables of a command": (read_shell, f"A={'x' * 99_999}\npython train.py " + "--a $A " * 999),
+    "arrays": (read_shell, "A=(1 2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40),
+    "arrays that are added to": (read_shell, "A=(1 2)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40),
+    "an array in a command": (read_shell, f"A=({'x ' * 9999})\npython train.py " + '"${A[@]}" ' * 999),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_small_file_that_becomes_a_large_one_is_refused(name: str) -> None:
+    """Aliases, references, variables and arrays that repeat one another end as an error, in a second."""
+    read, text = GROWING[name]
+    with ends_within(20.0), pytest.raises(ConfigError, match=r"aliases repeat more|variables become more|recursion"):
+        read("x", text)
+
 
 FILES = Path(__file__).parents[1] / "data" / "foreign_configs"
 

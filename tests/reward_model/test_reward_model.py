@@ -138,6 +138,41 @@ def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "rm") != before
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("chat_template.jinja", "{{ 'a' * 10**11 ", "not valid Jinja"),
+        ("tokenizer.json", '{"normalizer": {"type": "Prepend", "prepend": "' + "a" * 999 + '"}, "model": {}}', "makes texts up to"),
+        ("config.json", '{"num_hidden_layers": -1}', "num_hidden_layers = -1"),
+        ("config.json", '{"auto_map": {"AutoModelForSequenceClassification": "evil.Model"}, "model_type": "evil"}', "evil"),
+        ("adapter_config.json", "{}", "is an adapter"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_hostile_folder_is_refused_as_the_trainer_refuses_it(
+    tmp_path: Path, name: str, data: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No question whether to run its code is asked, also on a terminal, where the answer would be y."""
+    build(tmp_path)
+    (tmp_path / name).write_text(data)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    with pytest.raises(ConfigError, match=reason):
+        load(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_chat_template_is_bounded_and_gives_what_transformers_gives(tmp_path: Path) -> None:
+    build(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ eos_token }}{{ m.content }}{% if 'x' in m.content %}{{ 'a' * 10**11 }}{% endif %}\n{% endfor %}"
+    )
+    model, chat = load(tmp_path), [{"role": "user", "content": "hi"}]
+    assert model.render(chat) == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, tokenize=False)
+    with pytest.raises(Unusable, match="MiB of memory"):
+        model.render([{"role": "user", "content": "x"}])
+
+
 def test_batches_hold_everything_once_within_their_width() -> None:
     """Padding included, no batch is wider than asked, except for a single text that is."""
     lengths = [random.Random(3).randrange(1, 50) for _ in range(200)] + [400]

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import target_outside
 from penstock.trainer.data_settings import FineTuningSettings
 from penstock.trainer.settings import TrainerSettings
 
@@ -63,7 +64,12 @@ def data_files(paths: Sequence[Path], key: str, split: Split) -> list[Path]:
             names = [
                 str(PurePosixPath(*file.relative_to(path).parts)) for file in sorted(path.rglob("*")) if file.is_file()
             ]
-            files += [path / name for name in choose_files(names, split, None, f"{key} = {path}")]
+            chosen = [path / name for name in choose_files(names, split, None, f"{key} = {path}")]
+            if leaving := [(file, target) for file in chosen if (target := target_outside(file, path)) is not None]:
+                raise ConfigError(
+                    f"{key} = {path}: {leaving[0][0]} links to {leaving[0][1]}, outside of the folder; copy the file there, or name it itself"
+                )
+            files += chosen
         elif path.exists() or (named := _id(path)) is None:
             files.append(path)
         else:

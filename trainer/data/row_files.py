@@ -7,8 +7,10 @@ Parquet files as an Arrow table, which is about the size of the uncompressed col
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import json
+import mmap
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
@@ -20,15 +22,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.protocol.errors import PackError
+from penstock.trainer.data.table_bounds import arrow_bytes, parquet_bytes, refused_type, row_bytes, text_columns
 from penstock.trainer.errors import MalformedData
 
 Row = dict[str, Any]
 
 MAX_ROW_BYTES = 64 * 1024**2  # of a JSON line
 _MAX_COLUMNS = 1000
-_MAX_PARQUET_BYTES = 64 * 1024**3  # uncompressed: the table is held in memory
-_MAX_PARQUET_RATIO = 1000  # uncompressed to compressed, above `_SMALL_BYTES`
-_SMALL_BYTES = 1024**3
+_MAX_TABLE_BYTES = 64 * 1024**3  # decoded: the table is held in memory
+_MAX_RATIO = 1000  # decoded to stored, above `_SMALL_BYTES`
+_SMALL_BYTES = 256 * 1024**2
 _MAX_PARQUET_ROWS = 2**26
 
 
@@ -200,6 +204,10 @@ class _TableRows(RowFile):
     is_table = True
     _table: pa.Table
 
+    @functools.cached_property
+    def _has_nested(self) -> bool:
+        return any(pa.types.is_nested(kind) for kind in self._table.schema.types)
+
     def __len__(self) -> int:
         return self._table.num_rows
 
@@ -208,7 +216,11 @@ class _TableRows(RowFile):
 
     def row(self, number: int) -> Row:
         try:
-            [row] = self._table.slice(number, 1).to_pylist(maps_as_pydicts="lossy")
+            part = self._table.slice(number, 1)
+            size = sum(map(row_bytes, part.columns)) if self._has_nested else 0
+            if size > MAX_ROW_BYTES:
+                raise MalformedData(f"{size} bytes, the limit of a row is {MAX_ROW_BYTES}; split or drop it")
+            [row] = part.to_pylist(maps_as_pydicts="lossy")
         except (pa.ArrowException, ValueError, OverflowError):
             row = {name: _cell(self._table.column(name), number) for name in self._table.column_names}
         return {name: value for name, value in row.items() if value is not None}
@@ -225,13 +237,20 @@ class _ParquetRows(_TableRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            with pq.ParquetFile(path) as file:
-                _check_parquet(path, file.metadata, file.schema_arrow)
-                texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
+            with pq.ParquetFile(path) as file, path.open("rb") as raw:
+                _check_columns(path, file.schema_arrow.names)
+                _check_types(path, file.schema_arrow)
+                with mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    _check_size(path, parquet_bytes(data, file.schema, _MAX_TABLE_BYTES))
+                if file.metadata.num_rows > _MAX_PARQUET_ROWS:
+                    raise MalformedData(
+                        f"{path}: {file.metadata.num_rows} rows, the limit is {_MAX_PARQUET_ROWS}: split the file"
+                    )
+                texts = text_columns(file.schema)
             # A repeated text stays one text: a few bytes of a file may stand for gigabytes of them.
-            self._table = pq.read_table(path, read_dictionary=texts)
-        except (pa.ArrowException, OSError, ValueError) as err:
-            raise MalformedData(f"{path}: not a readable Parquet file ({str(err).splitlines()[0]})") from None
+            self._table = pq.read_table(path, read_dictionary=texts, pre_buffer=False)
+        except (pa.ArrowException, OSError, ValueError, IndexError, PackError) as err:
+            raise MalformedData(f"{path}: not a readable Parquet file ({(str(err).splitlines() or [''])[0]})") from None
 
 
 class _ArrowRows(_TableRows):
@@ -239,10 +258,13 @@ class _ArrowRows(_TableRows):
         super().__init__(path)
         try:
             source = pa.memory_map(str(path))
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            with pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source) as reader:
+            start = 8 if source.read(6) == b"ARROW1" else 0  # a file is a stream, and a footer that could say otherwise
+            source.seek(start)
+            _check_size(path, arrow_bytes(pa.ipc.MessageReader.open_stream(source), _MAX_TABLE_BYTES))
+            source.seek(start)
+            with pa.ipc.open_stream(source) as reader:
                 _check_columns(path, reader.schema.names)
+                _check_types(path, reader.schema)
                 self._table = reader.read_all()
                 self._table.validate(full=True)
         except (pa.ArrowException, OSError, ValueError) as err:
@@ -256,18 +278,19 @@ def _check_columns(path: Path, names: list[str]) -> None:
         raise MalformedData(f"{path}: {what}; rename or drop some")
 
 
-def _check_parquet(path: Path, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-    """Refuse a file whose table would not fit into memory, from its metadata."""
-    _check_columns(path, schema.names)
-    size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+def _check_types(path: Path, schema: pa.Schema) -> None:
+    if (kind := refused_type(schema.types)) is not None:
+        raise MalformedData(f"{path}: a column of type {kind}, whose values may overlap; convert it to lists and texts")
+
+
+def _check_size(path: Path, size: int) -> None:
+    """Refuse a file whose table would not fit into memory."""
     ratio = size / path.stat().st_size
-    if size > _MAX_PARQUET_BYTES or (size > _SMALL_BYTES and ratio > _MAX_PARQUET_RATIO):
+    if size > _MAX_TABLE_BYTES or (size > _SMALL_BYTES and ratio > _MAX_RATIO):
         raise MalformedData(
-            f"{path}: {size} bytes uncompressed, {ratio:.0f} times its size; the limits are {_MAX_PARQUET_BYTES} and "
-            f"{_MAX_PARQUET_RATIO} times: split the file"
+            f"{path}: {size} bytes uncompressed, {ratio:.0f} times its size; the limits are {_MAX_TABLE_BYTES} and "
+            f"{_MAX_RATIO} times: split the file"
         )
-    if metadata.num_rows > _MAX_PARQUET_ROWS:
-        raise MalformedData(f"{path}: {metadata.num_rows} rows, the limit is {_MAX_PARQUET_ROWS}: split the file")
 
 
 def _json_row(line: bytes, repeated: set[str]) -> Row:

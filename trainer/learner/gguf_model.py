@@ -175,9 +175,10 @@ def _check_values(values: dict[str, Any], num_layers: int) -> None:
         raise _RefusedError(
             "it names no general.architecture, so it is not a model; use a GGUF file of a language model"
         )
-    if values.get("split.count", 0) > 1:
+    parts = values.get("split.count", 0)
+    if not isinstance(parts, int) or parts > 1:
         raise _RefusedError(
-            f"it is one of {values['split.count']} parts; join them with `llama-gguf-split --merge` of llama.cpp"
+            f"it is one of {str(parts)[:80]} parts; join them with `llama-gguf-split --merge` of llama.cpp"
         )
     declared = values.get(f"{architecture}.block_count")
     if declared != num_layers or not num_layers:

@@ -1,76 +1,50 @@
-"""Checks of a model folder from outside, before transformers reads it, and of settings for a model that reads images; imports no torch.
-
-transformers asks on a terminal whether to run a folder's own code, unpickles files, follows names out of the folder, loads
-what ``adapter_config.json`` names from elsewhere. All of it is refused.
-"""
+"""Checks of a model folder that is trained, after those of any folder, and of settings for a model that reads images; imports no torch."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol import model_folder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import SINGLE_TURN
 from penstock.protocol.images.processor import read_processor
+from penstock.protocol.model_folder import read_object
 from penstock.protocol.token_annotations import FAMILIES, Routers, routers_of
 from penstock.trainer.data_settings import DATA_EVAL
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.parallel_dims import ParallelLayout
 from penstock.trainer.settings import TrainerSettings
 
-_INDEX = "model.safetensors.index.json"
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
-_MAX_HEADER_BYTES = 100_000_000  # as in safetensors
-_MAX_INDEX_BYTES = 256 * 1024**2
-_MAX_NUMBER = 2**31
-_MAX_LAYERS = 10_000
 _EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})  # their names in model families
 _HEADS = frozenset({"lm_head", "embed_out"})
-_FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
 
 
 def check_folder(folder: Path) -> None:
-    if (folder / "adapter_config.json").exists():
-        raise UnsupportedModel(
-            f"model.path = {folder} is an adapter (adapter_config.json); merge it into its base model"
-        )
-    config = _read_object(folder / "config.json", _MAX_INDEX_BYTES)
-    if (method := _quantisation(config)) is not None:
-        raise UnsupportedModel(
-            f"{folder / 'config.json'}: quantization_config ({method}): a quantised model is not trained, nor is it the base of adapters "
-            "(QLoRA), with or without a GPU: engines would serve another base than the one that the trainer computes with. Set "
-            "model.path to the plain weights, and save memory with model.lora.rank, model.dtype = bfloat16, trainer.zero_stage and "
-            "trainer.offload (docs/memory.md)"
-        )
-    for key, value in _leaves(config):
-        if isinstance(value, int | float) and abs(value) > _MAX_NUMBER and value == int(value):
+    """Raise UnsupportedModel for a folder that transformers must not read, or whose model is not trained."""
+
+    def check_config(config: dict[str, Any]) -> None:
+        if (method := _quantisation(config)) is not None:
             raise UnsupportedModel(
-                f"{folder / 'config.json'}: {key} = {value}: expected at most {_MAX_NUMBER}; restore it"
+                f"{folder / 'config.json'}: quantization_config ({method}): a quantised model is not trained, nor is it the base of adapters "
+                "(QLoRA), with or without a GPU: engines would serve another base than the one that the trainer computes with. Set "
+                "model.path to the plain weights, and save memory with model.lora.rank, model.dtype = bfloat16, trainer.zero_stage and "
+                "trainer.offload (docs/memory.md)"
             )
-        if key.endswith("layers") and isinstance(value, int) and value > _MAX_LAYERS:
-            raise UnsupportedModel(
-                f"{folder / 'config.json'}: {key} = {value}: expected at most {_MAX_LAYERS}; restore it"
-            )
-        if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
-            raise UnsupportedModel(
-                f"{folder / 'config.json'}: {key} = {value}: kernels are not downloaded; remove this key"
-            )
-    for path in _files(folder):
-        _check_header(path)
+
+    model_folder.check_folder(folder, check_config)
 
 
 def check_layout(folder: Path, layout: ParallelLayout) -> None:
-    layout.check(_read_object(folder / "config.json", _MAX_INDEX_BYTES), str(folder))
+    layout.check(read_object(folder / "config.json"), str(folder))
 
 
 def check_routers(folder: Path, *, router_replay: bool) -> Routers | None:
     """Return the routers whose choices are replayed; None where they are not to be. Raises ConfigError if a model has none."""
     if not router_replay:
         return None
-    config = _read_object(folder / "config.json", _MAX_INDEX_BYTES)
+    config = read_object(folder / "config.json")
     try:
         routers = routers_of(config)
     except ValueError as err:
@@ -90,83 +64,6 @@ def _quantisation(config: dict[str, Any]) -> str | None:
         return None
     method = str(quantisation.get("quant_method", "unknown"))[:80] if isinstance(quantisation, dict) else "unknown"
     return None if method == "mxfp4" else method
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not index.is_file():
-        raise UnsupportedModel(
-            f"model.path = {folder}: no model.safetensors and no {_INDEX}; other formats can contain code and are not read: "
-            "save the model again with `save_pretrained` of transformers"
-        )
-    names = _read_object(index, _MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise UnsupportedModel(f"{index}: expected a weight_map; restore the file")
-    for name in names.values():
-        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise UnsupportedModel(
-                f"{index}: {str(name)[:80]!r}: expected the name of a safetensors file in this folder"
-            )
-        if not (folder / name).is_file():
-            raise UnsupportedModel(f"{index}: {name} is not in the folder; copy it there")
-    return [folder / name for name in sorted(set(names.values()))]
-
-
-def _check_header(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            data = file.read(size) if size <= _MAX_HEADER_BYTES else b""
-    except OSError as err:  # safetensors writes files of mode 0600; a container has another user
-        raise UnsupportedModel(f"{path}: not readable ({err.strerror}); let this process's user read it") from None
-    try:
-        header = json.loads(data)
-        kinds = {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        raise UnsupportedModel(
-            f"{path}: not a safetensors file (its header of {size} bytes is not readable); restore the file"
-        ) from None
-    expected, actual = 8 + size + _data_bytes(header), path.stat().st_size
-    if actual < expected:
-        raise UnsupportedModel(f"{path}: {actual:,} bytes, its header says {expected:,}: it is cut off; copy it again")
-    for name, kind in kinds.items():
-        if name.endswith((".weight", ".bias")) and kind not in _FLOATS:
-            raise UnsupportedModel(
-                f"{path}: {name} is {str(kind)[:80]}: expected floating-point numbers; restore the file"
-            )
-
-
-def _data_bytes(header: dict[str, Any]) -> int:
-    """Return where the data of the last tensor ends; what is no number is left for safetensors to refuse."""
-    pairs = [entry.get("data_offsets") for name, entry in header.items() if name != "__metadata__"]
-    return max(
-        (pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int)), default=0
-    )
-
-
-def _read_object(path: Path, limit: int) -> dict[str, Any]:
-    if path.stat().st_size > limit:
-        raise UnsupportedModel(f"{path}: {path.stat().st_size} bytes, the limit is {limit}; restore the file")
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as err:
-        raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")
-    return content
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else name)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(item, key)
-    else:
-        yield key, value
 
 
 def check_vision(settings: TrainerSettings) -> None:
@@ -196,7 +93,7 @@ def check_adapters(settings: TrainerSettings, command: str) -> None:
         )
     if not targets & _HEADS:
         return
-    config = _read_object(path, _MAX_INDEX_BYTES) if path.is_file() else {}
+    config = model_folder.read_object(path) if path.is_file() else {}
     text = config.get("text_config")
     if any(part.get("tie_word_embeddings") is True for part in (config, text) if isinstance(part, dict)):
         raise ConfigError(tied_target(lora.targets, min(targets & _HEADS)))

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.protocol.files import atomic_write
+from penstock.protocol.files import atomic_write, target_outside
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
@@ -44,6 +44,7 @@ from penstock.protocol.weights.layout import (
     shard_name,
     weights_digest,
 )
+from penstock.protocol.weights.manifest import SMALL_FILE
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
@@ -51,7 +52,6 @@ from penstock.trainer.errors import UnsupportedModel
 
 MAX_SHARD_BYTES = 1024**3
 _MAX_SMALL_FILE_BYTES = 64 * 1024**2
-_WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)|\.index\.json)$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -273,7 +273,7 @@ def write_small_files(
 
 
 def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:
-    """Return all files of a model folder except the weights and their index: config, tokenizer, templates.
+    """Return the files of a model folder besides its weights that a manifest may name: config, tokenizer, templates.
 
     ``config.json`` gets the ``dtype`` of the new weights, and what else has ``changed``. Raises UnsupportedModel for a link out of the folder: what it
     links to would be published.
@@ -283,7 +283,7 @@ def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | Non
         for path in sorted(model_folder.iterdir())
         if path.is_file()
         and _NAME.fullmatch(path.name)
-        and not _WEIGHTS.fullmatch(path.name)
+        and SMALL_FILE.fullmatch(path.name)
         and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
         and _is_own(path)
     }
@@ -295,9 +295,7 @@ def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | Non
 
 
 def _is_own(path: Path) -> bool:
-    target, folder = path.resolve(), path.parent.resolve()
-    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    if target.is_relative_to(folder) or target.is_relative_to(blobs):
+    if (target := target_outside(path, path.parent)) is None:
         return True
     raise UnsupportedModel(
         f"{path} links to {target}, outside of the model folder, and would be published with the model; copy the file there, "

@@ -7,15 +7,19 @@ text names it; an engine's failure is a 500 or 503.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.protocol.transport import tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, RequestRefused, UnsupportedModel
 from penstock.rollout_service.embedded_engine.http import generate_endpoints
@@ -42,8 +46,11 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
     route,
     server_of,
 )
+from penstock.serving.request_checks import guard_heads
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MAX_BODY_BYTES = 512 * 1024**2  # a batch of prompts with images
+_WITHOUT_KEY = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
 _HEALTH_DEADLINE_S = 20.0  # SGLang's
 
 
@@ -243,7 +250,27 @@ async def _change_adapters(adapters: AdapterRegistry, change: Callable[[AdapterR
     return json_response(reply, status=200 if message is None else 400)
 
 
-def build_app(server: ServerState) -> Starlette:
+class _KeyCheck:
+    """ASGI middleware that refuses what has no key: a local program could otherwise change the weights, or stop the run."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _WITHOUT_KEY:
+            sent = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(sent, self._expected):
+                await _refusal(401, "expected the key that the engine was started with")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message}}, status)
+
+
+def build_app(server: ServerState, key: str = "") -> Starlette:
+    """Return the app; with a ``key``, requests other than those for health and metrics must have it as bearer token."""
     app = Starlette(
         routes=[
             route("/generate", generate_endpoints.generate, "POST", "PUT"),
@@ -269,4 +296,14 @@ def build_app(server: ServerState) -> Starlette:
         ]
     )
     app.state.server = server
+    if key:
+        app.add_middleware(_KeyCheck, key=key)
+    hosts = () if tls.is_loopback(server.settings.host) else None
+    guard_heads(
+        app,
+        max_bytes=_MAX_BODY_BYTES,
+        hosts=hosts,
+        answer=_refusal,
+        fix="the Host header must be localhost or 127.0.0.1",
+    )
     return app

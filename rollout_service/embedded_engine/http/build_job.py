@@ -5,7 +5,6 @@ A tokenizer is optional: without a tokenizer.json the engine serves token ids on
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -33,14 +32,16 @@ _SEED_MASK = 2**64 - 1
 
 class Text:
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer  # noqa: PLC0415  (a token-only engine starts without it)
+        """Read a model folder; raises UnsupportedModel of the protocol for a file that is not read."""
+        # A token-only engine is built without it.
+        from penstock.protocol.chat_tokenizer import read_json, special_tokens_of, template_text  # noqa: PLC0415
+        from penstock.protocol.tokenizer_file import load_tokenizer  # noqa: PLC0415
 
         path = folder / "tokenizer.json"
-        self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
-        settings = folder / "tokenizer_config.json"
-        self._settings: dict[str, Any] = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-        template = folder / "chat_template.jinja"
-        self._template = template.read_text("utf-8") if template.is_file() else self._settings.get("chat_template")
+        self._tokenizer = load_tokenizer(path) if path.is_file() else None
+        settings = read_json(folder / "tokenizer_config.json")
+        self._special_tokens = special_tokens_of(settings, folder)
+        self._template = template_text(folder, settings)
         self._compiled: ChatTemplate | None = None  # compiled at the first chat
 
     @property
@@ -58,8 +59,7 @@ class Text:
         return self._tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        token = self._settings.get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
+        text = self._special_tokens.get("eos_token")
         token_id = self._tokenizer.token_to_id(text) if self._tokenizer is not None and text else None
         return () if token_id is None else (token_id,)
 
@@ -74,11 +74,9 @@ class Text:
             raise RequestRefused("this model folder holds no chat template; use /generate")
         from penstock.protocol.chat_template import ChatTemplate  # noqa: PLC0415  (only chat needs jinja2)
 
-        special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
-        names = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
         try:
             self._compiled = self._compiled or ChatTemplate(self._template)
-            return self._compiled.render(messages, add_generation_prompt=True, tools=None, **names)
+            return self._compiled.render(messages, add_generation_prompt=True, tools=None, **self._special_tokens)
         except TemplateRefused as error:
             raise RequestRefused(f"the chat template refuses the conversation: {error}") from error
 

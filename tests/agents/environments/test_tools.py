@@ -517,3 +517,18 @@ def test_a_program_runs_in_the_sandbox(programs: dict[str, str], name: str) -> N
         assert "program.py" not in programs[name]
     if name in ("network", "files"):
         assert "root:" not in programs[name]
+
+
+def test_a_link_out_of_a_corpus_is_refused(tmp_path: Path) -> None:
+    """The policy would read what it leads to, and packs would store it; within the corpus a link is a file."""
+    folder, secret = tmp_path / "texts", tmp_path / "id_rsa.txt"
+    folder.mkdir()
+    secret.write_text("PRIVATE")
+    (folder / "a.md").write_text("Berne")
+    (folder / "b.md").symlink_to("a.md")
+    assert len(read_corpus(folder, 50)) == 2
+    for target in (secret, Path("../id_rsa.txt")):
+        (folder / "notes.txt").symlink_to(target)
+        with pytest.raises(ConfigError, match=r"notes\.txt links to .*id_rsa\.txt, outside of the folder"):
+            read_corpus(folder, 50)
+        (folder / "notes.txt").unlink()

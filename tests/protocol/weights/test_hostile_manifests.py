@@ -37,9 +37,11 @@ def as_patch(content: dict[str, Any]) -> None:
     [
         *(pytest.param(named(name), id=f"file {name!r}") for name in (
             "../x", "a/b", "/etc/passwd", ".ssh", "", "a\0b", "a\n", "model-00001-of-00002.safetensors",
-            "model.safetensors.index.json", "pytorch_model.bin", "x.pt", "x.pkl",
+            "model.safetensors.index.json", "pytorch_model.bin", "x.pt", "x.pkl", "x.BIN", "X.Safetensors", "modeling_evil.py", "tool.PY",
+            "x.pyc", "x.so", "x.ckpt", "x.gguf", "x.h5", "x.msgpack", "x.onnx", "x.pickle", "x.joblib", "x.npz", "x.zip", "x.sh", "x.json.py",
         )),
         pytest.param(named("config.json", "config.json"), id="a file twice"),
+        pytest.param(named("config.json", "Config.JSON"), id="a file twice where case does not count"),
         pytest.param(stored(object=9), id="an object that is not there"),
         pytest.param(stored(object=-1), id="a negative object"),
         pytest.param(stored(offset=10**12), id="an offset beyond the object"),

@@ -50,6 +50,40 @@ def _twice(path: Path) -> None:
     pq.write_table(pa.table([["a"], ["b"], ["1"]], names=["prompt", "prompt", "ground_truth"]), path)
 
 
+def arrow(table: pa.Table, compression: str | None) -> Write:
+    def write(path: Path) -> None:
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema, options=options) as writer:
+            writer.write_table(table)
+
+    return write
+
+
+def lying(write: Write) -> Write:
+    """Write a Parquet file, then have its footer say that a row group has 8 bytes."""
+
+    def patched(path: Path) -> None:
+        write(path)
+        rest, size = 2 * pq.read_metadata(path).row_group(0).total_byte_size, b""
+        while rest:
+            rest, size = rest >> 7, size + bytes([rest & 127 | (128 if rest >> 7 else 0)])
+        said = bytes([0x90]) + b"\x80" * (len(size) - 2) + b"\0"
+        path.write_bytes(path.read_bytes().replace(size, said))
+        assert pq.read_metadata(path).row_group(0).total_byte_size == 8
+
+    return patched
+
+
+def repeated(num: int, size: int) -> pa.Array:
+    """Return one list of ``num`` times the same text."""
+    return pa.ListArray.from_arrays(
+        [0, num], pa.DictionaryArray.from_arrays(pa.array([0] * num, pa.int32()), ["a" * size])
+    )
+
+
+LONG = pa.table({"prompt": ["a" * 10_000_000]})
+VIEWS = pa.ListViewArray.from_arrays([0] * 1000, [1000] * 1000, pa.array(["a" * 100] * 1000))
+TWICE = pa.ListViewArray.from_arrays([0], [1000], VIEWS)
 _NO_TEXT = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
@@ -85,6 +119,16 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         pytest.param("d.parquet", _twice, "column prompt is there twice", id="a Parquet column twice"),
         pytest.param("d.parquet", parquet(**{f"c{n}": [1] for n in range(1000)}), "1002 columns", id="columns"),
         pytest.param("d.parquet", parquet(extra_info=["a" * 10_000_000]), "times its size; the limits are", id="a bomb"),
+        pytest.param("d.parquet", lying(parquet(extra_info=["a" * 10_000_000])), "times its size", id="a footer that lies"),
+        pytest.param("d.parquet", parquet(label=pa.nulls(1, pa.bool_()), extra_info=pa.array([[7] * 10**7], pa.list_(pa.int8()))),
+                     "times its size", id="a bomb of runs"),
+        pytest.param("d.parquet", parquet(extra_info=repeated(1000, 200_000)), "row 1: 2000.* the limit of a row is", id="one text often"),
+        pytest.param("d.parquet", lambda p: pq.write_table(LONG, p, use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY"),
+                     "DELTA_BYTE_ARRAY", id="texts as part of the one before"),
+        pytest.param("d.arrow", arrow(LONG, "zstd"), "times its size", id="an Arrow bomb"),
+        pytest.param("d.feather", arrow(pa.table({"prompt": LONG["prompt"].combine_chunks().dictionary_encode()}), "zstd"), "times its size", id="a dictionary"),
+        pytest.param("d.arrow", arrow(pa.table({"prompt": ["a"], "x": repeated(1000, 200_000)}), None), "the limit of a row is", id="Arrow: one text often"),
+        pytest.param("d.arrow", arrow(pa.table({"prompt": ["a"], "x": TWICE}), None), "whose values may overlap", id="views of views"),
         pytest.param("d.parquet", lambda p: pq.write_table(pa.table({"prompt": ["a"] * 200}), p), "200 rows, the limit is 100", id="rows"),
         pytest.param("d", os.mkfifo, "not a regular file", id="a pipe that nothing writes"),
         pytest.param("d", lambda path: path.symlink_to("/dev/zero"), "not a regular file", id="a device without end"),

@@ -1,25 +1,32 @@
-"""Chat templates and tokenizers from strangers: nothing is executed, nothing runs or grows without end, all errors are ours."""
+"""Chat templates from strangers: nothing is executed, nothing runs or grows without end, all errors are ours."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import os
+import resource
+import signal
+from collections import UserDict
+from datetime import UTC, datetime
 
 import pytest
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import chat_template
 from penstock.protocol.chat_template import ChatTemplate
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import TemplateRefused
-from penstock.trainer.errors import MalformedData, UnsupportedModel
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}%s"
 
+BIG = "{% set b = 'A' * 8000000 %}"
+LAZY = BIG + "{{ range(100000)|map(attribute='x', default=b)|"
+IN_LAZY = (
+    "select('in', b~'c')|list", "reject('in', b)|list", "max", "min", "sort", "unique|list", "map('upper')|unique|list",
+    "map('list')|list", "batch(2)|map('join')|list", "slice(3)|map('join')|list", "map('replace', 'A', 'AA')|list",
+    "map('tojson')|join", "map('urlencode')|list", "map('title')|list", "map('reverse')|join", "map('indent', 3000)|list",
+    "map('center', 9000000)|list", "map('format')|list", "map('escape')|list", "map('wordcount')|sum", "map('lower')|list",
+)  # fmt: skip
+
+LIMIT = "uses more than"  # of memory or of CPU time: which of them is reached first depends on the machine
 REFUSED = {  # template -> part of the error
     # escapes from the sandbox
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "unsafe",
@@ -28,53 +35,81 @@ REFUSED = {  # template -> part of the error
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}": "unsafe",
     "{{ (raise_exception|attr('__globals__')).os }}": "unsafe",
     "{{ namespace().__class__.__base__.__subclasses__() }}": "unsafe",
-    "{{ messages[0].content.translate({104: 'x'}) }}": "unsafe",
     "{{ messages.append(1) }}": "unsafe",
     "{{ messages[0].update(role='x') }}": "unsafe",
     "{% import 'os' as os %}{{ os }}": "no loader",
     "{% include '/etc/passwd' %}": "no loader",
     "{% extends '/etc/passwd' %}": "no loader",
     "{% debug %}": "unknown tag",
+    # values that C code makes in one call, or out of what filters return lazily
+    "{{ range(300)|map(attribute='x', default='A'*8000000)|join|length }}": "MiB of memory",
+    **{f"{LAZY}{rest}|string|length }}}}": LIMIT for rest in IN_LAZY},
+    BIG + "{{ range(9999)|map(attribute='x', default=[b])|sum(start=[])|map('list')|list }}": LIMIT,
+    BIG + "{{ range(9999)|map(attribute='x', default={'a': b})|groupby('a')|length }}": LIMIT,
+    BIG + "{{ (b ~ b ~ b ~ b)|replace('', b) }}": LIMIT,
+    BIG + "{{ '%s' * 100 % ((b,) * 100) }}": LIMIT,
+    BIG + "{{ ('{0}' * 1000).format(b) }}": LIMIT,
+    BIG + "{{ b.translate({65: b}) }}": LIMIT,
+    BIG + "{{ b|list|map('list')|list|map('list')|list|length }}": LIMIT,
+    BIG + "{{ b|wordwrap(1)|wordwrap(1)|wordwrap(1)|wordwrap(1) }}": LIMIT,
+    BIG
+    + "{% set d = dict() %}{% for i in range(99999) %}{% set d = dict(d, **{i|string: b}) %}{{ b }}{% endfor %}": LIMIT,
+    BIG + "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + [b ~ i] %}{% endfor %}": LIMIT,
+    BIG + "{% set j = joiner(b) %}{% for i in range(999) %}{{ j() }}{% endfor %}": LIMIT,
+    BIG + "{% set c = cycler(b, b) %}{% for i in range(999) %}{{ c.next() }}{% endfor %}": LIMIT,
+    "{{ ('\t' * 8000000).expandtabs(8000000)|length }}": LIMIT,
+    "{{ ('http://a.b ' * 700000)|urlize }}": LIMIT,
+    "{{ ([[[0] * 999] * 999] * 999)|pprint|length }}": LIMIT,
+    "{{ ([[[0] * 999] * 999] * 999)|tojson(indent=9999) }}": LIMIT,
+    "{{ strftime_now('%c' * 9999999)|length }}": LIMIT,
+    "{{ (9 ** 9999999) // 7 ** 99999 }}": LIMIT,
+    "{% set x = range(99999)|list %}{{ range(99999)|select('in', x|reverse|list)|list|length }}": LIMIT,
+    "{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + DOUBLED % ("'a'", "m(n.x)", ""): LIMIT,
+    "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + "{% call m() %}" * 60
+    + "a"
+    + "{% endcall %}" * 60: LIMIT,
     # texts and lists without end
-    "{{ 'a' * 10**11 }}": "makes values",
-    "{{ (10**11) * 'a' }}": "makes values",
-    "{{ ([0] * 10**10)|length }}": "makes values",
-    "{{ 'a'|center(10**11) }}": "makes values",
-    "{{ 'a'.ljust(10**11) }}": "makes values",
-    "{{ 'a\nb'|indent(10**10) }}": "makes values",
-    "{{ [1]|tojson(indent=10**10) }}": "makes values",
-    "{{ [1]|tojson(indent=100) }}": "indent of 100",
-    "{{ '%99999999999d' % 1 }}": "format with a width",
-    "{{ '%*d' % (99999999999, 1) }}": "format with a width",
-    "{{ '%99999999999d'|format(1) }}": "format with a width",
-    "{{ '{:>99999999999}'.format(1) }}": "format with a width",
-    "{{ '{:>{}}'.format(1, 99999999999) }}": "format with a width",
-    "{{ '\t'.expandtabs(9000) }}": "unsafe",
-    "{{ strftime_now('%99999999999d') }}": "date format",
-    "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{{ a|replace('a', a) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{{ range(99999)|join(a) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{{ a.join(['x'] * 99999) }}": "makes values",
-    "{% set a = 'a' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}": "makes values",
-    "{% set a = 'a' * 1000000 %}{% set b %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}": "makes values",
-    "{% macro m() %}{% for i in range(99) %}{{ 'a' * 1000000 }}{% endfor %}{% endmacro %}{{ m()|length }}": "makes values",
-    DOUBLED % ("'a'", "n.x + n.x", ""): "makes values",
-    DOUBLED % ("'a'", "n.x ~ n.x", ""): "makes values",
-    DOUBLED % ("'a'", "n.x.replace('a', 'aa')", ""): "makes values",
-    DOUBLED % ("[0]", "n.x + n.x", ""): "makes values",
-    DOUBLED % ("[0]", "[n.x, n.x]", "{{ n.x|tojson }}"): "makes values",
-    DOUBLED % ("[0]", "{'a': n.x, 'b': n.x}", "{{ n.x }}"): "makes values",
-    DOUBLED % ("2", "n.x * n.x", ""): "number of more than",
-    "{{ 9 ** 9999 }}": "number of more than",
+    **{
+        f"{{{{ {value} }}}}": LIMIT
+        for value in (
+            "'a' * 10**11",
+            "(10**11) * 'a'",
+            "([0] * 10**10)|length",
+            "'a'|center(10**11)",
+            "'a'.ljust(10**11)",
+            "'a\nb'|indent(10**10)",
+            "[1]|tojson(indent=10**10)",
+            "'%99999999999d' % 1",
+            "'%*d' % (99999999999, 1)",
+            "'%99999999999d'|format(1)",
+            "'{:>99999999999}'.format(1)",
+            "'{:>{}}'.format(1, 99999999999)",
+            "'a'.zfill(10**10)",
+            "('a',) * 9999999999",
+        )
+    },
+    "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{{ range(99999)|join(a) }}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{{ a.join(['x'] * 99999) }}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}": LIMIT,
+    "{% set a = 'a' * 1000000 %}{% set b %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}": LIMIT,
+    "{{ 'a' * 9000000 }}": "9000000 characters, the limit is",
+    DOUBLED % ("'a'", "n.x ~ n.x", ""): LIMIT,
+    DOUBLED % ("'a'", "n.x.replace('a', 'aa')", ""): LIMIT,
+    DOUBLED % ("[0]", "n.x + n.x", ""): LIMIT,
+    DOUBLED % ("[0]", "[n.x, n.x]", "{{ n.x|tojson }}"): LIMIT,
+    DOUBLED % ("[0]", "{'a': n.x, 'b': n.x}", "{{ n.x }}"): LIMIT,
+    DOUBLED % ("2", "n.x * n.x", ""): LIMIT,
     # loops without end
-    "{% for i in range(10**9) %}{% endfor %}": "makes values",
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "CPU time",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}": "CPU time",
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}": LIMIT,
     "{% for x in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}": "RecursionError",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ lipsum(n=10**6) }}": "undefined",
-    "{{ ('http://a.b ' * 99999)|urlize }}": "No filter named",
     # errors of other kinds
+    "{{ 9 ** 9999 }}": "not valid Jinja",
     "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "not valid Jinja",
     "{% if 1 %}" * 500 + "{% endif %}" * 500: "not valid Jinja",
     "{{ 1 // 0 }}": "ZeroDivisionError",
@@ -89,12 +124,33 @@ REFUSED = {  # template -> part of the error
 @pytest.mark.parametrize("template", REFUSED, ids=lambda text: text[:60].encode("ascii", "replace").decode())
 def test_a_hostile_template_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Escapes, texts and loops without end, and errors of any kind end as one error that says why."""
-    if REFUSED[template] == "CPU time":
-        monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.05)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
     with pytest.raises(TemplateRefused) as caught:
         ChatTemplate(template).render(CHAT)
     assert REFUSED[template] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def process_of(template: str) -> int:
+    return chat_template._PROCESSES[template]._process.pid
+
+
+def test_the_kernel_limits_the_memory_of_the_process_that_renders() -> None:
+    ChatTemplate("limited").render(CHAT)
+    assert resource.prlimit(process_of("limited"), resource.RLIMIT_AS) == (chat_template.MAX_BYTES,) * 2
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
+    """A refusal would blame the template for what the machine did; also a fork renders with a process of its own."""
+    template = ChatTemplate("{{ messages[0].role }}")
+    os.kill(process_of("{{ messages[0].role }}"), signal.SIGKILL)
+    assert template.render(CHAT) == "user"
+    if (pid := os.fork()) == 0:
+        os._exit(0 if template.render(CHAT) == "user" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert template.render([UserDict(CHAT[0])]) == "user"
+    with pytest.raises(TemplateRefused, match="got datetime"):
+        template.render([{"role": datetime.now(UTC)}])
 
 
 @pytest.mark.parametrize(
@@ -114,114 +170,3 @@ def test_a_hostile_template_is_refused(template: str, monkeypatch: pytest.Monkey
 def test_a_usual_template_is_unchanged_by_the_limits(template: str, expected: str) -> None:
     """Loops, formats, filters, macros and namespaces give what Jinja gives."""
     assert ChatTemplate(template).render(CHAT) == expected
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
-def edited(name: str, **values: object) -> Callable[[Path], object]:
-    """Set keys of a JSON file."""
-
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(content | values))
-
-    return edit
-
-
-def written(name: str, data: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def added_token(token_id: int) -> Callable[[Path], object]:
-    token = {"id": token_id, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False, "special": True}  # fmt: skip
-
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / "tokenizer.json").read_text())
-        content["added_tokens"].append(token)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-
-    return edit
-
-
-def _named_templates(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
-    edited("tokenizer_config.json", chat_template=[{"a": 1}, 7])(folder)
-
-
-REPLACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhhhhhhh"}
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        pytest.param(edited("tokenizer_config.json", eos_token=["a"]), "eos_token: expected a text", id="list as token"),
-        pytest.param(edited("tokenizer_config.json", eos_token={"x": 1}), "eos_token: expected a text", id="no content"),
-        pytest.param(edited("generation_config.json", eos_token_id="2"), "expected a token id", id="end as text"),
-        pytest.param(edited("generation_config.json", eos_token_id=-1), "expected a token id", id="negative end"),
-        pytest.param(edited("generation_config.json", eos_token_id=10**30), "expected a token id", id="huge end"),
-        pytest.param(edited("generation_config.json", eos_token_id=[1, None]), "expected a token id", id="end of none"),
-        pytest.param(written("generation_config.json", b"[1]"), "expected a JSON object", id="list as configuration"),
-        pytest.param(written("tokenizer_config.json", b"[" * 100_000), "not JSON", id="nested configuration"),
-        pytest.param(written("tokenizer_config.json", b'{"a": "\xff"}'), "not JSON", id="no UTF-8"),
-        pytest.param(written("chat_template.jinja", b"\xff\xfe"), "not UTF-8 text", id="template is no UTF-8"),
-        pytest.param(_named_templates, "no chat template", id="named templates without names"),
-        pytest.param(written("tokenizer.json", b"\0" * 100), "not a tokenizer", id="NUL"),
-        pytest.param(written("tokenizer.json", b"[" * 100_000), "not a tokenizer", id="nested tokenizer"),
-        pytest.param(added_token(-5), "not a tokenizer", id="negative token id"),
-        pytest.param(added_token(2**40), "not a tokenizer", id="huge token id"),
-        pytest.param(edited("config.json", vocab_size=1), "would never end", id="vocabulary without the end token"),
-        pytest.param(edited("config.json", vocab_size=-3), "expected a positive number", id="negative vocabulary"),
-        pytest.param(edited("config.json", vocab_size=10**30), "expected a positive number", id="huge vocabulary"),
-        pytest.param(
-            edited("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [REPLACE] * 9}),
-            "normalizer makes texts up to", id="growing normalizer",
-        ),
-        pytest.param(edited("tokenizer.json", decoder=REPLACE | {"content": "x" * 99}), "decoder makes", id="decoder"),
-    ],
-)  # fmt: skip
-def test_a_hostile_tokenizer_folder_is_refused(
-    model: Path, tmp_path: Path, change: Callable[[Path], object], expected: str
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    change(folder)
-    with pytest.raises(UnsupportedModel, match=expected):
-        ChatTokenizer.read(folder)
-
-
-def test_code_that_a_tokenizer_names_is_not_loaded(model: Path, tmp_path: Path) -> None:
-    """auto_map and Python files are ignored: the files of `tokenizers` are read, and nothing else."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
-    edited("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tok", None]}, tokenizer_class="Tok")(folder)
-    ChatTokenizer.read(folder)
-    assert not (tmp_path / "mark").exists()
-
-
-def test_a_token_beyond_the_vocabulary_is_refused_where_a_text_has_it(model: Path, tmp_path: Path) -> None:
-    """Published models have such tokens; a prompt that uses one would be an index error on the engine."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    added_token(1000)(folder)
-    tokenizer = ChatTokenizer.read(folder)
-    assert tokenizer.encode("1")
-    for encode in (lambda: tokenizer.encode("1<x>"), lambda: tokenizer.encode_many(["1", "<x>"])):
-        with pytest.raises(MalformedData, match=r"token '<x>' has id \d+, and the model's vocabulary is \d+"):
-            encode()
-
-
-def test_a_pattern_that_backtracks_without_end_is_an_error(model: Path, tmp_path: Path) -> None:
-    """The Rust library gives up by a panic, which is no `Exception`."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    edited("tokenizer.json", normalizer={"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"})(folder)
-    tokenizer = ChatTokenizer.read(folder)
-    with pytest.raises(MalformedData, match="tokenizer fails"):
-        tokenizer.encode("a" * 40 + "!")

@@ -214,3 +214,23 @@ def test_a_local_folder_is_a_data_set(tmp_path: Path):
         (tmp_path / name).write_text("{}\n")
     assert data_files([tmp_path], "data.train", "train") == [tmp_path / "train-0.jsonl", tmp_path / "train-1.jsonl"]
     assert data_files([tmp_path], "data.eval", "eval") == [tmp_path / "test.jsonl"]
+
+
+def test_a_link_out_of_a_data_folder_is_refused(tmp_path: Path) -> None:
+    """Rows are sent to workers and stored in packs; links within the folder, and to the blobs of a hub's cache, are followed."""
+    folder, secret = tmp_path / "snapshots" / "data", tmp_path / "secret.jsonl"
+    folder.mkdir(parents=True)
+    secret.write_text("{}")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "abc").write_text("{}")
+    (folder / "train.jsonl").symlink_to(tmp_path / "blobs" / "abc")
+    (folder / "more.jsonl").symlink_to("train.jsonl")
+    assert data_files([folder], "data.train", "train")
+    for name in ("train-1.jsonl", "sub/train.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(secret)
+        with pytest.raises(ConfigError, match="outside of the folder"):
+            data_files([folder], "data.train", "train")
+        (folder / name).unlink()
+        for path in folder.glob("*.jsonl"):
+            path.unlink()

@@ -133,6 +133,7 @@ BLOCK = _tensor(b"blk.0.ffn_up.weight", 4)
         (_header(ONE_LAYER), "names no general.architecture"),
         (_header(LLAMA, ONE_LAYER), "it has tensors of 0 layers"),
         (_header(LLAMA, ONE_LAYER, _value(b"split.count", 2, struct.pack("<H", 3))), "one of 3 parts"),
+        (_header(LLAMA, ONE_LAYER, _value(b"split.count", 8, struct.pack("<Q", 1) + b"x")), "one of x parts"),
         (_header(LLAMA, ONE_LAYER, _value(b"llama.vocab_size", 10, struct.pack("<Q", 1 << 60)), tensors=BLOCK, num_tensors=1)
          + bytes(64), "llama.vocab_size = .*: expected at most"),
         (_header(LLAMA, ONE_LAYER, _value(b"x", 6, struct.pack("<f", float("nan"))), tensors=BLOCK, num_tensors=1)

@@ -22,6 +22,7 @@ from pydantic import Field
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.tools.tool import Tool, ToolArguments, ToolEpisode, ToolUnavailable
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import target_outside
 
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # of Lucene
@@ -125,6 +126,10 @@ def divided(text: str, limit: int) -> Iterator[str]:
 def _of_folder(folder: Path) -> Iterator[tuple[str, str]]:
     for file in sorted(folder.rglob("*")):
         if file.suffix in _SUFFIXES and file.is_file():
+            if (target := target_outside(file, folder)) is not None:
+                raise ConfigError(
+                    f"corpus {folder}: {file} links to {target}, outside of the folder, and the policy would read it; copy the file there"
+                )
             yield str(file.relative_to(folder)), file.read_text(encoding="utf-8")
 
 

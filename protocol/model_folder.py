@@ -1,0 +1,129 @@
+"""Checks of a model folder from outside, before transformers reads it; imports no torch.
+
+transformers asks on a terminal whether to run a folder's own code, unpickles files, follows names out of the folder, loads
+what ``adapter_config.json`` names from elsewhere. All of it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.errors import UnsupportedModel
+
+_INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
+_MAX_HEADER_BYTES = 100_000_000  # as in safetensors
+MAX_JSON_BYTES = 256 * 1024**2
+_MAX_NUMBER = 2**31
+_MAX_LAYERS = 10_000
+_LAYERS = re.compile(r"(^|\.)n[a-z_]*layers?$")  # a number of them; others are numbered from the end
+_FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
+
+
+def check_folder(folder: Path, check_config: Callable[[dict[str, Any]], None] = lambda config: None) -> None:
+    """Raise UnsupportedModel for a folder that transformers must not read; ``check_config`` gets its configuration first."""
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModel(
+            f"model.path = {folder} is an adapter (adapter_config.json); merge it into its base model"
+        )
+    config = read_object(folder / "config.json")
+    check_config(config)
+    for key, value in _leaves(config):
+        if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # nor NaN
+            raise UnsupportedModel(
+                f"{folder / 'config.json'}: {key} = {value}: expected at most {_MAX_NUMBER}; restore it"
+            )
+        if _LAYERS.search(key) and isinstance(value, int) and not 0 <= value <= _MAX_LAYERS:
+            raise UnsupportedModel(
+                f"{folder / 'config.json'}: {key} = {value}: expected 0 to {_MAX_LAYERS}; restore it"
+            )
+        if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
+            raise UnsupportedModel(
+                f"{folder / 'config.json'}: {key} = {value}: kernels are not downloaded; remove this key"
+            )
+    for path in _files(folder):
+        _check_header(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index.is_file():
+        raise UnsupportedModel(
+            f"model.path = {folder}: no model.safetensors and no {_INDEX}; other formats can contain code and are not read: "
+            "save the model again with `save_pretrained` of transformers"
+        )
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise UnsupportedModel(f"{index}: expected a weight_map; restore the file")
+    for name in names.values():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise UnsupportedModel(
+                f"{index}: {str(name)[:80]!r}: expected the name of a safetensors file in this folder"
+            )
+        if not (folder / name).is_file():
+            raise UnsupportedModel(f"{index}: {name} is not in the folder; copy it there")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            data = file.read(size) if size <= _MAX_HEADER_BYTES else b""
+    except OSError as err:  # safetensors writes files of mode 0600; a container has another user
+        raise UnsupportedModel(f"{path}: not readable ({err.strerror}); let this process's user read it") from None
+    try:
+        header = json.loads(data)
+        kinds = {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise UnsupportedModel(
+            f"{path}: not a safetensors file (its header of {size} bytes is not readable); restore the file"
+        ) from None
+    if strange := [name for name, kind in kinds.items() if not isinstance(kind, str)]:
+        raise UnsupportedModel(f"{path}: {strange[0][:80]}: its dtype is no text; restore the file")
+    expected, actual = 8 + size + _data_bytes(header), path.stat().st_size
+    if actual < expected:
+        raise UnsupportedModel(f"{path}: {actual:,} bytes, its header says {expected:,}: it is cut off; copy it again")
+    for name, kind in kinds.items():
+        if name.endswith((".weight", ".bias")) and kind not in _FLOATS:
+            raise UnsupportedModel(
+                f"{path}: {name} is {str(kind)[:80]}: expected floating-point numbers; restore the file"
+            )
+
+
+def _data_bytes(header: dict[str, Any]) -> int:
+    """Return where the data of the last tensor ends; what is no number is left for safetensors to refuse."""
+    pairs = [entry.get("data_offsets") for name, entry in header.items() if name != "__metadata__"]
+    return max(
+        (pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int)), default=0
+    )
+
+
+def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Return a JSON object of a file; raises UnsupportedModel."""
+    if path.stat().st_size > limit:
+        raise UnsupportedModel(f"{path}: {path.stat().st_size} bytes, the limit is {limit}; restore the file")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as err:
+        raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")
+    return content
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item, key)
+    else:
+        yield key, value
