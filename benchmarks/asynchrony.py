@@ -189,7 +189,7 @@ class Measured:
 
 
 def staleness_shares(metrics: Path, first: int) -> dict[int, float]:
-    """Return the share of tokens by age over the steps after ``first``, from the trainer's own figures."""
+    """Return the share of tokens by age over the steps after ``first``, from the trainer's metrics."""
     tokens: dict[int, int] = {}
     for line in metrics.read_text().splitlines():
         event = json.loads(line)

@@ -1,4 +1,4 @@
-"""Peak memory and CPU seconds of a forward and backward pass with each attention of the CPU, in processes of their own.
+"""Peak memory and CPU seconds of a forward and backward pass with each attention of the CPU, in separate processes.
 
     python -m benchmarks.attention [--tokens 2040] [--rounds 3]
 

@@ -3,7 +3,7 @@
     make bench NAME=in-place ARGS="--model 135m --density 0.0002 0.001 0.003 0.01"
 
 A real SGLang on this machine's CPU (`make sglang-env`) serves random weights in bfloat16, of the shape of SmolLM2-135M or of Qwen2-0.5B, or tiny. Both ways
-alternate in one run, between two folders that differ in the given share of the words; both folders stay in the page cache. The pause is
+alternate in one run, between two folders that differ in the stated share of the words; both folders stay in the page cache. The pause is
 the whole of `ManagedEngine.load`: pause (retract), load, confirmation, continue. What a worker does before it, staging, is timed apart.
 """
 

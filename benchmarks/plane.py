@@ -2,7 +2,7 @@
 
     python -m benchmarks.plane [--seconds 6] [--repeats 3] [--tls]
 
-Processes that run the services' own code, real nats-server (every message on disk before it is acknowledged) and a
+Processes that run the services' code, real nats-server (every message on disk before it is acknowledged) and a
 real S3 server: a worker's `PackAnnouncer`, the reward service itself with a reward of negligible cost, and the
 trainer's `Collector`, which acknowledges after each fsynced commit of a step's ids. *Direct* leaves the reward
 service out. Groups are of 8 trajectories of 4096 tokens, and tiny ones of 8 x 24.

@@ -4,7 +4,7 @@
     python -m benchmarks.staleness --task sort --method default --lag 16 --seed 0    # make one run
     python -m benchmarks.staleness --report                       # write the table and the plot of the existing runs
 
-A policy is warmed up on correct answers and then trained with the trainer's own losses, advantages and
+A policy is warmed up on correct answers and then trained with the trainer's losses, advantages and
 corrections on samples of weights that are exactly k optimizer steps old (`--lag 16`), or of four ages at
 once (`--lag mixed16`: a quarter each 0, 5, 11 and 16 steps old). Everything else is equal: prompts, seeds, learning rate.
 Runs are appended to `benchmarks/staleness.jsonl`, one line each.

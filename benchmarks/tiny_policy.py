@@ -93,7 +93,7 @@ def read_prompts(w: Tensors, prompts: Tensor, shape: Shape) -> tuple[Tensor, Key
 def _attend(
     query: Tensor, prompt: tuple[Tensor, Tensor], completion: tuple[Tensor, Tensor], shape: Shape, mask: Tensor
 ) -> Tensor:
-    """Attend from completions [P*G, heads, T, D] to their prompt's keys [P, ...] and their own [P*G, ...]."""
+    """Attend from completions [P*G, heads, T, D] to their prompt's keys [P, ...] and the completions' keys [P*G, ...]."""
     rows, heads, steps, dim = query.shape
     repeats, groups = heads // shape.kv_heads, rows // prompt[0].shape[0]
     query = query * dim**-0.5

@@ -4,7 +4,7 @@ python -m benchmarks.trainer_packing                    # every case; about five
 python -m benchmarks.trainer_packing --only 4:1 mixed   # some of them
 python -m benchmarks.trainer_packing --memory           # peak memory at 4:1, a process for each way
 python -m benchmarks.trainer_packing --error            # gradients compared with one row at a time
-python -m benchmarks.trainer_packing --only 4:1 --model FOLDER --scale 8   # a model of your own, lengths divided by 8
+python -m benchmarks.trainer_packing --only 4:1 --model FOLDER --scale 8   # the model in FOLDER, lengths divided by 8
 
 Every way runs forward and backward of the same rows through the same model and the same output head, which computes
 logits in chunks and of sampled tokens only. The ways differ in how rows reach the layers:

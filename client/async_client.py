@@ -143,7 +143,7 @@ class AsyncClient:
                 print(event.kind)
             await run.wait()
 
-    A reward function is called on a thread; one that is ``async`` runs on that thread's own event loop.
+    A reward function is called on a thread; one that is ``async`` runs on that thread's event loop.
     """
 
     def __init__(self, where: str = LOCAL, *, token: str | None = None, runs: str | os.PathLike[str] = "runs") -> None:

@@ -223,7 +223,7 @@ class Run(_Handle[RunBackend]):
     ) -> str:
         """Return the model's answer to a prompt, or to a conversation: ``[{"role": "user", "content": ...}, ...]``.
 
-        The model is the run's own; while the run is going on, its newest stored version. The first call starts an engine.
+        The model is that of the run; while the run is going on, its newest stored version. The first call starts an engine.
 
         Raises:
             ChatRefused: The engine refuses the conversation, for example because it is too long.

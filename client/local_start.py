@@ -146,7 +146,7 @@ def _claimed(values: Values, runs: Path, stem: str) -> Iterator[Path]:
 
 
 def claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple[Path, bool]:
-    """Return the run's folder, and True if it is new: of the given name, else of the first free one of stem, stem-2, …."""
+    """Return the run's folder, and True if it is new: of the name that is set, else of the first free one of stem, stem-2, …."""
     run_id = values.get(("run", "id"))
     if run_id is not None:
         folder = runs / check_run_id(str(run_id))

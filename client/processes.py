@@ -34,7 +34,7 @@ class RunFailed(PenstockError):
 
 
 class LocalProcess:
-    """One process of a run or a training, in a session of its own, so that Ctrl-C does not reach it."""
+    """One process of a run or a training, in a separate session, so that Ctrl-C does not reach it."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
         """Start it; its output is appended to ``log``. Raises DeployError when it cannot be started."""

@@ -77,7 +77,7 @@ def reward_of(function: Callable[..., Any]) -> HostedFunction:
 
 
 def reward_name(function: Callable[..., Any]) -> str:
-    """Return the name under which a function is registered: its own, with what a name may have."""
+    """Return the name under which a function is registered: the function's name, with what a name may have."""
     name = getattr(_innermost(function), "__name__", type(function).__name__)
     return re.sub(r"[^A-Za-z0-9_.-]", "", "reward" if name == "<lambda>" else name).lstrip("_.-") or "reward"
 
@@ -137,7 +137,7 @@ def _within(deadline_s: float, work: Future[None]) -> None:
     try:
         work.result(deadline_s)
     except TimeoutError:
-        if work.done():  # the function's own
+        if work.done():  # raised by the function
             raise
         work.cancel()
         raise PenstockError(

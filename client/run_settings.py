@@ -25,7 +25,7 @@ _HEAD = "# Written by penstock.Client. To continue this run: {command}\n"
 def flat(settings: Mapping[str, Any]) -> Values:
     """Return every value with its key path: ``{"trainer": {"lr": 1e-6}}`` and ``{"trainer.lr": 1e-6}`` are the same.
 
-    Rows of data and a reward stay as they are. Raises ConfigError for a key that is given twice and for a value that no run
+    Rows of data and a reward stay as they are. Raises ConfigError for a key that is set twice and for a value that no run
     file can have.
     """
     flat_values: Values = {}

@@ -28,7 +28,7 @@ from penstock.protocol.transport.bus import Bus
 
 
 def bootstrap(bus: Bus, blobs: Blobs, run_id: str, limits: StreamLimits | None = None) -> None:
-    """Create everything one run needs, or update it to the given limits; safe to repeat.
+    """Create everything one run needs, or update it to ``limits``; safe to repeat.
 
     Raises BusError or BlobError when a server is unreachable or refuses.
     """
@@ -43,7 +43,7 @@ def bootstrap(bus: Bus, blobs: Blobs, run_id: str, limits: StreamLimits | None =
 
 
 def delete_run(bus: Bus, run_id: str) -> int:
-    """Delete a run's streams and its own buckets with their contents; returns how many existed.
+    """Delete a run's streams and its buckets with their contents; returns how many existed.
 
     Objects in S3 stay, and so does the registry of reward endpoints, which runs share.
     """

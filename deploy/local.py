@@ -77,7 +77,7 @@ class LocalStack:
     def start(self, supervisor: Supervisor | None = None) -> None:
         """Start both servers, wait until they answer and create the bucket.
 
-        ``supervisor`` restarts a server that crashes (None: the stack's own supervisor). Raises DeployError
+        ``supervisor`` restarts a server that crashes (None: the stack's supervisor). Raises DeployError
         when the folder is in use, a port is taken or a server does not start; no process is left then.
         """
         self._own_supervisor = supervisor is None

@@ -1,8 +1,8 @@
 """All processes of one run on this machine; `deploy/train.py` and `deploy/quickstart.py` drive it.
 
 Starts nats-server and the S3 server (unless the run file names others), creates the run's streams,
-then starts the reward service, the rollout workers and the trainer at the same time, each a process
-of its own with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
+then starts the reward service, the rollout workers and the trainer at the same time, each a separate
+process with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
 exits is restarted, and so is a trainer that was killed by a signal: it resumes from the newest checkpoint.
 One that keeps exiting ends the run, except a worker while another one runs. A run on a rescored input
 (`data.from_run`) has no workers and no reward service, and gets a copy of the input from the store of the run beside it.

@@ -1,6 +1,6 @@
 """The settings of a run of which every process is on this machine, and the copy of its rescored input.
 
-A local run on a rescored input gets a copy in its own store. The store of a local run is a folder, which its S3 server serves
+A local run on a rescored input gets a copy in its store. The store of a local run is a folder, which its S3 server serves
 unchanged: bucket, then key. An input is immutable and its index is written last, so that it can be copied while the run it was
 made from is stopped, running or being rescored. The copy belongs to the new run: either run can be removed without the other.
 """
@@ -140,7 +140,7 @@ def copy_input(name: str, run_folder: Path) -> None:
 
 
 def find_input(name: str, run_folder: Path) -> Path:
-    """Return the folder of an input's objects: the run's own, else that of a run beside it.
+    """Return the folder of an input's objects: that of the run, else that of a run beside it.
 
     Raises ConfigError when there is none; it names the inputs that there are.
     """

@@ -125,7 +125,7 @@ def write(
     """Make the secrets of a deployment and print the files that were written; existing files are kept.
 
     A password for each NATS role (nats_ROLE, and nats_passwords.conf, which nats.conf includes as passwords.conf), the S3
-    secret key of the store's own user and of each role (s3_ROLE), tokens of the reward service for an administrator, for
+    secret key of the store's user and of each role (s3_ROLE), tokens of the reward service for an administrator, for
     endpoints and for Prometheus with their hashes (reward_tokens), Grafana's password, and in tls/ the certificates of all
     servers and the key that signs weights.
     """

@@ -211,7 +211,7 @@ def nats_config(
     is_cluster: bool = False,
     routes: str = _ROUTES,
 ) -> str:
-    """Return the text of the configuration file, for the given runs or (none given) for any; raises ConfigError.
+    """Return the text of the configuration file, for ``run_ids`` or (if empty) for any run; raises ConfigError.
 
     ``passwords`` and ``routes`` (of a cluster) are the files that it includes, from the folder of the configuration; ``store`` is the
     server's folder of data; ``tls`` is a folder of `penstock certs`, from the folder of the configuration: clients then connect to tls://.

@@ -1,7 +1,7 @@
 """``penstock quickstart``: train a tiny language model through every service, with a live panel.
 
 1. Makes a tiny model and the data of a task (`deploy/quickstart_task.py`); nothing is downloaded.
-2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
+2. Starts nats-server, the S3 server, the reward service and two rollout workers, each a separate process,
    and warms the model up on examples meanwhile (`penstock sft`).
 3. Trains it with asynchronous GRPO. Half way it kills one worker with SIGKILL: its groups are redelivered.
 4. Writes a report into the run's folder.

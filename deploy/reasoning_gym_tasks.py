@@ -1,9 +1,9 @@
 """Tasks of reasoning-gym as data files and as a reward: the adapter of that package (``pip install 'penstock[reasoning-gym]'``).
 
 A task is ``NAME`` or ``NAME:OPTION=VALUE,...``, as in ``chain_sum:max_terms=2,max_digits=2``; the options are those of the
-task's own configuration. Problems are made once and written to files, so that a run's record names them by content and a
+task's configuration. Problems are made once and written to files, so that a run's record names them by content and a
 replay needs no generator. The ground truth of a row is a JSON text with the task, its options and the problem; `score`
-gives it back to the task's own ``score_answer``.
+gives it back to the task's ``score_answer``.
 
 reasoning-gym makes problem i from ``seed + i``: two seeds a few apart give nearly the same problems. `write_data` therefore
 takes ranges of seeds that do not overlap, and besides keeps every question on one side only.
@@ -23,7 +23,7 @@ from penstock.deploy.quickstart_task import write_rows
 from penstock.protocol.errors import ConfigError
 
 REWARD = "penstock.deploy.reasoning_gym_tasks:score"
-"""The reward's name in a run file: code that the reward service runs in processes of its own."""
+"""The reward's name in a run file: code that the reward service runs in separate processes."""
 
 DATA_SOURCE = "reasoning_gym"
 SYSTEM_PROMPT = "Give only the answer."
@@ -93,7 +93,7 @@ def write_data(folder: Path, task: Task, *, seed: int, num_train: int, num_eval:
     The held-out problems are the same for every seed. Where a task has fewer questions, training gets fewer.
 
     Raises:
-        ConfigError: The task has too few questions, or its own answer of a problem does not score 1.
+        ConfigError: The task has too few questions, or its answer to a problem does not score 1.
     """
     taken: set[str] = set()
     held_out = _problems(task, 0, num_eval, taken)
@@ -120,7 +120,7 @@ def write_data(folder: Path, task: Task, *, seed: int, num_train: int, num_eval:
 
 
 def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
-    """Return the task's own score of an answer, 0 to 1, and 1 in the part ``right`` for a full one.
+    """Return the task's score of an answer, 0 to 1, and 1 in the part ``right`` for a full one.
 
     The answer is the text in the last ``<answer>`` tags, or the whole completion without white space around it. Raises
     ValueError for a ground truth that `write_data` did not write; what ``score_answer`` raises is the error of the score.
@@ -157,7 +157,7 @@ def _problems(task: Task, side: int, wanted: int, taken: set[str]) -> list[dict[
 
 
 def _checked(task: Task, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a problem as its JSON text gives it back; raises ConfigError unless its own answer scores 1 then."""
+    """Return a problem as its JSON text gives it back; raises ConfigError unless the problem's answer scores 1 then."""
     try:
         stored = json.loads(json.dumps(entry))
         value = score(DATA_SOURCE, entry["answer"], _truth(task, stored))["score"]

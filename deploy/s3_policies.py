@@ -1,4 +1,4 @@
-"""The S3 policy of each role, printed or given to a user of its own: what it may read, write, delete and list.
+"""The S3 policy of each role, printed or attached to a separate user: what it may read, write, delete and list.
 
     python -P -m penstock.deploy.s3_policies ROLE                         # for any run
     python -P -m penstock.deploy.s3_policies ROLE --run my-run --bucket penstock
@@ -32,7 +32,7 @@ _SHORTEST = 8  # characters of a secret key that MinIO takes
 
 
 def policies(bucket: str, run_ids: Sequence[str] = ()) -> dict[Role, Policy]:
-    """Return the policy of each role, for the given runs or (none given) for any; raises ConfigError for what is no run id."""
+    """Return the policy of each role, for ``run_ids`` or (if empty) for any run; raises ConfigError for what is no run id."""
     by_role: dict[Role, list[ObjectRights]] = {}
     for run_id in [check_run_id(run_id) for run_id in run_ids] or [ANY_RUN]:
         for rights in object_rights(run_id):
@@ -75,7 +75,7 @@ def access_key(role: Role) -> str:
 
 
 def create_users(settings: S3Settings, secrets: Path, run_ids: tuple[str, ...] = ()) -> list[str]:
-    """Create or update each role's policy and user, for the given runs or any; returns their access keys. Idempotent.
+    """Create or update each role's policy and user, for ``run_ids`` or (if empty) for any run; returns their access keys. Idempotent.
 
     Raises ConfigError for a missing or short secret before anything is changed, BlobStoreRefused or BlobStoreUnreachable
     when the store has no such interface, refuses, or does not answer.

@@ -1,7 +1,7 @@
 """``python -m penstock.deploy.scoring [--serve FILE]... [--recorded FILE] [SETTINGS]... -- COMMAND``: a reward service for one command.
 
 NATS, an S3 server, the reward service and an endpoint for each served file run on this machine, over a temporary folder,
-until the command exits; it gets ``--url`` of the service. The run's own servers and queues are not touched: a reward
+until the command exits; it gets ``--url`` of the service. The run's servers and queues are not touched: a reward
 service of the run would also score what is left in them. SETTINGS are run files and section.key=value; ``--recorded`` is a
 run's ``config.json``, whose rewards are defined for the service too.
 """

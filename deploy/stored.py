@@ -1,6 +1,6 @@
 """``python -m penstock.deploy.stored DIR -- COMMAND``: run a command with the servers of a finished local run.
 
-The servers run over the run's own store until the command exits; it finds them by its environment variables.
+The servers run over the run's store until the command exits; it finds them by its environment variables.
 Ctrl-C reaches the command, which may exit as it does alone; SIGTERM is passed on to it. The servers stop when this
 process exits, SIGKILL included.
 """

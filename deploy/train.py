@@ -50,7 +50,7 @@ from penstock.trainer.settings import TrainerSettings
 _POLL_S = 0.2
 _STOPPED_ON_REQUEST = 130
 _CONNECT_S = 20.0
-_EXPLAINED_ERROR = 2  # as the trainer's own exit code for an error that is explained
+_EXPLAINED_ERROR = 2  # as the trainer's exit code for an error that is explained
 _STARTED_S = 60.0  # an outage sooner after the start of this command ends it: an address may be wrong
 _APART_S = 900.0  # exits that are further apart belong to two outages; one trainer needs up to five minutes to give up
 _OUTAGE_S = 3600.0  # how long the trainer is started again while NATS or the object store does not answer

@@ -1,6 +1,6 @@
 """How Sphinx builds the documentation: `make docs` writes it to build/docs; nothing is loaded from elsewhere at run time.
 
-The source folder is the repository, so that the README of a package is a page of its own and its links stay as they are.
+The source folder is the repository, so that the README of a package is a separate page and its links stay as they are.
 Pages of reference are written by `docs/generate.py` from the code, where a page has a line
 ``<!-- generated: NAME -->``.
 """

@@ -1,4 +1,4 @@
-"""Your own reward: serve it and request it by name, or name the file in the run file.
+"""A user-defined reward: serve it and request it by name, or name the file in the run file.
 
 penstock reward serve examples/my_reward.py --register http://127.0.0.1:8700
 penstock train run.toml reward.name=my_reward

@@ -1,4 +1,4 @@
-"""A complete reward endpoint on Python's own web server: signed requests, parts, errors, a lease.
+"""A complete reward endpoint on Python's built-in web server: signed requests, parts, errors, a lease.
 
 python examples/reward_endpoint.py http://127.0.0.1:8700
 penstock reward test short_answers

@@ -108,7 +108,7 @@ def _use_reference(task: PreferenceTask, plan: Plan) -> None:
         return
     positions = range(min(plan.length.num_positions, plan.length.num_rows))
     rows = sorted({plan.order.at(position).prompt for position in positions})
-    task.precompute(reference, rows)  # the policy is its own reference until its first step
+    task.precompute(reference, rows)  # the policy serves as the reference until its first step
 
 
 def _slice(answers: Answers, places: range) -> Answers:

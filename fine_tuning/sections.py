@@ -1,7 +1,7 @@
-"""Finds the settings that a command with a section of its own does not read, so that none is ignored in silence; pure.
+"""Finds the settings that a command with a separate section does not read, so that none is ignored in silence; pure.
 
-`penstock sft`, `penstock dpo` and `penstock rm` read their own section, and listed parts of the others. On their command line the general
-names of some settings, such as ``learning_rate`` or ``trainer.steps``, mean those of their own section.
+`penstock sft`, `penstock dpo` and `penstock rm` read their section, and listed parts of the others. On their command line the general
+names of some settings, such as ``learning_rate`` or ``trainer.steps``, mean those of their section.
 """
 
 from __future__ import annotations

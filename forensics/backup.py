@@ -1,7 +1,7 @@
 """`penstock runs backup` and `penstock runs restore`: a run's streams and objects as files of a folder, and back.
 
     backup.json                 what is saved, with sizes and hashes; written last
-    streams/NAME.snapshot       a stream with its consumers, in the server's own format
+    streams/NAME.snapshot       a stream with its consumers, in the server's format
     objects/SHA256              an object, under the hash of its bytes
 
 Objects never change, so a second backup into the same folder copies only those that are new.
@@ -196,7 +196,7 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
 
 
 def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
-    """Return the rescored inputs that a run trained on: replay needs them, and their objects are their own."""
+    """Return the rescored inputs that a run trained on: replay needs them, and their objects are separate."""
     settings = (
         stored for stored in saved.objects if stored.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config.")
     )

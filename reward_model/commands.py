@@ -39,7 +39,7 @@ def serve_model(
     PATH is a model folder as transformers writes it, with a sequence-classification head: one label (a reward model; its
     logit is the score) or several (--label N: the probability of label N).
 
-    The prompt that the policy saw is rendered with the policy's chat template. For a reward model with its own template, name
+    The prompt that the policy saw is rendered with the policy's chat template. For a reward model with a separate template, name
     the row's column with the question (--prompt-column), so that it is rendered only once.
 
     Example:  penstock reward serve-model rm/ --prompt-column question --register http://127.0.0.1:8700

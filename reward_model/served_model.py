@@ -45,7 +45,7 @@ class Reading:
         form: ``chat`` renders messages with the model's template, ``plain`` joins prompt and completion.
         render: the model's chat template; not used for ``plain``.
         prompt_column: column of the row that holds the question, as a text or as messages. Empty for the prompt that
-            the policy saw, which is already rendered with the policy's own template.
+            the policy saw, which is already rendered with the policy's template.
     """
 
     form: Form
@@ -70,30 +70,30 @@ class Reading:
         if self.prompt_column not in row:
             there = ", ".join(sorted(row)) or "none"
             raise Unusable(f"the row has no column {self.prompt_column!r}; its columns are {there}")
-        found = row[self.prompt_column]
-        if isinstance(found, str):
-            return found
+        question = row[self.prompt_column]
+        if isinstance(question, str):
+            return question
         if (
-            isinstance(found, list)
-            and found
+            isinstance(question, list)
+            and question
             and all(
                 isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
-                for item in found
+                for item in question
             )
         ):
-            return [{"role": str(item["role"]), "content": str(item["content"])} for item in found]  # type: ignore[index,call-overload]
+            return [{"role": str(item["role"]), "content": str(item["content"])} for item in question]  # type: ignore[index,call-overload]
         raise Unusable(f"column {self.prompt_column!r} holds neither a text nor messages with role and content")
 
 
 def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    batched: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
-        widest = lengths[found[-1][0]] if found else 0
-        if found and (len(found[-1]) + 1) * widest <= max_tokens:
-            found[-1].append(place)
+        widest = lengths[batched[-1][0]] if batched else 0
+        if batched and (len(batched[-1]) + 1) * widest <= max_tokens:
+            batched[-1].append(place)
         else:
-            found.append([place])
-    return found
+            batched.append([place])
+    return batched
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,9 @@ class Classifier:
         longer than ``max_length`` is an error, because half an answer is another answer.
         """
         ids = self._tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
-        lengths = [len(one) for one in ids]
+        lengths = [len(token_ids) for token_ids in ids]
         fits = [place for place, length in enumerate(lengths) if 0 < length <= self.max_length]
-        found = [
+        scored = [
             Scored(length, error=f"the text has {length} tokens, expected 1 to {self.max_length} (--max-length)")
             for length in lengths
         ]
@@ -171,8 +171,8 @@ class Classifier:
             places = [fits[number] for number in batch]
             values = self._forward([ids[place] for place in places])
             for place, value in zip(places, values, strict=True):
-                found[place] = Scored(lengths[place], value)
-        return found
+                scored[place] = Scored(lengths[place], value)
+        return scored
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         pad = self._pad if not self._pad_is_free else _unused(rows)
@@ -278,28 +278,28 @@ class ModelReward:
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         assert self._reading is not None
         texts: list[str] = []
-        found: list[list[Score] | range] = []
+        by_group: list[list[Score] | range] = []
         for group in groups:
             try:
                 more = self._reading.texts(group)
             except Unusable as err:
-                found.append([Score(error=str(err))] * len(group.completions))
+                by_group.append([Score(error=str(err))] * len(group.completions))
             else:
-                found.append(range(len(texts), len(texts) + len(more)))
+                by_group.append(range(len(texts), len(texts) + len(more)))
                 texts += more
         scored = self._model.score(texts, special_tokens=self._reading.form == "plain") if texts else []
         self._num_texts += len(texts)
-        self._num_tokens += sum(one.num_tokens for one in scored)
-        scores = [_score(one) for one in scored]
-        return [[scores[place] for place in one] if isinstance(one, range) else one for one in found]
+        self._num_tokens += sum(entry.num_tokens for entry in scored)
+        scores = [_score(entry) for entry in scored]
+        return [[scores[place] for place in entry] if isinstance(entry, range) else entry for entry in by_group]
 
     async def close(self) -> None:
         """Do nothing: the process exits next."""
 
 
-def _score(one: Any) -> Score:
-    if one.value is None:
-        return Score(error=one.error)
-    if not math.isfinite(one.value):
-        return Score(error=f"the model's output is {one.value}, expected a finite number; try --dtype float32")
-    return Score(score=one.value, parts={"num_tokens": float(one.num_tokens)})
+def _score(scored: Any) -> Score:
+    if scored.value is None:
+        return Score(error=scored.error)
+    if not math.isfinite(scored.value):
+        return Score(error=f"the model's output is {scored.value}, expected a finite number; try --dtype float32")
+    return Score(score=scored.value, parts={"num_tokens": float(scored.num_tokens)})

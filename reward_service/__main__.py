@@ -79,7 +79,7 @@ def _run_service(arguments: Sequence[str]) -> int:
     files, overrides = split_arguments(arguments)
     settings = load(RewardSettings, files=files, overrides=overrides, environ=os.environ).settings
     logs.configure("reward", level=settings.reward_service.log_level)
-    use_one_heap()  # before any thread has a heap of its own
+    use_one_heap()  # before any thread has a separate heap
     with recording(os.environ, "reward", service_id=settings.reward_service.id, run_id=settings.run.id) as traces:
         asyncio.run(service.run(settings, traces))
     return 0
@@ -89,10 +89,10 @@ def _list_rewards() -> int:
     from penstock.reward_service.registry import user_rewards  # noqa: PLC0415 see above
     from penstock.reward_service.registry.built_in import BUILT_INS  # noqa: PLC0415 see above
 
-    for name, one in BUILT_INS.items():
-        sources = [source for source in one.data_sources if source != name]
+    for name, reward in BUILT_INS.items():
+        sources = [source for source in reward.data_sources if source != name]
         also = f"\n{'':16}also as {', '.join(sources)}" if sources else ""
-        sys.stdout.write(f"{name:<15} {one.description}{also}\n")
+        sys.stdout.write(f"{name:<15} {reward.description}{also}\n")
     for name, path in user_rewards.installed().items():
         sys.stdout.write(f"{name:<15} {path} (entry point of an installed package)\n")
     sys.stdout.write("\nnext: python -m penstock.reward_service rewards NAME lists its parameters, for reward.define\n")
@@ -107,12 +107,12 @@ def _show_reward(name: str) -> int:
         raise ConfigError(
             f"no built-in reward {name}; {'did you mean ' + ' or '.join(near) if near else 'see: rewards'}"
         )
-    one = BUILT_INS[name]
-    sys.stdout.write(f"{name}: {one.description}\n")
-    for key, field in one.parameters.model_fields.items():
+    reward = BUILT_INS[name]
+    sys.stdout.write(f"{name}: {reward.description}\n")
+    for key, field in reward.parameters.model_fields.items():
         default = "required" if field.is_required() else f"default {field.default!r}"
         sys.stdout.write(f"  {key:<12} {default}: {field.description}\n")
-    if not one.parameters.model_fields:
+    if not reward.parameters.model_fields:
         sys.stdout.write("  no parameters\n")
     return 0
 
@@ -127,9 +127,9 @@ def _write_tables(page: Path) -> int:
 def _probe_sandbox(wanted: str) -> int:
     from penstock.sandbox import canary  # noqa: PLC0415 see above
 
-    found = canary.probe(wanted)
-    sys.stdout.write(f"{found}\n")
-    return int(found.kind is None)
+    sandbox = canary.probe(wanted)
+    sys.stdout.write(f"{sandbox}\n")
+    return int(sandbox.kind is None)
 
 
 def _texts(err: BaseException) -> Iterator[str]:

@@ -3,7 +3,7 @@
 Reads rows as JSON objects, one a line: ``place``, ``prompt``, ``data_source``, ``ground_truth``, ``extra_info``, the last
 two as values. Writes one JSON object for each row that the reward `code` would score, in order of completion:
 ``{"place", "problem", "solution"}``. The problem is "" for tests that reject an empty program and one that returns
-nothing useful, and that accept the row's own solution if it has one; the solution is that program or null.
+nothing useful, and that accept the row's solution if it has one; the solution is that program or null.
 
 `penstock data check` and `penstock reward test` start it, because neither imports this service.
 """

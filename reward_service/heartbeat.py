@@ -87,7 +87,7 @@ class HeartbeatWriter:
         offer = RewardsOffered(
             run_id=self.consumer.run_id, replica=self.replica, at=time.time(), names=self.reward_registry.names(),
             by_source=self.reward_registry.by_source(),
-            definitions={name: one.digest for name, one in self.reward_registry.definitions.items()},
+            definitions={name: definition.digest for name, definition in self.reward_registry.definitions.items()},
             success=self.reward_registry.success(),
         )  # fmt: skip
         await self.offers.put(rewards_offered.key(self.replica), encode(offer))

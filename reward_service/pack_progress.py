@@ -78,14 +78,14 @@ class ProgressStore:
         self._max_messages = max_messages
 
     async def load(self, sequence: int, num_delivered: int) -> PackProgress:
-        own = self._messages.get(sequence, _FRESH)
+        local = self._messages.get(sequence, _FRESH)
         if num_delivered <= 1:
-            return own
+            return local
         try:
             entry = await self._store.get(pack_progress_key(sequence), may_lag=True)
         except BusUnreachable:
-            return own
-        return _newest(own, _decode(entry.value)) if entry is not None else own
+            return local
+        return _newest(local, _decode(entry.value)) if entry is not None else local
 
     async def save(self, sequence: int, progress: PackProgress) -> None:
         """Store a record before its message is requeued; while NATS is unreachable it stays in memory."""
@@ -119,12 +119,12 @@ def now() -> float:
     return _CLOCK_SET + time.monotonic()
 
 
-def _newest(own: PackProgress, stored: PackProgress) -> PackProgress:
-    names = own.excused.keys() | stored.excused.keys()
+def _newest(local: PackProgress, stored: PackProgress) -> PackProgress:
+    names = local.excused.keys() | stored.excused.keys()
     return PackProgress(
-        settled=own.settled | stored.settled,
-        excused={name: max(own.excused.get(name, 0), stored.excused.get(name, 0)) for name in names},
-        refused_since=stored.refused_since if stored.excused else own.refused_since,
+        settled=local.settled | stored.settled,
+        excused={name: max(local.excused.get(name, 0), stored.excused.get(name, 0)) for name in names},
+        refused_since=stored.refused_since if stored.excused else local.refused_since,
     )
 
 

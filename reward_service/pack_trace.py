@@ -39,14 +39,16 @@ class PackTrace:
     def requested(self, group_id: str, started: float, attributes: Mapping[str, Value], error: str) -> None:
         if (spans := self._groups.get(group_id)) is not None:
             first, scoring = spans
-            own = {**self.attributes, **attributes, "group_id": group_id}
-            self.traces.record("reward request", new_context(first.trace_id), scoring, started, own, error=error)
+            span_attributes = {**self.attributes, **attributes, "group_id": group_id}
+            self.traces.record(
+                "reward request", new_context(first.trace_id), scoring, started, span_attributes, error=error
+            )
 
     def _end(self, group_id: str, attributes: Mapping[str, Value], error: str) -> None:
         if (spans := self._groups.get(group_id)) is not None:
             first, scoring = spans
-            own = {**self.attributes, **attributes, "group_id": group_id}
-            self.traces.record("score", scoring, first, self.started, own, error=error)
+            span_attributes = {**self.attributes, **attributes, "group_id": group_id}
+            self.traces.record("score", scoring, first, self.started, span_attributes, error=error)
 
 
 CURRENT_TRACE: ContextVar[PackTrace | None] = ContextVar("pack_trace", default=None)

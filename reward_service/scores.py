@@ -39,7 +39,7 @@ Outcome = GroupScores | RewardError
 
 
 class Scorer(Protocol):
-    """Scores groups; every group gets an outcome of its own, in the order given. Never raises RewardError.
+    """Scores groups; every group gets a separate outcome, in the order of the groups. Never raises RewardError.
 
     A scorer is ``slow`` when it waits for another process (an endpoint, a grader): a pack that only waits for slow
     scorers holds no work slot.

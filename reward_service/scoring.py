@@ -38,8 +38,8 @@ async def as_scored(
             done[index] = err
 
     async def score(scorer: Scorer, attempt: int, indices: list[int]) -> dict[int, Outcome]:
-        found = await scorer.score([groups[index] for index in indices], attempt=attempt)
-        return dict(zip(indices, found, strict=True))
+        outcomes = await scorer.score([groups[index] for index in indices], attempt=attempt)
+        return dict(zip(indices, outcomes, strict=True))
 
     under_way = {
         asyncio.create_task(score(scorer, attempt, indices))

@@ -66,11 +66,11 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
         inbox = await bus.inbox(consumer, GroupGenerated)
 
         bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
-        own = [
+        own_servers = [
             *await target_policy.find_own_servers(settings.nats, settings.s3),
             await target_policy.find_own_api(bound),
         ]
-        policy = TargetPolicy(section.allowed_targets, own, key="reward_service.allowed_targets")
+        policy = TargetPolicy(section.allowed_targets, own_servers, key="reward_service.allowed_targets")
         client = await connections.enter_async_context(
             EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
         )

@@ -48,7 +48,7 @@ class Launch:
     def command(self, descriptor: int, slot: int) -> list[str]:
         """Return the command of a zygote that serves the inherited socket ``descriptor``.
 
-        Raises SandboxError if a required program is not installed. When started by root, each slot has its own
+        Raises SandboxError if a required program is not installed. When started by root, each slot has a separate
         user id, so that the kernel's count of its threads is exact.
         """
         uid = None
@@ -79,12 +79,12 @@ def _bubble(*, as_root: bool) -> list[str]:
     if program is None:
         raise SandboxError("bubblewrap is not installed; run apt install bubblewrap")
     if as_root:  # no user namespace: the zygote needs capabilities to switch users and to kill processes of that user
-        own = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-        own += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        own += ["--cap-add", "CAP_KILL"]
+        options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        options += ["--cap-add", "CAP_KILL"]
     else:
-        own = ["--unshare-all", "--cap-drop", "ALL"]
-    arguments = [program, *own, "--die-with-parent", "--new-session", "--clearenv"]
+        options = ["--unshare-all", "--cap-drop", "ALL"]
+    arguments = [program, *options, "--die-with-parent", "--new-session", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         arguments += ["--setenv", name, value]
     bound = [*readable(), interpreter(), str(Path(_ROOT_INSIDE_BUBBLE) / _INSIDE)]

@@ -278,7 +278,7 @@ class Watch:
             remaining = self._limits.output_bytes - len(buffer)
             buffer.extend(data[: max(0, remaining)])
             if len(data) > remaining:
-                for zygote in [zygote for zygote, one in self._running.items() if one is run]:
+                for zygote in [zygote for zygote, running in self._running.items() if running is run]:
                     self._kill(zygote, run, Killed.OUTPUT)
             if not data:
                 self._close(fd)

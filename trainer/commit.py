@@ -81,7 +81,7 @@ class WeightSubmitter:
         """Publish the session's first weights; return their version, False if they were the head already.
 
         Version numbers never decrease: after a crash the checkpoint's weights get the number after the newest one that was ever
-        published. Where a resumed run finds no base of its adapters, it is stored under a version number of its own. Raises
+        published. Where a resumed run finds no base of its adapters, it is stored under a separate version number. Raises
         CheckpointError if the weights are not those of the checkpoint's state, and PublicationFailed.
         """
         version = PolicyVersion(resumed.version if resumed else 0)

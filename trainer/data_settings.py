@@ -45,7 +45,7 @@ COLUMNS = (
     "margin",
     "images",
 )
-_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # given by Penstock
+_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # set by Penstock
 
 
 def listed(files: Files) -> tuple[Path, ...]:

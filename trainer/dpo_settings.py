@@ -1,6 +1,6 @@
 """The section [dpo] of the run file: preference losses by name with their options, and the reference; imports no torch.
 
-The options of all built-in losses are keys of the section, so that a new file in `algorithm/preferences/` adds its own.
+The options of all built-in losses are keys of the section, so that a new file in `algorithm/preferences/` adds its options.
 """
 
 from __future__ import annotations

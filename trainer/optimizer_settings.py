@@ -367,7 +367,7 @@ class OptimizerSettings(Section):
         return SigningKey.from_file(self.signing_key_file, "trainer.signing_key_file")
 
     def trusted_keys(self) -> TrustedKeys | None:
-        """Return what every rank requires of the manifests that it reads: its own key's signature; None without a key."""
+        """Return what every rank requires of the manifests that it reads: its key's signature; None without a key."""
         key = self.signing_key()
         return None if key is None else key.trusted
 

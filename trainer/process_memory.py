@@ -19,8 +19,8 @@ def use_huge_pages(environ: MutableMapping[str, str]) -> None:
 def keep_few_compiled_products(environ: MutableMapping[str, str]) -> None:
     """Let torch, imported later, keep the code of the last 64 products of bfloat16 matrices that a CPU computes, unless set otherwise.
 
-    oneDNN compiles code for each shape, 0.6 MB of it, and two caches keep 1,024 each: its own and torch's. Rows of other lengths, and other numbers of
-    tokens of an expert, are other shapes, so that a training grew by 0.6 GB. The layers of a dense model use the same 20 in each pass.
+    oneDNN compiles code for each shape, 0.6 MB of it, and two caches keep 1,024 each: oneDNN's and torch's. Rows of other lengths, and other numbers
+    of tokens of an expert, are other shapes, so that a training grew by 0.6 GB. The layers of a dense model use the same 20 in each pass.
     """
     environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     environ.setdefault("LRU_CACHE_CAPACITY", "64")

@@ -6,10 +6,10 @@ run only methods that are marked as orders; nothing is unpickled.
 | order | travels by | on the other ranks | answers |
 |---|---|---|---|
 | a call of a method with `on_all_ranks` | broadcast | the training thread, in `RankProgram.follow` | none: the method exchanges what it needs |
-| `RankOrders.ask`, for a method with `order` | a channel of its own | a thread, while training goes on | each rank's result or error |
+| `RankOrders.ask`, for a method with `order` | a separate channel | a thread, while training goes on | each rank's result or error |
 
 A rank that hangs without exiting would let the others wait in a collective: `RankWatch` on rank 0 asks every other rank what it does, over a
-channel of its own, and a thread of each answers. A rank that does not answer, and one that is not asked any more, ends the process that
+separate channel, and a thread of each answers. A rank that does not answer, and one that is not asked any more, ends the process that
 notices it, so that the launcher starts all ranks again from the newest checkpoint. Not noticed: a rank whose threads answer while its main
 thread waits outside a collective for a rank that hangs.
 """
@@ -185,7 +185,7 @@ class RankOrders(Generic[T]):
     def __init__(self, target: T, ranks: Ranks | None, name: str, error: type[Exception]) -> None:
         """Open a channel on every rank, in the same order; the ranks but 0 carry out orders in a daemon thread called ``name``.
 
-        ``own`` is this rank's object. Without ``ranks`` one process is alone.
+        ``target`` is this rank's object. Without ``ranks`` one process is alone.
         """
         self._own, self._error = target, error
         self._channel = ranks.channel() if ranks is not None and ranks.num_ranks > 1 else None
@@ -231,7 +231,7 @@ def _result_type(method: Callable[..., Any]) -> TypeAdapter[Any]:
 
 
 def pack_order(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """Return an order as MessagePack: the method's name, and the arguments that were given and are sent, by name, as JSON."""
+    """Return an order as MessagePack: the method's name, and the arguments that were passed and are sent, by name, as JSON."""
     arguments, types = inspect.signature(method).bind(None, *args, **kwargs).arguments, _types(method)
     absolute = {name: value.absolute() if isinstance(value, Path) else value for name, value in arguments.items()}
     sent = {name: to_json(value, inf_nan_mode="constants") for name, value in absolute.items() if name in types}

@@ -1,4 +1,4 @@
-"""The adapter to torch.distributed for the trainer's own messages between ranks: orders, sums, barriers.
+"""The adapter to torch.distributed for the trainer's messages between ranks: orders, sums, barriers.
 
 Rank 0 sends orders and the others follow. An order is MessagePack bytes (nothing is unpickled), broadcast over gloo even
 if gradients use NCCL. DeepSpeed's communication is separate.
@@ -162,9 +162,9 @@ class RankChannel:
     def ask(
         self, question: bytes, local_call: Callable[[], T], *, deadline_s: float = _ANSWER_DEADLINE_S
     ) -> tuple[T, list[bytes]]:
-        """Send a question, call ``own``, and return its result with the others' answers (rank 0).
+        """Send a question, call ``local_call``, and return its result with the others' answers (rank 0).
 
-        All answers are awaited, even if ``own`` raises. Raises RankUnresponsive for a rank that exited, or has not
+        All answers are awaited, even if ``local_call`` raises. Raises RankUnresponsive for a rank that exited, or has not
         answered for ``deadline_s``.
         """
         others = range(1, self._num_ranks)

@@ -1,6 +1,6 @@
 """What a file that holds a row format needs: `RowFormat`, which says what the columns of a row mean; pure.
 
-A format of one's own is named in the run file: ``data.format = "my_format.py:my_format"``.
+A user-defined format is named in the run file: ``data.format = "my_format.py:my_format"``.
 """
 
 from __future__ import annotations

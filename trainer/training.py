@@ -51,7 +51,7 @@ _STOP_PUBLISH_S = 20.0  # longest wait for the newest version where a run stops 
 
 @dataclass(slots=True)
 class Training:
-    """One session of a run; `trainer/assemble.py` makes the parts, some of which have threads of their own."""
+    """One session of a run; `trainer/assemble.py` makes the parts, some of which have separate threads."""
 
     settings: TrainerSettings
     learner: Learner
@@ -368,7 +368,7 @@ class Training:
             return type(err)(f"{err}. The batch of step {step} could not be saved below {folder}: {problem}")
         try:
             self.publisher.wait_until_published(self.version, _STOP_PUBLISH_S)
-        except PenstockError as problem:  # the run stops for its own reason
+        except PenstockError as problem:  # the run stops for another reason
             log.warning("the version before the saved batch was not published", error=str(problem))
         return type(err)(
             f"{err}. The batch of step {step} is saved in {saved}: `penstock runs stopped {self.settings.run.id}` shows it, and "

@@ -122,7 +122,7 @@ class EpisodeEnvironment(Environment):
             ) from None
         ANSWER_FORMATS.find(definition.answer_format)
         other = copy.copy(self)
-        other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has its own)
+        other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has another name)
         other.settings, other.chosen = definition, chosen
         return other
 
@@ -171,17 +171,21 @@ class EpisodeEnvironment(Environment):
         return task.model_copy(update={"sampling": sampling.model_copy(update={"max_new_tokens": most})})
 
     async def _group(self, site: Site, task: Task, sampler: Sampler) -> list[Episode] | TaskRefused:
-        ended = {one.index: one for one in self._store.take(task) if self._continues(task, one)} if self._store else {}
+        ended = (
+            {played.index: played for played in self._store.take(task) if self._continues(task, played)}
+            if self._store
+            else {}
+        )
         async with asyncio.TaskGroup() as playing:
             numbers = [index for index in range(task.group_size) if index not in ended]
             attempts = [playing.create_task(self._episode(site, task, index, sampler)) for index in numbers]
         results = [attempt.result() for attempt in attempts]
-        episodes = [*ended.values(), *(one.episode for one in results if one.episode is not None)]
+        episodes = [*ended.values(), *(played.episode for played in results if played.episode is not None)]
         episodes.sort(key=lambda one: one.index)
         needed = task.group_size if task.min_episodes is None else task.min_episodes
         if len(episodes) >= max(needed, 1):
             return episodes
-        problems = dict.fromkeys(one.problem for one in results if one.episode is None)
+        problems = dict.fromkeys(played.problem for played in results if played.episode is None)
         return TaskRefused(
             _FAILED,
             f"{task.group_id}: {len(episodes)} of {task.group_size} episodes of {self.name} could be played, {needed} are needed; "
@@ -194,8 +198,8 @@ class EpisodeEnvironment(Environment):
             begun = Begun(f"{task.group_id}.{index}", task, number, seed)
             async with site.running, self._worker_places or contextlib.nullcontext():
                 try:
-                    with in_episode(sampler) as own:
-                        attempt = await self.attempt(site, begun, own)
+                    with in_episode(sampler) as episode_sampler:
+                        attempt = await self.attempt(site, begun, episode_sampler)
                 except RowUnfit as err:
                     return _Attempted(None, f"no play for this row: {err}")
                 episode = self._record(begun, index, attempt)
@@ -259,5 +263,5 @@ def _with_rewards(row: EpisodeRow, numbers: Sequence[int], played: Played) -> Ep
 
 
 def _first(failures: BaseExceptionGroup[EngineError]) -> EngineError:
-    one = failures.exceptions[0]
-    return _first(one) if isinstance(one, BaseExceptionGroup) else one
+    failure = failures.exceptions[0]
+    return _first(failure) if isinstance(failure, BaseExceptionGroup) else failure

@@ -1,7 +1,7 @@
 """What an environment of several turns is made of: one `Play` for each episode; and calls of its methods with a deadline, whose results are checked.
 
 An author writes a class with ``start`` and ``step``, and an instance of `TurnEnvironment` that makes one of it for a task
-(`turn_environment.py`). A play holds its own state and knows nothing of tokens, engines or groups. Its methods may be coroutines;
+(`turn_environment.py`). A play holds its state and knows nothing of tokens, engines or groups. Its methods may be coroutines;
 plain ones run on a thread, so that a slow one does not stop the others.
 
 The policy answers, the environment replies, until one of them ends the episode; how it ended: `episode_end.py`.
@@ -59,7 +59,7 @@ class Row:
 
 def _messages(text: str) -> tuple[Message, ...]:
     try:
-        return tuple(read_message(one, f"messages[{n}]") for n, one in enumerate(json.loads(text or "[]")))
+        return tuple(read_message(message, f"messages[{n}]") for n, message in enumerate(json.loads(text or "[]")))
     except (ValueError, TypeError, AttributeError, RecursionError) as err:
         raise ValueError(f"its messages are not the JSON of a chat: {err}") from None
     except RequestRefused as err:
@@ -127,7 +127,7 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
                 return await function()
             value = await asyncio.get_running_loop().run_in_executor(executor, function)
             return await value if inspect.isawaitable(value) else value
-    except TimeoutError as err:  # the episode's own deadline cancels this call instead
+    except TimeoutError as err:  # the episode's deadline cancels this call instead
         if not limit.expired():
             raise EnvironmentFailed(f"TimeoutError: {err}") from err
         raise EnvironmentFailed(f"no reply within {deadline_s:g} s (reply_deadline_s)") from None

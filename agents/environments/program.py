@@ -144,9 +144,9 @@ class ProgramOptions(PlayOptions):
                 "sandbox = true needs a folder that does not hold the worker's own: the program can read it whole, and the worker's may "
                 "hold the logins of the run file"
             )
-        for one in self.readable:
-            if not Path(one).is_absolute():
-                raise ValueError(f"readable: {one!r} is not an absolute path")
+        for entry in self.readable:
+            if not Path(entry).is_absolute():
+                raise ValueError(f"readable: {entry!r} is not an absolute path")
         return self
 
 
@@ -278,8 +278,8 @@ class _TimedSampler:
             self._since = time.monotonic()
         self._running += 1
         try:
-            given = {} if seeds is None else {"seeds": seeds}
-            return await self._sampler.generate(prompts, sampling, n, **given)
+            arguments = {} if seeds is None else {"seeds": seeds}
+            return await self._sampler.generate(prompts, sampling, n, **arguments)
         finally:
             self._running -= 1
             if not self._running:

@@ -5,7 +5,7 @@ the program left first. What escapes that (the reaper was killed) carries the ep
 the episode ends, and by any worker with programs on the machine, when that begins and every half minute, once the mark's worker has exited.
 Folders of episodes have the worker's mark in their names, and are deleted likewise.
 
-A confined program has namespaces of its own for processes, network and users. The only network is a loopback interface on which
+A confined program has separate namespaces for processes, network and users. The only network is a loopback interface on which
 `inside_sandbox.py` listens and passes every connection on to the proxy's Unix socket. All of its processes end with the sandbox: none
 can leave it, whatever it starts. Memory and CPU time are not limited: use a command that does (`systemd-run`, a container) for that.
 """
@@ -238,8 +238,8 @@ def _mark_of(process: Path) -> str:
     )
 
 
-def _is_left(found: str) -> bool:
-    namespace, _, worker = found.partition(".")
+def _is_left(process_mark: str) -> bool:
+    namespace, _, worker = process_mark.partition(".")
     pid, start, *_ = [*worker.split("."), ""]
     return namespace == _namespace() and pid.isdecimal() and start.isdecimal() and _start_time(int(pid)) != start
 

@@ -29,7 +29,7 @@ def checked_url(url: str) -> str:
 
 
 def urls_of(url: str | list[str]) -> tuple[str, ...]:
-    return tuple(checked_url(one) for one in ([url] if isinstance(url, str) else url))
+    return tuple(checked_url(server_url) for server_url in ([url] if isinstance(url, str) else url))
 
 
 def _are_different(url: str | list[str]) -> str | list[str]:

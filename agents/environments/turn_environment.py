@@ -45,7 +45,7 @@ class TurnEnvironment(EpisodeEnvironment):
 class ServerEnvironment(TurnEnvironment):
     """An environment of servers: all its plays share the connections that ``sessions_class`` opens."""
 
-    sessions_class: ClassVar[type[Any]]  # made of the options and the run's own servers; has a coroutine ``close``
+    sessions_class: ClassVar[type[Any]]  # made of the options and the run's servers; has a coroutine ``close``
     play_class: ClassVar[type[Any]]  # made of seed, row, options and the sessions
 
     def __init__(self) -> None:

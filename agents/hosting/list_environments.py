@@ -24,22 +24,22 @@ from penstock.rollout_service.environments.environment import Environment, load_
 from penstock.rollout_service.settings import RolloutSettings
 
 
-def print_environments(given: Sequence[str], *, as_json: bool, registered: bool) -> int:
+def print_environments(arguments: Sequence[str], *, as_json: bool, registered: bool) -> int:
     """Print the built-in and installed environments, and those of a run file; or the ``registered`` servers instead.
 
     Raises ConfigError.
     """
     if registered:
-        return _list_registered(given, is_json=as_json)
-    files = [Path(one) for one in given]
-    if len(files) > 1 or any("=" in one for one in given):
-        raise ConfigError(f"{given[-1]} is needed with --registered only; without it, give one run file")
+        return _list_registered(arguments, is_json=as_json)
+    files = [Path(argument) for argument in arguments]
+    if len(files) > 1 or any("=" in argument for argument in arguments):
+        raise ConfigError(f"{arguments[-1]} is needed with --registered only; without it, give one run file")
     if not files:
-        found = load_environments(())
+        environments = load_environments(())
     else:
         settings = load(RolloutSettings, files=files).settings
-        found = load_environments(settings.worker.environments, settings.environment.define)
-    rows = {name: _about(environment) for name, environment in sorted(found.items())}
+        environments = load_environments(settings.worker.environments, settings.environment.define)
+    rows = {name: _about(environment) for name, environment in sorted(environments.items())}
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
         return 0
@@ -50,8 +50,8 @@ def print_environments(given: Sequence[str], *, as_json: bool, registered: bool)
     return 0
 
 
-def _list_registered(given: Sequence[str], *, is_json: bool) -> int:
-    settings = registration.read_settings(given, dict(os.environ))
+def _list_registered(arguments: Sequence[str], *, is_json: bool) -> int:
+    settings = registration.read_settings(arguments, dict(os.environ))
 
     async def read() -> dict[str, Listed]:
         with Bus.connect(settings.nats, name="environment-list") as bus:
@@ -65,21 +65,26 @@ def _list_registered(given: Sequence[str], *, is_json: bool) -> int:
         sys.stdout.write("no environment server is registered; register one: penstock env register URL\n")
     for name, row in rows.items():
         sys.stdout.write(f"{name}: {row['problem'] or 'version ' + row['version']}\n")
-        for one in row["servers"]:
-            lease = "" if one["renewed_s_ago"] is None else (
-                f", {one['running']} of {one['capacity']} episodes, lease of {one['lease_s']:g} s renewed "
-                f"{one['renewed_s_ago']:.0f} s ago"
+        for server in row["servers"]:
+            lease = "" if server["renewed_s_ago"] is None else (
+                f", {server['running']} of {server['capacity']} episodes, lease of {server['lease_s']:g} s renewed "
+                f"{server['renewed_s_ago']:.0f} s ago"
             )  # fmt: skip
-            sys.stdout.write(f"    {one['url']}  version {one['version']}: {one['state']}{lease}\n")
+            sys.stdout.write(f"    {server['url']}  version {server['version']}: {server['state']}{lease}\n")
     return 0
 
 
 def _registered(listed: Listed, now_s: float) -> dict[str, Any]:
     registered = listed.registered
     servers: list[dict[str, Any]] = []
-    for one in registered.servers if registered is not None else ():
-        lease = listed.leases.get(one.id)
-        about = {"url": one.url, "version": one.version, "state": listed.state(one), "capacity": one.capacity}
+    for server in registered.servers if registered is not None else ():
+        lease = listed.leases.get(server.id)
+        about = {
+            "url": server.url,
+            "version": server.version,
+            "state": listed.state(server),
+            "capacity": server.capacity,
+        }
         about |= {
             "running": None if lease is None else lease.running,
             "lease_s": None if lease is None else lease.lease_s,
@@ -98,10 +103,10 @@ def _about(environment: Environment) -> dict[str, Any]:
     options = {
         name: {
             "default": "needed"
-            if one.is_required()
-            else json.dumps(one.get_default(call_default_factory=True), default=str),
-            "description": one.description or "",
+            if field.is_required()
+            else json.dumps(field.get_default(call_default_factory=True), default=str),
+            "description": field.description or "",
         }
-        for name, one in fields.items()
+        for name, field in fields.items()
     }
     return {"about": text, "version": environment.version, "options": options}

@@ -60,17 +60,17 @@ class Offer:
     replace: bool = False  # another version of the name
 
 
-def read_settings(given: Sequence[str], environ: dict[str, str]) -> RegistrySettings:
-    files, overrides = run_file.split_arguments(list(given))
+def read_settings(arguments: Sequence[str], environ: dict[str, str]) -> RegistrySettings:
+    files, overrides = run_file.split_arguments(list(arguments))
     return run_file.load(RegistrySettings, files=files, overrides=overrides, environ=environ).settings
 
 
 async def client_of(
     settings: RegistrySettings, *, secrets: Sequence[str], ca_file: Path | None, allowed: Sequence[str]
 ) -> EnvironmentClient:
-    own = await target_policy.find_own_servers(settings.nats, settings.s3)
+    own_servers = await target_policy.find_own_servers(settings.nats, settings.s3)
     try:
-        policy = TargetPolicy(allowed or PRIVATE_TARGETS, own, key="--allowed-target")
+        policy = TargetPolicy(allowed or PRIVATE_TARGETS, own_servers, key="--allowed-target")
     except ValueError as err:
         raise ConfigError(str(err)) from None
     connections = HttpConnections(
@@ -188,13 +188,15 @@ def register_server(url: str, settings: Sequence[str], name: str, options: Lease
     return 0
 
 
-async def _register(url: str, given: Sequence[str], name: str, options: LeaseOptions, targets: TargetOptions) -> None:
+async def _register(
+    url: str, arguments: Sequence[str], name: str, options: LeaseOptions, targets: TargetOptions
+) -> None:
     from penstock.serving.web_server import stopping_by_signal  # noqa: PLC0415  to keep a registration only
 
     stop = asyncio.Event()
     secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
     async with registrar_of(
-        name, url, given, options, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
+        name, url, arguments, options, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
     ) as registrar:
         with stopping_by_signal(stop):
             async with registrar.registered():
@@ -203,15 +205,15 @@ async def _register(url: str, given: Sequence[str], name: str, options: LeaseOpt
 
 @contextlib.asynccontextmanager
 async def registrar_of(
-    name: str, url: str, given: Sequence[str], options: LeaseOptions, *, secrets: Sequence[str],
+    name: str, url: str, arguments: Sequence[str], options: LeaseOptions, *, secrets: Sequence[str],
     ca_file: Path | None = None, allowed: Sequence[str],
 ) -> AsyncIterator[Registrar]:  # fmt: skip
-    """Yield what registers the server at a URL on the NATS that ``given`` names, while it is connected; raises PenstockError."""
+    """Yield what registers the server at a URL on the NATS that ``arguments`` name, while it is connected; raises PenstockError."""
     try:
         offer = Offer(check_name(name), checked_url(url), options.lease_s, options.replace)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-    settings = read_settings(given, dict(os.environ))
+    settings = read_settings(arguments, dict(os.environ))
     client = await client_of(settings, secrets=secrets, ca_file=ca_file, allowed=allowed)
     try:
         with Bus.connect(settings.nats, name=f"environment-{name or 'server'}") as bus:
@@ -226,8 +228,8 @@ def check_name(name: str) -> str:
     return name
 
 
-def set_drained(name: str, given: Sequence[str], url: str | None, *, drained: bool) -> int:
-    settings, verb = read_settings(given, dict(os.environ)), "drain" if drained else "resume"
+def set_drained(name: str, arguments: Sequence[str], url: str | None, *, drained: bool) -> int:
+    settings, verb = read_settings(arguments, dict(os.environ)), "drain" if drained else "resume"
     check_name(name)
     url = None if url is None else url.rstrip("/")
 

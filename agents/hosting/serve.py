@@ -132,7 +132,7 @@ def _problem(status: int, code: wire.ProblemCode, text: str) -> JSONResponse:
     return JSONResponse(wire.Problem(code=code, message=text).model_dump(), status, headers=headers)
 
 
-async def _check_call_id(given: str, request: StrictRequest) -> None:
+async def _check_call_id(signed_id: str, request: StrictRequest) -> None:
     """Raise Refused unless the signed id is that of this call: the signature of one call opens no other."""
     path_id = request.path_params.get("id")
     if request.method == "GET":
@@ -145,8 +145,8 @@ async def _check_call_id(given: str, request: StrictRequest) -> None:
         expected = f"{fields.get('id')}.start" if path_id is None else f"{path_id}.{fields.get('step')}"
         if request.url.path.endswith("/score"):
             expected = f"{path_id}.score"
-    if given != expected:
-        raise HTTPException(401, f"the signature is of the call {given[:80]!r}, and this is {expected[:80]!r}")
+    if signed_id != expected:
+        raise HTTPException(401, f"the signature is of the call {signed_id[:80]!r}, and this is {expected[:80]!r}")
 
 
 def serve_environment(reference: str, settings: Sequence[str], options: ServeOptions, lease: LeaseOptions) -> int:
@@ -167,10 +167,12 @@ def serve_environment(reference: str, settings: Sequence[str], options: ServeOpt
 
 
 def served_environment(reference: str) -> TurnEnvironment:
-    found = ENVIRONMENTS.find(reference).value
-    if not isinstance(found, TurnEnvironment):
-        raise ConfigError(f"{reference} is a {type(found).__name__}, which makes no plays; serve a TurnEnvironment")
-    return found
+    environment = ENVIRONMENTS.find(reference).value
+    if not isinstance(environment, TurnEnvironment):
+        raise ConfigError(
+            f"{reference} is a {type(environment).__name__}, which makes no plays; serve a TurnEnvironment"
+        )
+    return environment
 
 
 def version_of(environment: TurnEnvironment) -> str:

@@ -78,7 +78,7 @@ class RandomPolicy:
             kind = draw.choice(kind)
         match kind:
             case "object":
-                return {name: self._value(one) for name, one in schema.get("properties", {}).items()}
+                return {name: self._value(subschema) for name, subschema in schema.get("properties", {}).items()}
             case "array":
                 return [self._value(schema.get("items") or {}) for _ in range(draw.randint(1, _ELEMENTS))]
             case "integer":
@@ -194,10 +194,10 @@ async def _call(function: Callable[[], Any], settings: EpisodeSettings, executor
 
 def summary(policy: str, trials: Sequence[Trial]) -> dict[str, Any]:
     played = [trial for trial in trials if trial.end != "failed"]
-    turns = [len(one.steps_s) for one in played]
-    rewards = [one.reward for one in played]
+    turns = [len(episode.steps_s) for episode in played]
+    rewards = [episode.reward for episode in played]
     steps = [seconds for trial in trials for seconds in trial.steps_s]
-    names = sorted({name for one in played for name in one.parts})
+    names = sorted({name for episode in played for name in episode.parts})
     return {
         "policy": policy,
         "episodes": len(trials),
@@ -206,11 +206,11 @@ def summary(policy: str, trials: Sequence[Trial]) -> dict[str, Any]:
         },
         "turns": _spread(turns),
         "reward": _spread(rewards),
-        "parts": {name: _mean([one.parts.get(name, 0.0) for one in played]) for name in names},
+        "parts": {name: _mean([episode.parts.get(name, 0.0) for episode in played]) for name in names},
         "ms": {
-            "start": _spread([1000 * one.start_s for one in played]),
+            "start": _spread([1000 * episode.start_s for episode in played]),
             "step": _spread([1000 * step for step in steps]),
-            "end": _spread([1000 * one.end_s for one in played]),
+            "end": _spread([1000 * episode.end_s for episode in played]),
         },
         "problems": list(dict.fromkeys(trial.problem for trial in trials if trial.problem))[:10],
     }
@@ -240,11 +240,11 @@ def try_environment(name: str, options: TrialOptions) -> int:
         lines = _lines(options.script)
         policies["scripted"] = lambda _: ScriptedPolicy(lines, options.answer_format)
     seeds = range(options.seed, options.seed + options.episodes)
-    found = asyncio.run(_trials(environment, policies, seeds, row))
-    again = found.pop("again")[0]
-    first = next(one for one in found["random"] if one.seed == again.seed)
+    trials_by_policy = asyncio.run(_trials(environment, policies, seeds, row))
+    again = trials_by_policy.pop("again")[0]
+    first = next(trial for trial in trials_by_policy["random"] if trial.seed == again.seed)
     is_repeatable = (again.digest, again.end) == (first.digest, first.end)
-    figures = [summary(name, trials) for name, trials in found.items()]
+    figures = [summary(name, trials) for name, trials in trials_by_policy.items()]
     if options.json:
         sys.stdout.write(json.dumps({"policies": figures, "repeatable": is_repeatable}) + "\n")
     else:
@@ -256,13 +256,13 @@ async def _trials(
     environment: Environment, policies: dict[str, Callable[[int], Policy]], seeds: Sequence[int], row: Row
 ) -> dict[str, list[Trial]]:
     try:
-        found = {
+        trials_by_policy = {
             name: [await play_trial(environment, policy(seed), seed, row) for seed in seeds]
             for name, policy in policies.items()
         }
-        seed = next((one.seed for one in found["random"] if one.end != "failed"), seeds[0])
-        found["again"] = [await play_trial(environment, policies["random"](seed), seed, row)]
-        return found
+        seed = next((trial.seed for trial in trials_by_policy["random"] if trial.end != "failed"), seeds[0])
+        trials_by_policy["again"] = [await play_trial(environment, policies["random"](seed), seed, row)]
+        return trials_by_policy
     finally:
         await environment.close()
 
@@ -275,20 +275,20 @@ def _environment(name: str, options: TrialOptions) -> Environment:
             raise ConfigError(
                 f"{options.run_file} defines no environment {name!r}; known are {', '.join(sorted(known))}"
             )
-        found = known[name]
+        environment = known[name]
     else:
-        given = _object(options.options, "--options")
+        env_options = _object(options.options, "--options")
         if name.startswith(("http://", "https://")):
-            kind, given = "http", {"url": name, "secret_file": options.secret_file, "options": given}
+            kind, env_options = "http", {"url": name, "secret_file": options.secret_file, "options": env_options}
         else:
             kind = name
-        definition = EnvironmentDefinition(type=kind, options=given, max_turns=options.max_turns)  # pyright: ignore[reportCallIssue]
-        found = ENVIRONMENTS.find(kind).value.defined("test", definition)
-    if not isinstance(found, EpisodeEnvironment):
+        definition = EnvironmentDefinition(type=kind, options=env_options, max_turns=options.max_turns)  # pyright: ignore[reportCallIssue]
+        environment = ENVIRONMENTS.find(kind).value.defined("test", definition)
+    if not isinstance(environment, EpisodeEnvironment):
         raise ConfigError(f"{name} is not one of several turns")
-    if isinstance(found, Http):
-        found.connect()
-    return found
+    if isinstance(environment, Http):
+        environment.connect()
+    return environment
 
 
 def _lines(file: Path) -> list[str]:

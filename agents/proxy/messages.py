@@ -146,9 +146,9 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, dict):
-        return {key: _canonical(one) for key, one in value.items()}
+        return {key: _canonical(element) for key, element in value.items()}
     if isinstance(value, list):
-        return [_canonical(one) for one in value]
+        return [_canonical(element) for element in value]
     return value
 
 
@@ -176,9 +176,9 @@ def similar_arguments(sent: str, received: str) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(element) for key, element in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     if isinstance(value, str):
         text = value.strip()
         if text.lower() in _WORDS:
@@ -200,7 +200,7 @@ class AgentRequest:
     max_tokens: int | None = None
     reads_calls: bool = True  # False: tool_choice is "none"
     conversation: Declared = ""
-    overruled: tuple[str, ...] = ()  # fields whose values the task's own sampling replaces, or that have no effect here
+    overruled: tuple[str, ...] = ()  # fields whose values the task's sampling replaces, or that have no effect here
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,47 +78,47 @@ class PromptPlanner:
         return tree.find(root_key(self.template, tools), messages)
 
     def plan(
-        self, tree: ConversationTree, roots: SeenRoots, found: Found, tools: Sequence[Any],
+        self, tree: ConversationTree, roots: SeenRoots, match: Found, tools: Sequence[Any],
         processor: ImageProcessor | None = None,
     ) -> PromptPlan:  # fmt: skip
         """Return the prompt of a request, whose images the ``processor`` places.
 
         Raises MalformedData if the template refuses its messages, and ImageRefused for images that it does not show, or too many.
         """
-        base = found.base
+        base = match.base
         if base is None:
-            kept = self._messages_shown(found.messages)
+            kept = self._messages_shown(match.messages)
             rendered = self.renderer.whole(kept, tools)
-            cause = roots.note(found)
-            return self._observed(tree, found, rendered, "edited_history" if found.is_edited else cause, processor)
-        new = found.messages[found.num_matched :]
+            cause = roots.note(match)
+            return self._observed(tree, match, rendered, "edited_history" if match.is_edited else cause, processor)
+        new = match.messages[match.num_matched :]
         if self._strips(base, new):
-            rendered = self.renderer.whole(self._messages_shown(found.messages), tools)
-            return self._observed(tree, found, rendered, "thinking_stripped", processor)
+            rendered = self.renderer.whole(self._messages_shown(match.messages), tools)
+            return self._observed(tree, match, rendered, "thinking_stripped", processor)
         last = int(base.token_ids[-1])
         stop = self.renderer.text_of([last]) if last in self.stop_token_ids else ""
         end = AnswerEnd(stop, in_reasoning=base.in_reasoning)
-        has_system = found.messages[0].role == "system"
+        has_system = match.messages[0].role == "system"
         bridge = self.renderer.bridge(base.answer, end, new, tools, has_system=has_system)
         if bridge is None:
-            rendered = self.renderer.whole(found.messages, tools)
-            return self._observed(tree, found, rendered, "no_bridge", processor)
+            rendered = self.renderer.whole(match.messages, tools)
+            return self._observed(tree, match, rendered, "no_bridge", processor)
         parent_tokens = base.num_tokens - (not bridge.keeps_stop_token)
         behind, images = _with_images(bridge.rendered.token_ids, new, processor, at=parent_tokens)
         return PromptPlan(
-            found=found, parent=base, parent_tokens=parent_tokens,
+            found=match, parent=base, parent_tokens=parent_tokens,
             prompt_ids=_joined(base.path()[:parent_tokens], behind), opens_reasoning=bridge.rendered.opens_reasoning,
-            fork=_cause_of_branch(tree, found, base, keeps=bridge.keeps_stop_token),
+            fork=_cause_of_branch(tree, match, base, keeps=bridge.keeps_stop_token),
             images=joined(base.images, images),
         )  # fmt: skip
 
     def _observed(
-        self, tree: ConversationTree, found: Found, rendered: Rendered, cause: str, processor: ImageProcessor | None
+        self, tree: ConversationTree, match: Found, rendered: Rendered, cause: str, processor: ImageProcessor | None
     ) -> PromptPlan:
-        token_ids, images = _with_images(rendered.token_ids, found.messages, processor)
+        token_ids, images = _with_images(rendered.token_ids, match.messages, processor)
         prompt_ids = np.asarray(token_ids, dtype=np.int32)
         parent, length = tree.observe(prompt_ids, images)
-        return PromptPlan(found, parent, length, prompt_ids, rendered.opens_reasoning, cause, images)
+        return PromptPlan(match, parent, length, prompt_ids, rendered.opens_reasoning, cause, images)
 
     def _strips(self, base: SampledTurn, new: Sequence[Message]) -> bool:
         """Return True if the recorded tokens hold reasoning that the setting does not show from here on."""
@@ -146,12 +146,12 @@ def _with_images(
     return expanded(token_ids, shown, processor, at=at)
 
 
-def _cause_of_branch(tree: ConversationTree, found: Found, base: SampledTurn, *, keeps: bool) -> str:
-    if found.is_edited:
+def _cause_of_branch(tree: ConversationTree, match: Found, base: SampledTurn, *, keeps: bool) -> str:
+    if match.is_edited:
         return "edited_history"
     if not keeps:
         return "other_stop_token"
-    if any(turn.follows is base and turn.prompt_key != found.key for turn in tree.turns[base.number + 1 :]):
+    if any(turn.follows is base and turn.prompt_key != match.key for turn in tree.turns[base.number + 1 :]):
         return "rewound"
     return ""
 

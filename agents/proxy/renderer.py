@@ -4,7 +4,7 @@ The second is the *bridge*. The answer's recorded ids stay, and what the templat
 rendering of a stand-in: the same kind of answer with a marker as its content. So nothing that was sampled is ever rendered.
 
 Where a template changes what stands before, rendering a history again would give other tokens than were sampled. The proxy
-continues the recorded tokens in every shape with a bridge; `probe` says how far a prompt made so is from the template's own.
+continues the recorded tokens in every shape with a bridge; `probe` says how far a prompt made so is from that of the template.
 """
 
 from __future__ import annotations
@@ -135,8 +135,10 @@ class ChatRenderer:
         self, calls: tuple[ToolCall, ...], reasoning: str, new: Sequence[Message], tools: Sequence[Any], *,
         has_system: bool,
     ) -> str | None:  # fmt: skip
-        """Return the text behind an answer of this form, its own closing included; None if it cannot be told apart."""
-        marker = next((one for one in _MARKERS if not any(one in message.content for message in new)), None)
+        """Return the text behind an answer of this form, its closing included; None if it cannot be told apart."""
+        marker = next(
+            (candidate for candidate in _MARKERS if not any(candidate in message.content for message in new)), None
+        )
         if marker is None:
             return None
         before = [Message("system", "s")] * has_system + [Message("user", "u")]
@@ -154,8 +156,8 @@ class ChatRenderer:
         if not shown.endswith(self._closing):
             return None
         shown = shown[: len(shown) - len(self._closing)]
-        head, found, behind = longer.partition(marker) if marker else ("", "-", longer)
-        if not found or not behind.startswith(shown) or head != before_calls:
+        head, separator, behind = longer.partition(marker) if marker else ("", "-", longer)
+        if not separator or not behind.startswith(shown) or head != before_calls:
             return None
         return behind[len(shown) :]
 
@@ -218,18 +220,18 @@ class _KeptPrompts:
             tokens = self._encoded.get(text)
             if tokens is not None:
                 self._encoded.move_to_end(text)
-            own = self._begun(text) if tokens is None else None
-        if own is None:
+            future = self._begun(text) if tokens is None else None
+        if future is None:
             assert tokens is not None
             return tokens.result()
         try:
-            own.set_result(encode(text))
+            future.set_result(encode(text))
         except Exception as err:  # noqa: BLE001 - those who wait for it get it too
-            own.set_exception(err)
+            future.set_exception(err)
             with self._lock:
-                if self._encoded.get(text) is own:
+                if self._encoded.get(text) is future:
                     self._drop(text)
-        return own.result()
+        return future.result()
 
     def _begun(self, text: str) -> Future[Rendered]:
         made: Future[Rendered] = Future()

@@ -119,7 +119,7 @@ class EpisodeSession:
         self._num_running = 0
         self._seed = seed
         self._images = images
-        self._num_sampled = 0  # answers begun, each with a seed of its own
+        self._num_sampled = 0  # answers begun, each with a different seed
         self._num_requests = self._failed_request = 0  # requests begun; which of them failed last
 
     @property
@@ -254,11 +254,11 @@ class EpisodeSession:
         planner = self._model.planner
         try:
             messages, processor = await self._admitted(request.messages)
-            found = planner.find(self.tree, messages, request.tools)
-            new = found.messages[found.num_matched if found.base is not None else 0 :]
-            arguments = (self.tree, self._roots if roots is None else roots, found, request.tools, processor)
+            match = planner.find(self.tree, messages, request.tools)
+            new = match.messages[match.num_matched if match.base is not None else 0 :]
+            arguments = (self.tree, self._roots if roots is None else roots, match, request.tools, processor)
             if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:
-                # Turns that are committed meanwhile are only added: the plan's own turn does not change.
+                # Turns that are committed meanwhile are only added: the turn of the plan does not change.
                 return await asyncio.to_thread(planner.plan, *arguments)
             return planner.plan(*arguments)
         except MalformedData as err:
@@ -274,11 +274,11 @@ class EpisodeSession:
         if num_images > MAX_IMAGES:
             raise ImageRefused(f"{num_images} images in the messages, a row may have {MAX_IMAGES}")
         processor = await self._images.processor()
-        found: list[Message] = []
+        admitted: list[Message] = []
         for message in messages:
             parts = [part if isinstance(part, str) else await self._images.admit(part) for part in message.parts]
-            found.append(replace(message, parts=tuple(parts)) if parts else message)
-        return found, processor
+            admitted.append(replace(message, parts=tuple(parts)) if parts else message)
+        return admitted, processor
 
     async def _prompt(self, plan: PromptPlan) -> Sequence[int]:
         token_ids = plan.prompt_ids.tolist()
@@ -292,8 +292,8 @@ class EpisodeSession:
         return ImagePrompt(token_ids, plan.images, data)
 
     def _sampling_of(self, request: AgentRequest, prompt_tokens: int) -> Sampling:
-        own, context = self._sampling, self._model.context_tokens
-        room = own.max_new_tokens if context is None else context - prompt_tokens
+        sampling, context = self._sampling, self._model.context_tokens
+        room = sampling.max_new_tokens if context is None else context - prompt_tokens
         if room < 1:
             raise RequestRefused(
                 400,
@@ -301,18 +301,18 @@ class EpisodeSession:
                 f"the messages have {prompt_tokens} tokens, and the model's context is {context}: shorten them",
                 param="messages",
             )
-        max_new = min(own.max_new_tokens, room, request.max_tokens or own.max_new_tokens)
+        max_new = min(sampling.max_new_tokens, room, request.max_tokens or sampling.max_new_tokens)
         if self.tree.num_stored_tokens + prompt_tokens + max_new > self._limits.max_stored_tokens:
             raise RequestRefused(
                 400,
                 "max_stored_tokens",
                 f"episode {self.id} holds {self.tree.num_stored_tokens} tokens of at most {self._limits.max_stored_tokens}: end it",
             )
-        stop = tuple(dict.fromkeys((*own.stop, *request.stop)))
+        stop = tuple(dict.fromkeys((*sampling.stop, *request.stop)))
         if len(stop) > _MAX_STOP_STRINGS:
             raise invalid(f"{len(stop)} stop strings, at most {_MAX_STOP_STRINGS} with the task's own", "stop")
-        ends = tuple(sorted({*own.stop_token_ids, *self._model.planner.stop_token_ids}))
-        return own.model_copy(update={"max_new_tokens": max_new, "stop": stop, "stop_token_ids": ends})
+        ends = tuple(sorted({*sampling.stop_token_ids, *self._model.planner.stop_token_ids}))
+        return sampling.model_copy(update={"max_new_tokens": max_new, "stop": stop, "stop_token_ids": ends})
 
     async def _completion(self, plan: PromptPlan, sampling: Sampling) -> Completion:
         try:

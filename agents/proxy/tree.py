@@ -1,7 +1,7 @@
 """An episode's conversations as a tree of sampled answers; pure.
 
 A *turn* is one request and its answer: the context tokens that were added to the turn before, and the sampled ones. The tokens
-from a root to a turn are exactly those that the engine was given and returned. A turn continues another one behind its last
+from a root to a turn are exactly those that the engine received and returned. A turn continues another one behind its last
 token, or behind an earlier one where the template continues with another token than the sampled stop token.
 
 Messages find the turn, tokens verify it. A request that continues no turn begins a new root, or a branch of an older turn.
@@ -98,12 +98,12 @@ class SampledTurn:
         return self.prompt_tokens + len(self.token_ids)
 
     def chain(self) -> list[SampledTurn]:
-        found: list[SampledTurn] = []
+        turns: list[SampledTurn] = []
         turn: SampledTurn | None = self
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.parent
-        return found[::-1]
+        return turns[::-1]
 
     @property
     def experts_start(self) -> int:
@@ -133,8 +133,8 @@ class SampledTurn:
         end = self.num_tokens
         turn: SampledTurn | None = self
         while turn is not None:
-            own = np.concatenate((turn.context_ids, turn.token_ids))
-            ids[turn.parent_tokens : end] = own[: end - turn.parent_tokens]
+            token_ids = np.concatenate((turn.context_ids, turn.token_ids))
+            ids[turn.parent_tokens : end] = token_ids[: end - turn.parent_tokens]
             end, turn = turn.parent_tokens, turn.parent
         return ids
 
@@ -218,8 +218,8 @@ class ConversationTree:
             if turn.parent is not None and turn.parent.number not in inside:
                 continue
             begin, end = turn.parent_tokens, turn.num_tokens
-            own = np.concatenate((turn.context_ids, turn.token_ids))
-            same = len(prompt_ids) >= end and np.array_equal(prompt_ids[begin:end], own)
+            token_ids = np.concatenate((turn.context_ids, turn.token_ids))
+            same = len(prompt_ids) >= end and np.array_equal(prompt_ids[begin:end], token_ids)
             if same and turn.images == (images.before(end) if images is not None else None):
                 inside.add(turn.number)
                 if best is None or end > best.num_tokens:

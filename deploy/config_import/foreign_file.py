@@ -4,7 +4,7 @@ Files are YAML, JSON or launch scripts of a shell, whose assignments, arrays and
 that a script assigns are substituted, with their defaults (``${N:-8}``) and integer arithmetic; what comes from outside
 (``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named in the report.
 
-``trl_defaults.json`` has what TRL 1.16's ``GRPOConfig(...).to_dict()`` holds for arguments that were not given.
+``trl_defaults.json`` has what TRL 1.16's ``GRPOConfig(...).to_dict()`` holds for arguments that were not set.
 ``silent_defaults.json`` has the defaults of verl's `_generated_ppo_trainer.yaml` (2025), TRL 1.16's `GRPOConfig` and OpenRLHF's
 `train_ppo_ray.py` (2025), where they differ from those here. ROLL, slime and AgentRL leave most of them to Megatron or to the file.
 """
@@ -295,7 +295,7 @@ def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]], b
         whole = _VARIABLE.fullmatch(word)
         if whole and whole[1] in arrays:
             words += [budget.take(item + " ")[:-1] for item in arrays[whole[1]]]
-        elif not (whole and whole[5]):  # "$@": what the script itself is given
+        elif not (whole and whole[5]):  # "$@": the arguments of the script itself
             words.append(_substituted(word, variables, budget).replace(_LITERAL, "$"))
     return words
 

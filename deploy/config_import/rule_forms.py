@@ -1,6 +1,6 @@
 """The forms of rules: how a key becomes settings that mean the same with other values, or together with other keys; pure.
 
-A rule is given the value and the whole file. The table `protocol/config/foreign_keys.json` says which key has which: the name of a
+A rule receives the value and the whole file. The table `protocol/config/foreign_keys.json` says which key has which: the name of a
 function of `rules`, or a list of the name of a form and its arguments. Together the outcomes of the rules are a `Translation`:
 settings, and one line of the report for each key of the file.
 """

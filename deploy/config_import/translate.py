@@ -58,7 +58,7 @@ def _score(name: str, keys: Collection[str]) -> int:
 
 
 def own_section(foreign_config: Found) -> OwnSection | None:
-    """Return the command whose settings are in a section of its own: supervised fine-tuning or preferences; None for others."""
+    """Return the command whose settings are in a separate section: supervised fine-tuning or preferences; None for others."""
     text = " ".join(foreign_config.commands)
     for command, words in _COMMANDS:
         if any(word in text for word in words) or foreign_config.values.get("algorithm") == command.section:

@@ -1,1 +1,1 @@
-"""``penstock eval``: one model on prompts of its own, through a reward service and workers that run for it alone."""
+"""``penstock eval``: one model on separate prompts, through a reward service and workers that run for it alone."""

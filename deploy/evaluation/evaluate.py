@@ -1,7 +1,7 @@
 """``penstock eval``: evaluate a model on prompts, with every service on this machine, and store the result with its run.
 
-NATS, an S3 server, the reward service and the workers run over a folder of their own until the evaluation is over; queues
-and servers of the run are not touched. Each prompt that is over is written at once: the same command, given again after
+NATS, an S3 server, the reward service and the workers run over a separate folder until the evaluation is over; queues
+and servers of the run are not touched. Each prompt that is over is written at once: the same command, run again after
 a stop or a kill, samples only the prompts that are missing or failed.
 """
 

@@ -46,7 +46,7 @@ from penstock.trainer.settings import TrainerSettings
 LAST_NUMBER = "last_number"
 PLACES = (*get_args(Where), LAST_NUMBER)
 WORK = "work"  # the run id of the services, and their folder
-_SERVERS = ("PENSTOCK_NATS__", "PENSTOCK_S3__", "PENSTOCK_RUN__")  # of the run; the evaluation has its own
+_SERVERS = ("PENSTOCK_NATS__", "PENSTOCK_S3__", "PENSTOCK_RUN__")  # of the run; the evaluation has separate ones
 
 
 def _spoken(find: Callable[[str], Hashable | None]) -> Extract:

@@ -107,7 +107,7 @@ def export(target: Target, to: Path, arguments: Sequence[str]) -> Path:
 
 
 def recorded_settings(target: Target, *, with_reward: bool) -> str:
-    """Return the run's own settings of data, sampling and rewards as a run file; empty for a folder.
+    """Return the run's settings of data, sampling and rewards as a run file; empty for a folder.
 
     ``with_reward`` is False when another reward was named: then rewards by source are left out. Raises UntrustedFolder unless this
     user's run wrote them, since they may name code and servers, and ConfigError for settings that cannot be read.

@@ -68,7 +68,7 @@ class Prometheus(Server):
         return Child(self.name, command, log=self._log)
 
     def _ready(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=2.0) as answer:  # noqa: S310  our own
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=2.0) as answer:  # noqa: S310  our server
             return answer.status == 200
         return False
 

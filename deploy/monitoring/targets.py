@@ -25,7 +25,7 @@ from penstock.protocol.facts import Heartbeat
 from penstock.protocol.files import atomic_write
 from penstock.protocol.transport.bus import Bus
 
-# Any service may write a heartbeat: only an address and Prometheus' own path are taken from it.
+# Any service may write a heartbeat: only an address and Prometheus' path are taken from it.
 _ADDRESS = re.compile(
     r"(https?)://((?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5})/metrics"
 )
@@ -38,7 +38,7 @@ def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
         if match is not None and beat.state != heartbeats.EXITED:
             labels = {"job": f"penstock-{beat.role}", "run": run_id}
             if match[1] == "https":
-                labels["__scheme__"] = "https"  # Prometheus' own label: how it scrapes this target
+                labels["__scheme__"] = "https"  # Prometheus' label: how it scrapes this target
             target_groups.append({"targets": [match[2]], "labels": labels})
     return target_groups
 

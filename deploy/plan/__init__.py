@@ -1,1 +1,1 @@
-"""`penstock plan`: a run's scheduling on a virtual clock, with the services' own decisions, and the memory of a rank. Reads no weights."""
+"""`penstock plan`: a run's scheduling on a virtual clock, with the services' decisions, and the memory of a rank. Reads no weights."""

@@ -1,4 +1,4 @@
-"""One run on a virtual clock: the trainer's own decisions, around engines, steps and messages that only take time.
+"""One run on a virtual clock: the trainer's decisions, around engines, steps and messages that only take time.
 
     issue ──▶ queue ──▶ worker ──▶ engine (slots) ──▶ score ──▶ collect ──▶ step ──▶ publish ──▶ issue, and swap on every worker
 

@@ -1,4 +1,4 @@
-"""One child process: it is signalled when this one exits, has a session of its own and writes to a log file."""
+"""One child process: it is signalled when this one exits, has a separate session and writes to a log file."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class TrackerProcesses:
             self._children.append(child)
 
     def on_incident(self, note: Callable[[str], object]) -> None:
-        """Call ``note`` for every crash and restart from now on, on a thread of its own."""
+        """Call ``note`` for every crash and restart from now on, on a separate thread."""
         self._supervisor.on_incident(note)
 
     def wait_until_read(self) -> None:

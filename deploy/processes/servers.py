@@ -287,13 +287,13 @@ class S3Server(Server):
             *("--vfs-cache-mode", "off"),
             *("--etag-hash", ""),  # else an MD5 of every object at its first read; readers verify sha256
             "--no-checksum",  # else the same at every read and write: half the server's time for a small object
-            "--ignore-checksum",  # else once more between its own buffer and the disk
+            "--ignore-checksum",  # else once more between its buffer and the disk
         ]
         if self._certificate is not None:
             command += ["--cert", str(self._certificate.file), "--key", str(self._certificate.key_file)]
         environ = {
             **os.environ,
-            "RCLONE_CONFIG": os.devnull,  # ignore the user's own configuration
+            "RCLONE_CONFIG": os.devnull,  # ignore the user's configuration
             "RCLONE_AUTH_KEY": f'"{USER},{self._secret_key}"',  # not on the command line, where ps shows it
         }
         return Child(

@@ -75,7 +75,7 @@ class _Watched:
 
 
 class Supervisor:
-    """Watch child processes in a thread of its own. ``events`` grows; ``failure`` is set when one is not restarted any more."""
+    """Watch child processes in a separate thread. ``events`` grows; ``failure`` is set when one is not restarted any more."""
 
     def __init__(
         self, *, rule: RestartRule | None = None, on_event: Callable[[ProcessEvent], object] | None = None

@@ -20,7 +20,7 @@ PYTHON_VARIABLE = "PENSTOCK_SGLANG_PYTHON"
 STUBS = Path(__file__).with_name("stubs")
 _DEFAULT = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
 
-_MAX_TOTAL_TOKENS = 32_768  # SGLang's own choice would fill the machine's memory with keys and values
+_MAX_TOTAL_TOKENS = 32_768  # SGLang's default would fill the machine's memory with keys and values
 _MAX_RUNNING = 256
 _EXTRA_ARGS = (
     "--disable-cuda-graph",

@@ -1,4 +1,4 @@
-"""Train a tiny model to sort eight digits: first on examples (SFT), then with a reward of your own (GRPO); then ask it.
+"""Train a tiny model to sort eight digits: first on examples (SFT), then with a user-defined reward (GRPO); then ask it.
 
 python examples/python/sft_then_grpo.py    # about a minute, on this machine, no GPU and no download
 """

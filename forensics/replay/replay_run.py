@@ -85,7 +85,7 @@ class Replay:
     """Rank 0's part; the other ranks run `follow`."""
 
     def __init__(self, record: StoredRecord, blobs: Blobs, ranks: Ranks, folder: Path, wanted: Wanted) -> None:
-        """Prepare to replay what is ``wanted``; ``folder`` is the run's own and may hold checkpoints.
+        """Prepare to replay what is ``wanted``; ``folder`` is the run's folder and may hold checkpoints.
 
         Raises RecordBroken for versions that the record does not have, ConfigError for settings of another build or, unless
         it is ``wanted``, for user code.

@@ -49,8 +49,8 @@ class Registration(EndpointSpec):
         return value
 
     def endpoint(self, *, owner: str) -> Endpoint:
-        given = {name: getattr(self, name) for name in _SPEC_FIELDS}
-        return Endpoint(**{**given, "owner": owner}, secret_id=token_hex(8) if self.endpoint_secrets() else "")
+        fields = {name: getattr(self, name) for name in _SPEC_FIELDS}
+        return Endpoint(**{**fields, "owner": owner}, secret_id=token_hex(8) if self.endpoint_secrets() else "")
 
     def endpoint_secrets(self) -> EndpointSecrets:
         return EndpointSecrets(

@@ -186,12 +186,14 @@ def add_scoring(
         await registry.refresh()
         notes = {name: f"; {note}" for name, note in reward_registry.notes.items()}
         rows = [
-            RewardRecord(name=name, kind="built-in", description=one.description + notes.get(name, "") + _needs(one))
-            for name, one in BUILT_INS.items()
+            RewardRecord(
+                name=name, kind="built-in", description=reward.description + notes.get(name, "") + _needs(reward)
+            )
+            for name, reward in BUILT_INS.items()
         ]
         rows += [
-            RewardRecord(name=name, kind="defined", description=definitions.describe(one))
-            for name, one in reward_registry.definitions.items()
+            RewardRecord(name=name, kind="defined", description=definitions.describe(reward))
+            for name, reward in reward_registry.definitions.items()
         ]
         rows += [
             RewardRecord(name=name, kind="user", description="code that the run file names")

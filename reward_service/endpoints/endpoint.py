@@ -8,7 +8,7 @@ Of dialects only the files of `dialects` are searched: a registration arrives ov
 | `register` | also score and test, and register, renew, drain and remove its own endpoints |
 | `admin` | also change the endpoints of all owners |
 
-A token is given as it is, or as ``sha256:`` and the 64 hexadecimal digits of its SHA-256, so that the service's file lets
+A token is configured as it is, or as ``sha256:`` and the 64 hexadecimal digits of its SHA-256, so that the service's file lets
 nobody in. A token has a name; endpoints belong to the name that registered them. Without any token (loopback only) every
 process on this machine is admin, and secrets are refused: a process that takes over the name of an endpoint could
 have its signed requests sent elsewhere.
@@ -179,11 +179,11 @@ class Access:
         """Return the caller with this token, compared in constant time; None for an unknown token."""
         if self.is_open:
             return ANONYMOUS
-        given, found = _digest(token or ""), None
+        digest, matched = _digest(token or ""), None
         for known in self._tokens:
-            if hmac.compare_digest(known.digest, given):
-                found = known.caller
-        return found
+            if hmac.compare_digest(known.digest, digest):
+                matched = known.caller
+        return matched
 
 
 def read_tokens(text: str) -> list[tuple[str, Role, str]]:
@@ -191,7 +191,7 @@ def read_tokens(text: str) -> list[tuple[str, Role, str]]:
 
     Raises ValueError with the number of the line, never its text.
     """
-    found: list[tuple[str, Role, str]] = []
+    tokens: list[tuple[str, Role, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -202,20 +202,20 @@ def read_tokens(text: str) -> list[tuple[str, Role, str]]:
             raise ValueError(f"line {number}: the token has fewer than {_MIN_CHARS} characters")
         if words[2].startswith(_HASHED) and not _DIGEST.fullmatch(words[2].removeprefix(_HASHED)):
             raise ValueError(f"line {number}: after {_HASHED} come 64 hexadecimal digits, as sha256sum prints them")
-        if any(words[0] == name for name, _, _ in found):
+        if any(words[0] == name for name, _, _ in tokens):
             raise ValueError(f"line {number}: {words[0]} has a token already")
-        found.append((words[0], Role[words[1].upper()], words[2]))
-    return found
+        tokens.append((words[0], Role[words[1].upper()], words[2]))
+    return tokens
 
 
 def hashed(token: str) -> str:
     return _HASHED + _digest(token).hex()
 
 
-def _digest_of(given: str) -> bytes:
+def _digest_of(token: str) -> bytes:
     """Return the digest of a token that was configured, as it is or hashed; what a caller sends is never taken for a hash."""
-    digest = given.removeprefix(_HASHED)
-    return bytes.fromhex(digest) if digest != given and _DIGEST.fullmatch(digest) else _digest(given)
+    digest = token.removeprefix(_HASHED)
+    return bytes.fromhex(digest) if digest != token and _DIGEST.fullmatch(digest) else _digest(token)
 
 
 def _digest(token: str) -> bytes:

@@ -44,7 +44,7 @@ LONGEST_PAUSE_S = 30.0
 _PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time
 _LONGEST_PAUSE_S = 10.0
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_MAX_TEXT = 1200  # of a score's own error: a reason, and a traceback of some frames
+_MAX_TEXT = 1200  # of a score's error: a reason, and a traceback of some frames
 _MAX_REASON = 300  # characters of `ERROR_HEADER`
 _MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9.+-]{1,40}")
 
@@ -162,7 +162,7 @@ class EndpointCaller:
             raise EndpointNonsense(
                 f"{self._who} {err} (dialect {endpoint.dialect}); it sent {len(answer)} bytes, see its own log"
             ) from None
-        return [outcome(endpoint, group, found) for group, found in zip(groups, scores, strict=True)]
+        return [outcome(endpoint, group, group_scores) for group, group_scores in zip(groups, scores, strict=True)]
 
     @property
     def _who(self) -> str:

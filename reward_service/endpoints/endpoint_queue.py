@@ -2,7 +2,7 @@
 
 Groups of all packs share the queue. As soon as a call may be made (fewer than ``concurrency`` are in progress, the rate
 limit has a token, the breaker is closed) the first groups are sent in one batch, at most ``batch_size`` of them. A slow
-endpoint fills its own queue and no more: what does not fit is rejected with EndpointBusy and waits at the broker.
+endpoint fills only its queue: what does not fit is rejected with EndpointBusy and waits at the broker.
 
 The batch limit adapts: it is halved when a call with several groups times out or is refused as too large, and grows by
 one with every full call that succeeds.
@@ -124,8 +124,8 @@ class EndpointQueue:
         flat = [piece for of_group in pieces for piece in of_group]
         for start in range(0, len(flat), size):
             outcomes += await self._timed(flat[start : start + size], 1)
-        found = iter(outcomes)
-        return [endpoint_call.join_pieces([next(found) for _ in of_group]) for of_group in pieces]
+        remaining = iter(outcomes)
+        return [endpoint_call.join_pieces([next(remaining) for _ in of_group]) for of_group in pieces]
 
     @property
     def idle(self) -> bool:
@@ -285,7 +285,7 @@ class EndpointQueue:
             crash = RewardCrashed(
                 f"calling endpoint {self.endpoint.name} raised {type(err).__name__}; the traceback is in the log of this "
                 "replica: please report it"
-            )  # the exception's own text may hold a part of the answer
+            )  # the exception's text may hold a part of the answer
             outcomes = [crash] * len(groups)
         error = next((outcome for outcome in outcomes if isinstance(outcome, RewardError)), None)
         self.timings.record(time.monotonic() - started, failed=error is not None)

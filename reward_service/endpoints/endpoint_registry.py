@@ -1,7 +1,7 @@
 """The registered endpoints, shared by all replicas and runs, stored in the registry bucket.
 
 All of them are one value, changed by compare-and-swap: a replica learns of a change by reading one key each heartbeat,
-and two registrations at the same moment cannot overwrite each other. Leases have keys of their own, which only their
+and two registrations at the same moment cannot overwrite each other. Leases have separate keys, which only their
 endpoint renews. Unregistered names are kept for a while, so that groups which still request them wait instead of being
 dead-lettered at once.
 
@@ -70,12 +70,12 @@ class SecretStore:
             document = json.loads(entry.value if entry is not None else b"{}")
             if document["for"] != list(_identity(endpoint)):
                 return False
-            found = EndpointSecrets(tuple(document["signing"]), document["api_key"])
+            secrets = EndpointSecrets(tuple(document["signing"]), document["api_key"])
         except (ValueError, KeyError, TypeError):
             # without the error, which shows them
             log_of_secrets.error("the secrets of an endpoint are missing or unreadable", endpoint=endpoint.name)  # noqa: TRY400
             return False
-        self._known[_identity(endpoint)] = found
+        self._known[_identity(endpoint)] = secrets
         return True
 
     async def forget(self, endpoint: Endpoint) -> None:
@@ -109,9 +109,9 @@ class Directory:
     @classmethod
     def from_json(cls, value: bytes) -> Directory:
         document: dict[str, Any] = json.loads(value)
-        found = [Endpoint.model_validate(row) for row in document["endpoints"]]
+        endpoints = [Endpoint.model_validate(row) for row in document["endpoints"]]
         return cls(
-            endpoints={endpoint.name: endpoint for endpoint in found},
+            endpoints={endpoint.name: endpoint for endpoint in endpoints},
             retired=tuple(str(name) for name in document["retired"]),
             draining=frozenset(str(name) for name in document.get("draining", ())),
         )
@@ -185,8 +185,8 @@ class EndpointRegistry:
                 await self._secrets.fetch(endpoint)
             self._take(directory, entry.revision)
         if any(endpoint.lease_s is not None for endpoint in self.endpoints.values()):
-            found = await self._store.entries(lease.PREFIX)
-            self._leases.saw({entry.key: entry.revision for entry in found}, time.monotonic())
+            lease_entries = await self._store.entries(lease.PREFIX)
+            self._leases.saw({entry.key: entry.revision for entry in lease_entries}, time.monotonic())
 
     async def add(
         self, endpoint: Endpoint, *, replace_other: bool, caller: Caller, secrets: EndpointSecrets = NOTHING
@@ -220,12 +220,12 @@ class EndpointRegistry:
             if not over:
                 raise EndpointRefused(f"{MAX_ENDPOINTS} endpoints are registered; delete one first")
             state = state.without(over[0].name)
-        found = state.with_endpoint(endpoint)
+        new_state = state.with_endpoint(endpoint)
         if known == endpoint:
-            found = replace(found, draining=state.draining)  # a renewal does not end a drain
-        if len(found.to_json()) > _MAX_BYTES:
+            new_state = replace(new_state, draining=state.draining)  # a renewal does not end a drain
+        if len(new_state.to_json()) > _MAX_BYTES:
             raise EndpointRefused(f"the registry would be larger than {_MAX_BYTES} bytes; delete an endpoint first")
-        return found
+        return new_state
 
     def _is_valid(self, endpoint: Endpoint) -> bool:
         return self._leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, time.monotonic()) == 0.0
@@ -248,7 +248,7 @@ class EndpointRegistry:
         self._leases.renewed(endpoint.lease_key, revision, time.monotonic())
 
     async def remove(self, name: str, *, caller: Caller, url: str | None = None) -> bool:
-        """Unregister a name (only if it is at ``url``, when one is given); False when it was not there."""
+        """Unregister a name (only if it is at ``url``, when that is set); False when it was not there."""
         removed: Endpoint | None = None
 
         def change(state: Directory) -> Directory:
@@ -268,19 +268,19 @@ class EndpointRegistry:
         return True
 
     async def drain(self, name: str, *, caller: Caller, on: bool) -> bool:
-        found = False
+        is_known = False
 
         def change(state: Directory) -> Directory:
-            nonlocal found
+            nonlocal is_known
             known = state.endpoints.get(name)
-            found = known is not None
+            is_known = known is not None
             if known is None:
                 return state
             caller.check_owns(known)
             return replace(state, draining=state.draining | {name} if on else state.draining - {name})
 
         await self._change(change)
-        return found
+        return is_known
 
     async def _forget_lease(self, endpoint: Endpoint) -> None:
         if endpoint.lease_s is not None:

@@ -81,10 +81,10 @@ class JsonProcess:
         line = await self._process.stdout.readline()
         if not line:
             raise EOFError
-        found = json.loads(line)
-        if not isinstance(found, dict):
-            raise ValueError(f"expected a JSON object, got {str(found)[:80]!r}")  # noqa: TRY004 as json.loads
-        return found
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"expected a JSON object, got {str(message)[:80]!r}")  # noqa: TRY004 as json.loads
+        return message
 
     async def kill(self, *, after_s: float = 0.0) -> int | None:
         """End the process, ``after_s`` seconds after its stdin was closed; returns its exit code."""
@@ -217,7 +217,7 @@ class _Grader:
             await self.kill()
             raise _GraderEnded(gold_parsed, False, "did not answer in time and was killed") from None
         except (EOFError, ConnectionError, ValueError, KeyError) as err:
-            code = await self._process.kill(after_s=_EXIT_S)  # its own exit code says who killed it
+            code = await self._process.kill(after_s=_EXIT_S)  # its exit code says who killed it
             raise _GraderEnded(gold_parsed, False, f"{describe_exit(code)} ({type(err).__name__})") from None
         except BaseException:  # cancelled before the answer came: its next line would answer the wrong question
             await self.kill()

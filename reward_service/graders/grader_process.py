@@ -40,7 +40,7 @@ def serve(
         is_equal: Returns whether an answer fits what ``read_gold`` returned.
         example: A job that is done once before the first fork, so that no job pays for filling caches.
     """
-    logging.disable(logging.CRITICAL)  # math-verify warns that its own time-outs are off, for every answer
+    logging.disable(logging.CRITICAL)  # math-verify warns that its time-outs are off, for every answer
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

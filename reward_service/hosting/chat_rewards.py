@@ -49,22 +49,22 @@ class Unreadable(ValueError):
 
 def read_score(text: str, *, lowest: float, highest: float) -> float:
     """Return the number of the last line ``SCORE: 7`` (``7/10`` too, if that is the scale); raises Unreadable."""
-    found = _SCORE.fullmatch(_last_line(text))
-    if found is None:
+    matched = _SCORE.fullmatch(_last_line(text))
+    if matched is None:
         raise Unreadable(f"the judge's last line must be SCORE: number, got {_end(text)!r}")
-    if found.group(2) and float(found.group(2).strip(" /")) != highest:
-        raise Unreadable(f"the judge scored out of {found.group(2).strip(' /')}, expected out of {highest:g}")
-    score = float(found.group(1))
+    if matched.group(2) and float(matched.group(2).strip(" /")) != highest:
+        raise Unreadable(f"the judge scored out of {matched.group(2).strip(' /')}, expected out of {highest:g}")
+    score = float(matched.group(1))
     if not math.isfinite(score) or not lowest <= score <= highest:
-        raise Unreadable(f"the judge's score {found.group(1)[:20]} is outside [{lowest:g}, {highest:g}]")
+        raise Unreadable(f"the judge's score {matched.group(1)[:20]} is outside [{lowest:g}, {highest:g}]")
     return score
 
 
 def read_winner(text: str) -> Winner:
-    found = _WINNER.fullmatch(_last_line(text))
-    if found is None:
+    matched = _WINNER.fullmatch(_last_line(text))
+    if matched is None:
         raise Unreadable(f"the judge's last line must be WINNER: A, B or TIE, got {_end(text)!r}")
-    match found.group(1).lower():
+    match matched.group(1).lower():
         case "a":
             return "a"
         case "b":

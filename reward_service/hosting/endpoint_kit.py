@@ -1,4 +1,4 @@
-"""Functions for writing your own reward endpoint in any Python web framework.
+"""Functions for writing a reward endpoint in any Python web framework.
 
     from penstock.reward_service.hosting import endpoint_kit
 
@@ -67,25 +67,25 @@ def answer(request: ScoreRequest, scores: Sequence[Sequence[Score | float | None
     if len(scores) != len(request.groups):
         raise ValueError(f"expected scores for {len(request.groups)} groups, got {len(scores)}")
     results = []
-    for group, given in zip(request.groups, scores, strict=True):
-        if len(given) != len(group.completions):
+    for group, group_scores in zip(request.groups, scores, strict=True):
+        if len(group_scores) != len(group.completions):
             raise ValueError(
-                f"group {group.group_id}: expected {len(group.completions)} scores, one per completion, got {len(given)}"
+                f"group {group.group_id}: expected {len(group.completions)} scores, one per completion, got {len(group_scores)}"
             )
-        results.append(GroupScore(group_id=group.group_id, scores=[_score(one, group) for one in given]))
+        results.append(GroupScore(group_id=group.group_id, scores=[_score(score, group) for score in group_scores]))
     return ScoreResponse(results=results).model_dump_json().encode()
 
 
-def _score(given: Score | float | None, group: GroupToScore) -> Score:
-    if isinstance(given, Score):
-        return given
-    if given is None:
+def _score(score: Score | float | None, group: GroupToScore) -> Score:
+    if isinstance(score, Score):
+        return score
+    if score is None:
         return Score(error="not scored")
-    if not math.isfinite(given):
+    if not math.isfinite(score):
         raise ValueError(
-            f"group {group.group_id}: score {given} is not finite; use Score(error=...) if it cannot be scored"
+            f"group {group.group_id}: score {score} is not finite; use Score(error=...) if it cannot be scored"
         )
-    return Score(score=float(given))
+    return Score(score=float(score))
 
 
 @contextmanager

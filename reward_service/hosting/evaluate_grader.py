@@ -60,11 +60,11 @@ def similarity(metric: str, text: str, reference: str) -> float:
     if metric == "gleu":
         sizes = range(1, _LONGEST + 1)
         shared = sum((_grams(words, size) & _grams(wanted, size)).total() for size in sizes)
-        most = max(sum(_grams(one, size).total() for size in sizes) for one in (words, wanted))
+        most = max(sum(_grams(tokens, size).total() for size in sizes) for tokens in (words, wanted))
         return shared / most
     size = int(metric.removeprefix("rouge_"))
-    given, expected = _grams(words, size), _grams(wanted, size)
-    return _f1((given & expected).total(), given.total(), expected.total())
+    actual, expected = _grams(words, size), _grams(wanted, size)
+    return _f1((actual & expected).total(), actual.total(), expected.total())
 
 
 def _words(text: str) -> list[str]:
@@ -75,8 +75,8 @@ def _grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(words[place : place + size]) for place in range(len(words) - size + 1))
 
 
-def _f1(shared: int, given: int, expected: int) -> float:
-    return 2.0 * shared / (given + expected) if shared else 0.0
+def _f1(shared: int, actual: int, expected: int) -> float:
+    return 2.0 * shared / (actual + expected) if shared else 0.0
 
 
 async def evaluate(grader: openai_grader.Grader, item: Mapping[str, Any], answer: str, chat: Chat | None) -> Score:
@@ -85,8 +85,8 @@ async def evaluate(grader: openai_grader.Grader, item: Mapping[str, Any], answer
             value, unfit = await _single(grader, item, answer, chat)
             return Score(score=value, parts={_UNFIT: 1.0} if unfit else {})
         scores, any_unfit = {}, False
-        for name, one in grader.graders.items():
-            scores[name], unfit = await _single(one, item, answer, chat)
+        for name, sub_grader in grader.graders.items():
+            scores[name], unfit = await _single(sub_grader, item, answer, chat)
             any_unfit = any_unfit or unfit
         total = openai_grader.compute_formula(grader.calculate_output, scores)
         parts = {name[:64]: value for name, value in list(scores.items())[:31]}
@@ -130,7 +130,8 @@ async def _ask(grader: openai_grader.ScoreModel, item: Mapping[str, Any], answer
     if chat is None:
         raise NoVerdict(f"score_model {grader.name or grader.model} needs a chat endpoint: --base-url")
     messages = [
-        {"role": one.role, "content": openai_grader.fill_variables(one.content, item, answer)} for one in grader.input
+        {"role": message.role, "content": openai_grader.fill_variables(message.content, item, answer)}
+        for message in grader.input
     ]
     sampling = grader.sampling_params
     more = sampling.model_dump(exclude_none=True, exclude={"max_completions_tokens"})

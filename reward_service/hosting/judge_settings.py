@@ -1,7 +1,7 @@
 """The settings file of ``penstock reward serve-judge``, and the question to a judge, with placeholders for the row and the answer.
 
 Text from the policy or the data is put between marks that its author cannot guess: they contain a hash of all inserted
-texts, so no answer can close its own marks and continue as instructions to the judge. The system message says that
+texts, so no answer can close its marks and continue as instructions to the judge. The system message says that
 text between marks is graded and never obeyed. This lowers the risk that a policy learns to manipulate its judge; it
 does not remove it: compare with a second, different judge when rewards rise.
 """
@@ -89,15 +89,15 @@ class Template:
 
     def fill(self, values: Mapping[str, Any]) -> str:
         """Return the question; raises KeyError naming a column that is missing in the row."""
-        given = {place: _text(_look_up(values, place)) for place in self.places}
-        mark = hashlib.sha256(json.dumps(sorted(given.items())).encode()).hexdigest()[:12]
+        texts = {place: _text(_look_up(values, place)) for place in self.places}
+        mark = hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()[:12]
 
-        def put(found: re.Match[str]) -> str:
-            place = found.group(1)
+        def put(match: re.Match[str]) -> str:
+            place = match.group(1)
             if place in _FIXED:
-                return given[place]
+                return texts[place]
             name = f"{re.sub(r'[^a-z0-9]+', '-', place.lower())}-{mark}"
-            return f"<{name}>\n{given[place]}\n</{name}>"
+            return f"<{name}>\n{texts[place]}\n</{name}>"
 
         return _PLACE.sub(put, self.text)
 
@@ -208,8 +208,8 @@ class JudgeSettings(Section):
 
 def load(file: Path) -> JudgeSettings:
     try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))
-        return JudgeSettings.model_validate(given)
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        return JudgeSettings.model_validate(table)
     except OSError as err:
         raise ConfigError(f"{file}: not readable ({err.strerror})") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:

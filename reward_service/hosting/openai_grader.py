@@ -165,7 +165,7 @@ def _value_of(node: ast.expr, scores: Mapping[str, float]) -> float:
         case ast.BinOp():
             return _BINARY[type(node.op)](_value_of(node.left, scores), _value_of(node.right, scores))
         case ast.Call(func=ast.Name(id=name)):
-            values = [_value_of(one, scores) for one in node.args]
+            values = [_value_of(argument, scores) for argument in node.args]
             return _FUNCTIONS[name](values) if name not in _ONE_ARGUMENT else _FUNCTIONS[name](*values)
     raise TypeError(f"{type(node).__name__} is not arithmetic")
 
@@ -265,33 +265,33 @@ _GRADER: TypeAdapter[Grader] = TypeAdapter(Annotated[Grader, Field(discriminator
 
 def load(file: Path) -> Grader:
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
     except OSError as err:
         raise ConfigError(f"{file}: not readable ({err.strerror})") from None
     except ValueError as err:
         raise ConfigError(f"{file}: not JSON: {err}") from None
     try:
-        return read(given)
+        return read(document)
     except ValueError as err:
         raise ConfigError(f"{file}: {err}") from None
 
 
-def read(given: Any) -> Grader:
-    for where, kind in _kinds(given):
+def read(document: Any) -> Grader:
+    for where, kind in _kinds(document):
         if kind in _REFUSED:
             raise ValueError(f"{where}: {_REFUSED[kind]}")
     try:
-        return _GRADER.validate_python(given)
+        return _GRADER.validate_python(document)
     except ValidationError as err:
         wrong = [f"{'.'.join(map(str, error['loc'])) or 'the grader'}: {error['msg']}" for error in err.errors()]
         raise ValueError("; ".join(wrong[:5])) from None
 
 
-def _kinds(given: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(given, dict):
+def _kinds(document: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(document, dict):
         return
-    yield "the grader", str(given.get("type"))
-    inner = given.get("graders")
+    yield "the grader", str(document.get("type"))
+    inner = document.get("graders")
     for name, grader in inner.items() if isinstance(inner, dict) else ():
         if isinstance(grader, dict):
             yield f"graders.{name}", str(grader.get("type"))

@@ -42,7 +42,7 @@ class ServiceAddress:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return tuple(one.strip().rstrip("/") for one in self.url.split(",") if one.strip())
+        return tuple(url.strip().rstrip("/") for url in self.url.split(",") if url.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Offer:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        own = {"name": self.name, "url": self.url, "version": self.version, "lease_s": self.lease_s, "replace": True}
-        return {**self.more, **own, "secrets": list(self.secrets)}
+        fields = {"name": self.name, "url": self.url, "version": self.version, "lease_s": self.lease_s, "replace": True}
+        return {**self.more, **fields, "secrets": list(self.secrets)}
 
 
 async def register(service: ServiceAddress, offer: Offer) -> None:

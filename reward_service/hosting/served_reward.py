@@ -136,14 +136,14 @@ def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Se
     async def score(wanted: ScoreRequest, request: Request) -> ScoreResponse:
         """Score groups; a completion that cannot be scored has an error instead of a score."""
         if reward.batched:
-            found = await calls.score(reward, wanted.groups)
+            group_scores = await calls.score(reward, wanted.groups)
         else:
-            found = []
+            group_scores = []
             for group in wanted.groups:
                 if await request.is_disconnected():  # do not compute scores that no client waits for
                     raise HTTPException(499, "the client closed the connection")
-                found += await calls.score(reward, [group])
-        named = zip(wanted.groups, found, strict=True)
+                group_scores += await calls.score(reward, [group])
+        named = zip(wanted.groups, group_scores, strict=True)
         return ScoreResponse(results=[GroupScore(group_id=group.group_id, scores=scores) for group, scores in named])
 
     @app.get("/healthz")
@@ -267,7 +267,7 @@ async def _drain(calls: Calls, drain_s: float) -> None:
 def _http_thread(
     app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer
 ) -> Iterator[concurrent.futures.Future[None]]:
-    """Run the HTTP server, and the renewal of the lease, in a thread with its own event loop; yields the renewal."""
+    """Run the HTTP server, and the renewal of the lease, in a thread with a separate event loop; yields the renewal."""
     thread, done = LoopThread("http"), asyncio.Event()
     serving = thread.start(web_server.serve(app, bound, done))
     renewing = serving if service is None else thread.start(registration.keep(service, offer))

@@ -4,7 +4,7 @@
 - the tests (they do not compile, their setup raises, they accept any program): BadGroundTruth.
 - the sandbox, the machine, a SIGKILL from another process: SandboxError, never a verdict.
 
-Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
+Every stdin and function test runs in a separate process; expected results never enter the sandbox.
 After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds; so do
 those that are left when a program has used up its part of its group's time.
 
@@ -166,15 +166,15 @@ def _verdict(served: Run, tested: Run, proof: Proof, limits: Limits) -> Graded:
     total = sum(max(pair) for pair in counts)
     passed = min(sum(message["ok"] for message in verdicts), total)
     ended_for_us = served.killed is Killed.DONE and served.signal == signal.SIGKILL
-    own = None if ended_for_us else failure(served, limits)
+    reason = None if ended_for_us else failure(served, limits)
     if not any("done" in message for message in said):
         if not proof.has_finished:
             raise BadGroundTruth("code: the row's tests exceed their limits with any program, also with an empty one")
-        own = own or _exhaustion(tested, said, limits)
+        reason = reason or _exhaustion(tested, said, limits)
     elif passed == total:
         return Graded(passed, total)
     wrong = next((f"{m['why']} (test {m['test']})" for m in verdicts if not m["ok"]), "")
-    return Graded(min(passed, total - 1), total, own or Reason.WRONG, describe(served) if own else wrong)
+    return Graded(min(passed, total - 1), total, reason or Reason.WRONG, describe(served) if reason else wrong)
 
 
 def _exhaustion(tested: Run, said: Sequence[Message], limits: Limits) -> Reason:
@@ -214,7 +214,7 @@ def _broken(said: Sequence[Message]) -> str | None:
 
 @dataclass(slots=True)
 class Slot:
-    """A slot that runs one program at a time; test code has a zygote of its own, started on first use.
+    """A slot that runs one program at a time; test code has a separate zygote, started on first use.
 
     ``proofs`` are those of all slots of a pool.
     """

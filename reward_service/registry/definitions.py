@@ -23,8 +23,10 @@ def check_settings(reward: RewardSettings) -> None:
     Raises ConfigError as `check` does, and for a built-in reward that does not work without parameters: no service offers it.
     """
     check(reward.define)
-    given = {"reward.name": reward.name} | {f"reward.by_source.{name}": one for name, one in reward.by_source.items()}
-    named = [(key, name) for key, name in given.items() if name is not None and name in BUILT_INS]
+    references = {"reward.name": reward.name} | {
+        f"reward.by_source.{name}": reference for name, reference in reward.by_source.items()
+    }
+    named = [(key, name) for key, name in references.items() if name is not None and name in BUILT_INS]
     problems = [_needs_parameters(key, name) for key, name in named if BUILT_INS[name].default is None]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -73,9 +75,9 @@ def own_scorers(
     for name, by_part in check(define).items():
         made[name] = {}
         for part_name, parameters in by_part.items():
-            one = scorer(BUILT_INS[define[name].parts[part_name].reward], parameters, graders)
-            if one is not None:
-                made[name][part_name] = one
+            built_in = scorer(BUILT_INS[define[name].parts[part_name].reward], parameters, graders)
+            if built_in is not None:
+                made[name][part_name] = built_in
         for part_name, part in define[name].parts.items():
             code = user.of(part.reward, part.parameters)
             if code is not None:

@@ -55,10 +55,10 @@ class ComposedReward:
                 outcomes[place] = err
             else:
                 by_scorer.setdefault(scorer, []).append(place)
-        found = await asyncio.gather(
+        outcome_lists = await asyncio.gather(
             *(scorer.score([asked[place] for place in places], attempt=attempt) for scorer, places in by_scorer.items())
         )
-        for places, some in zip(by_scorer.values(), found, strict=True):
+        for places, some in zip(by_scorer.values(), outcome_lists, strict=True):
             outcomes |= dict(zip(places, some, strict=True))
         return [outcomes[place] for place in range(len(groups))]
 
@@ -75,7 +75,7 @@ class ComposedReward:
             return named
         scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, GroupScores)}
         parts = {name: outcome.rewards for name, outcome in scores.items()}
-        details = {f"{name}.{sub}": values for name, one in scores.items() for sub, values in one.parts.items()}
+        details = {f"{name}.{sub}": values for name, scored in scores.items() for sub, values in scored.parts.items()}
         scorers = dict.fromkeys(outcome.scorer for outcome in scores.values())
         return GroupScores(
             rewards=self.definition.totals(parts),
@@ -96,7 +96,7 @@ class RewardRegistry:
     ) -> None:  # fmt: skip
         """Look names up in the built-ins, then in the run file's (``define``, ``user``), then among the endpoints, then among the aliases.
 
-        ``notes`` say how a built-in works on this machine; one that cannot be given here is not among the built-ins,
+        ``notes`` say how a built-in works on this machine; one that cannot be offered here is not among the built-ins,
         and its note says why. ``define`` are the run file's rewards, ``own`` the scorers of their built-in parts,
         and ``user`` the rewards that the run file names by import path, file or entry point.
         """
@@ -129,8 +129,8 @@ class RewardRegistry:
         return {**{source: name for source, name in BY_SOURCE.items() if name in self._built_ins}, **claimed}
 
     def success(self) -> dict[str, float]:
-        found = {name: BUILT_INS[name].success for name in self._built_ins if name in BUILT_INS}
-        return {name: least for name, least in found.items() if least is not None}
+        thresholds = {name: BUILT_INS[name].success for name in self._built_ins if name in BUILT_INS}
+        return {name: least for name, least in thresholds.items() if least is not None}
 
     def _can_give(self, reward: ComposedReward, single: set[str]) -> bool:
         return all(name in reward.own or part.reward in single for name, part in reward.definition.parts.items())

@@ -1,4 +1,4 @@
-"""Rewards of the user's own by import path, file or entry point, as the run file names them, and their worker processes.
+"""Rewards of the user by import path, file or entry point, as the run file names them, and their worker processes.
 
 Only names of the run file are loaded: a name that comes in a message never makes this service import anything.
 The code runs in worker processes, asked one group at a time and killed when they overrun. A process that ends, hangs or
@@ -163,11 +163,11 @@ class UserScorer:
 
     async def _score(self, group: GroupToScore) -> Outcome:
         try:
-            found = await self.pool.score(group)
+            answer = await self.pool.score(group)
         except RewardError as err:
             return err
         # the digest is that of the process that scored: a file that changes during a run shows in the record
-        return _outcome(self.name, group, found.scores, found.digest)
+        return _outcome(self.name, group, answer.scores, answer.digest)
 
 
 class UserRewards:

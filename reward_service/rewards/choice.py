@@ -90,7 +90,7 @@ def chosen(answer: str, letters: str) -> str | None:
     if match is None or match["letter"].upper() not in letters:
         return None
     rest = plain[match.end() :]
-    others = {found["letter"] for found in _OTHERS.finditer(rest)}
+    others = {other["letter"] for other in _OTHERS.finditer(rest)}
     is_list = any(letter in letters and letter != match["letter"].upper() for letter in others)
     joined = (
         re.match(r"\s{0,3}(?:and|or|和|或|/|,|&|\+)", rest, re.IGNORECASE) is not None or plain[match.end() - 1] in ",;"

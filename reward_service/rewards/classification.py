@@ -50,20 +50,22 @@ def plain(label: str) -> str:
 
 def mentioned(answer: str, labels: tuple[str, ...]) -> set[str]:
     """Return the labels that an answer mentions; of two that overlap only the longer one, and no negated ones."""
-    found = set()
+    mentions = set()
     for match in _pattern(labels).finditer(answer):
         before = answer[: match.start()].split()[-3:]
         if not _NEGATIONS.intersection(before) and not answer[: match.start()].endswith(("non-", "un-")):
-            found.add(match[0])
-    return found
+            mentions.add(match[0])
+    return mentions
 
 
 def _verdict(answer: str | None, gold: str, labels: tuple[str, ...]) -> Verdict:
     said = plain(latex.plain_text(answer[:_MAX_CHARS])) if answer else ""
     if not labels or said in labels:
         return Verdict(float(said == gold), {"has_answer": float(bool(said)), "ambiguous": 0.0})
-    found = mentioned(said, labels)
-    return Verdict(float(found == {gold}), {"has_answer": float(len(found) == 1), "ambiguous": float(len(found) > 1)})
+    mentions = mentioned(said, labels)
+    return Verdict(
+        float(mentions == {gold}), {"has_answer": float(len(mentions) == 1), "ambiguous": float(len(mentions) > 1)}
+    )
 
 
 @lru_cache(64)

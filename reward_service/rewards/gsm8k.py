@@ -28,13 +28,13 @@ _ANSWER = re.compile(rf"####\s{{0,8}}[*_]{{0,2}}(?P<sign>[-+−]?)\s?(?:\\?\$)?\
 
 def last_answer(text: str) -> Fraction | None:
     """Return the number after the last ``####`` that has one, else None; also None if it goes on: ``42 41``, ``42 or 43``."""
-    found = None
+    last_match = None
     for match in _ANSWER.finditer(text):
-        found = match
-    if found is None:
+        last_match = match
+    if last_match is None:
         return None
-    line = _BOLD_ENDS.sub("", text[found.end() : found.end() + _LINE_CHARS].partition("\n")[0])
-    return None if quantity.goes_on(line) else read_number(found["sign"] + found["number"])
+    line = _BOLD_ENDS.sub("", text[last_match.end() : last_match.end() + _LINE_CHARS].partition("\n")[0])
+    return None if quantity.goes_on(line) else read_number(last_match["sign"] + last_match["number"])
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
@@ -57,15 +57,15 @@ def _gold(truth: Any, name: str) -> Fraction:
 
 
 def last_number(text: str) -> Fraction | None:
-    found = last_number_text(text)
-    return None if found is None else read_number(found)
+    number_text = last_number_text(text)
+    return None if number_text is None else read_number(number_text)
 
 
 def last_number_text(text: str) -> str | None:
-    found = None
+    last_match = None
     for match in _ANY.finditer(text):
-        found = match
-    return None if found is None else found[0]
+        last_match = match
+    return None if last_match is None else last_match[0]
 
 
 def _verdict(answer: Fraction | None, gold: Fraction) -> Verdict:

@@ -64,10 +64,10 @@ class Parameters(Section):
             raise ValueError(f"json_schema: schema_file {self.schema_file} cannot be read ({err})") from None
 
 
-def rule(given: str, truth: Any) -> str:
+def rule(schema_text: str, truth: Any) -> str:
     """Return the schema for a grader process; raises BadGroundTruth when neither run file nor row has a schema."""
     try:
-        schema = _loads(given) if given else _loads(truth) if isinstance(truth, str) else truth
+        schema = _loads(schema_text) if schema_text else _loads(truth) if isinstance(truth, str) else truth
     except ValueError as err:
         raise BadGroundTruth(f"{NAME}: the row's ground_truth is not JSON ({err})") from None
     if not isinstance(schema, dict):

@@ -153,17 +153,17 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
     if latex.without_name(gold.text) == gold.text and "=" in gold.text:
         return await _equal(gold, answer, grade)
-    found = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
-    if not all(latex.is_rounding(number, found.value) for number in found.rounded):
+    equation = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
+    if not all(latex.is_rounding(number, equation.value) for number in equation.rounded):
         return Graded.WRONG
     if (
         gold.text != latex.without_name(gold.text)
-        and len(found.names) == 1
-        and latex.read(gold.text).names != found.names
+        and len(equation.names) == 1
+        and latex.read(gold.text).names != equation.names
     ):
         return Graded.WRONG  # y = 5 is no answer to x = 5
     gold = gold._replace(text=latex.without_name(gold.text))
-    for side in (found.value, *found.equal):
+    for side in (equation.value, *equation.equal):
         graded = await _equal(gold, side, grade)
         if graded is not Graded.RIGHT:
             return graded

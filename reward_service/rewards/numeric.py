@@ -67,12 +67,12 @@ def _answer(completion: str, where: str) -> Quantity | None:
     if where == "last_number":
         return quantity.last(completion)
     if where != "auto":
-        found = final_answer.find(completion, where)  # pyright: ignore[reportArgumentType] the rest are its own
-        return None if found is None else quantity.read(found)
+        answer = final_answer.find(completion, where)  # pyright: ignore[reportArgumentType] the rest are its own
+        return None if answer is None else quantity.read(answer)
     for way in (final_answer.latex.last_boxed, final_answer.in_tags, final_answer.after_hashes):
-        found = way(completion)
-        if found is not None:
-            return quantity.read(found)
+        answer = way(completion)
+        if answer is not None:
+            return quantity.read(answer)
     phrase = final_answer.after_phrase(completion)
     return (quantity.read(phrase) if phrase else None) or quantity.last(completion)
 
@@ -81,10 +81,10 @@ def _factor(rule: str, gold: str, answer: str) -> Fraction | None:
     """Return the factor from the answer's unit to the truth's; None if they cannot be converted."""
     if rule == "ignore" or ("".join(gold.casefold().split()) == "".join(answer.casefold().split())):
         return Fraction(1)
-    wanted, given = quantity.read_units(gold), quantity.read_units(answer)
-    if wanted is None or given is None or wanted.dimension != given.dimension:
+    wanted, actual = quantity.read_units(gold), quantity.read_units(answer)
+    if wanted is None or actual is None or wanted.dimension != actual.dimension:
         return None
-    return given.factor / wanted.factor if rule == "convert" or given.factor == wanted.factor else None
+    return actual.factor / wanted.factor if rule == "convert" or actual.factor == wanted.factor else None
 
 
 def _readings(rule: str, gold: Quantity, answer: Quantity, number: Fraction) -> list[tuple[Fraction, Fraction]]:

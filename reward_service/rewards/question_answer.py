@@ -73,11 +73,11 @@ def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any, p
 
 def f1(gold: str, answer: str) -> float:
     """Return the F1 of the bags of words of two normalised texts, as in SQuAD's evaluation."""
-    wanted, given = Counter(split(gold)), Counter(split(answer))
-    shared = (wanted & given).total()
-    if not wanted or not given:
-        return float(wanted == given)
-    return 2.0 * shared / (wanted.total() + given.total())
+    wanted, actual = Counter(split(gold)), Counter(split(answer))
+    shared = (wanted & actual).total()
+    if not wanted or not actual:
+        return float(wanted == actual)
+    return 2.0 * shared / (wanted.total() + actual.total())
 
 
 def words(text: str) -> str:

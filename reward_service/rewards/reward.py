@@ -80,7 +80,7 @@ class Reward:
 
     @property
     def default(self) -> Section | None:
-        """The parameters when none are given; None for a reward whose parameters must be set in `reward.define`."""
+        """The parameters when none are set; None for a reward whose parameters must be set in `reward.define`."""
         try:
             return self.parameters()
         except ValidationError:

@@ -1,4 +1,4 @@
-"""1 when a completion consists of the given tags: each opened and closed once, in order, and nothing outside.
+"""1 when a completion consists of the configured tags: each opened and closed once, in order, and nothing outside.
 
 ``partial = true`` gives the share of the rules that are kept instead: one for each tag (opened and closed exactly once,
 after the one before), and one for nothing outside. White space outside is allowed, an empty element is not. Read

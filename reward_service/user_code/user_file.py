@@ -23,7 +23,10 @@ from penstock.reward_service.user_code.user_function import Style, UserReward
 
 _KEY = "content"  # of a message's text: completion[0]["content"]
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
-_STANDARD = {sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"}  # Python's own modules
+_STANDARD = {
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("stdlib") + "/lib-dynload",
+}  # modules of the standard library
 _BY_NAME = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 _GIVEN: dict[Style, tuple[str, ...]] = {
     Style.COMPLETION: ("data_source", "solution_str", "ground_truth", "extra_info", "prompt"),
@@ -37,8 +40,8 @@ def takes_messages(function: Any) -> bool:
 
     Functions of the same module that it calls are read too. A function written in C, or wrapped by one, takes texts.
     """
-    given = getattr(function, "conversational", None)
-    return given if isinstance(given, bool) else _reads_content(_python(function), set())
+    declared = getattr(function, "conversational", None)
+    return declared if isinstance(declared, bool) else _reads_content(_python(function), set())
 
 
 def _reads_content(function: FunctionType | None, seen: set[CodeType]) -> bool:
@@ -54,16 +57,20 @@ def _reads_content(function: FunctionType | None, seen: set[CodeType]) -> bool:
         ]  # comprehensions, inner functions
     named = {name for code in codes for name in code.co_names}
     called = [function.__globals__.get(name) for name in sorted(named)]
-    own = [_python(one) for one in called if getattr(one, "__module__", None) == function.__module__]
-    return any(_reads_content(one, seen) for one in own)
+    local_functions = [
+        _python(callee) for callee in called if getattr(callee, "__module__", None) == function.__module__
+    ]
+    return any(_reads_content(callee, seen) for callee in local_functions)
 
 
 def _python(value: Any) -> FunctionType | None:
     if inspect.isclass(value):
         return None
-    found = inspect.unwrap(value) if inspect.isroutine(value) else inspect.getattr_static(type(value), "__call__", None)
-    found = getattr(found, "__func__", found)
-    return found if isinstance(found, FunctionType) else None
+    function = (
+        inspect.unwrap(value) if inspect.isroutine(value) else inspect.getattr_static(type(value), "__call__", None)
+    )
+    function = getattr(function, "__func__", function)
+    return function if isinstance(function, FunctionType) else None
 
 
 def load(file: Path, function: str | None = None, *, conversational: bool | None = None) -> UserReward:
@@ -75,21 +82,21 @@ def load(file: Path, function: str | None = None, *, conversational: bool | None
     if not os.path.isfile(file):  # noqa: PTH113  False, not an error, for a name that no file can have
         raise UserFileError(f"{file}: no such file")
     module = _import(file.resolve())
-    name, found = _choose(module, file, function)
-    return of(found, name, file, conversational=conversational)
+    name, target = _choose(module, file, function)
+    return of(target, name, file, conversational=conversational)
 
 
 def of(
-    found: Any, name: str, file: Path, *, conversational: bool | None = None, full_tracebacks: bool = False,
+    target: Any, name: str, file: Path, *, conversational: bool | None = None, full_tracebacks: bool = False,
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> UserReward:  # fmt: skip
     """Return what is called for a function, a callable object, or a class that is built without arguments.
 
-    ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``. ``arguments`` are given to
+    ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``. ``arguments`` are passed to
     every call, by name.
     Raises UserFileError when it has none of the signatures of a reward function, or does not take the arguments.
     """
-    called = _built(found, file, name)
+    called = _built(target, file, name)
     parameters = inspect.signature(called).parameters
     style = next((style for style in Style if style in parameters), None)
     if style is None:
@@ -122,7 +129,7 @@ def of(
 
 
 def _import(file: Path) -> ModuleType:
-    known = sys.modules.get(file.stem)  # ``json.py`` must not take the place of Python's own
+    known = sys.modules.get(file.stem)  # ``json.py`` must not replace the module of the standard library
     is_taken = file.stem in sys.stdlib_module_names or (
         known is not None and getattr(known, "__file__", "") != str(file)
     )
@@ -143,22 +150,22 @@ def _import(file: Path) -> ModuleType:
 
 
 def _after_standard_library() -> int:
-    """Return the place in ``sys.path`` before all installed packages, and after Python's own modules."""
-    own = [number for number, path in enumerate(sys.path) if path in _STANDARD]
-    return max(own, default=-1) + 1
+    """Return the place in ``sys.path`` before all installed packages, and after the standard library."""
+    positions = [number for number, path in enumerate(sys.path) if path in _STANDARD]
+    return max(positions, default=-1) + 1
 
 
 def _choose(module: ModuleType, file: Path, wanted: str | None) -> tuple[str, Any]:
     if wanted is not None:
-        found = getattr(module, wanted, None)
-        if not callable(found):
+        target = getattr(module, wanted, None)
+        if not callable(target):
             raise UserFileError(f"{file}: no callable {wanted!r} in it")
-        return wanted, found
-    own = {name: value for name, value in vars(module).items() if _is_own(name, value, module)}
+        return wanted, target
+    candidates = {name: value for name, value in vars(module).items() if _is_own(name, value, module)}
     for name in _PREFERRED:
-        if name in own:
-            return name, own[name]
-    fitting = {name: value for name, value in own.items() if _fits(value)}
+        if name in candidates:
+            return name, candidates[name]
+    fitting = {name: value for name, value in candidates.items() if _fits(value)}
     built = {type(value) for value in fitting.values()}
     fitting = {name: value for name, value in fitting.items() if value not in built}  # the object, not its class
     if len(fitting) == 1:
@@ -168,11 +175,11 @@ def _choose(module: ModuleType, file: Path, wanted: str | None) -> tuple[str, An
     raise UserFileError(f"{file}: several reward functions ({', '.join(fitting)}); choose one with --function")
 
 
-def _built(found: Any, file: Path, name: str) -> Any:
-    if not inspect.isclass(found):
-        return found
+def _built(target: Any, file: Path, name: str) -> Any:
+    if not inspect.isclass(target):
+        return target
     try:
-        return found()
+        return target()
     except TypeError as err:
         raise UserFileError(f"{file}: class {name} must be built without arguments ({err})") from None
 
@@ -199,10 +206,10 @@ def _fits(value: Any) -> bool:
 def _refuse_arguments(
     file: Path, name: str, parameters: Mapping[str, inspect.Parameter], style: Style, arguments: Mapping[str, Any]
 ) -> None:
-    own = {*_GIVEN.get(style, ("prompts", "completions"))}
-    taken = [n for n, p in parameters.items() if p.kind in _BY_NAME and n not in own]
+    reserved = {*_GIVEN.get(style, ("prompts", "completions"))}
+    taken = [n for n, p in parameters.items() if p.kind in _BY_NAME and n not in reserved]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if refused := sorted(n for n in arguments if n in own or not (n in taken or takes_any)):
+    if refused := sorted(n for n in arguments if n in reserved or not (n in taken or takes_any)):
         raise UserFileError(
             f"{file}: {name} takes no parameter {', '.join(refused)} from the run file; it takes {', '.join(taken) or 'none'}"
         )

@@ -1,4 +1,4 @@
-"""A user's own reward function, called in the way it was written for.
+"""A user's reward function, called in the way it was written for.
 
 | style          | recognised by           | called                                                        |
 |----------------|-------------------------|---------------------------------------------------------------|
@@ -82,8 +82,8 @@ class UserReward:
         if not self.batched:
             return [await self.score(group) for group in groups]
         rows = [(group, text) for group in groups for text in group.completions]
-        given = _queries(rows) if self.style is Style.QUERIES else _batch(rows)
-        scores = iter(await self._list_of_scores(given, len(rows)))
+        columns = _queries(rows) if self.style is Style.QUERIES else _batch(rows)
+        scores = iter(await self._list_of_scores(columns, len(rows)))
         return [[next(scores) for _ in group.completions] for group in groups]
 
     async def score(self, group: GroupToScore) -> list[Score]:
@@ -91,30 +91,30 @@ class UserReward:
             return (await self.score_all([group]))[0]
         if self.style is Style.COMPLETION:
             return [await self._one(group, completion) for completion in group.completions]
-        given = columns_of(group, conversational=self.conversational)
-        if missing := [name for name in self.needed if name not in given]:
-            had = ", ".join(sorted(given))
+        columns = columns_of(group, conversational=self.conversational)
+        if missing := [name for name in self.needed if name not in columns]:
+            had = ", ".join(sorted(columns))
             shown = ", ".join(f'"{name}": VALUE' for name in missing)
             error = (
                 f"{self.name} reads {', '.join(missing)}, and the row has only {had}; add the column to the data, or map one to "
                 f"it (data.map). In `penstock reward test`: --extra-info '{{{shown}}}'"
             )
             return [Score(error=error[:1000])] * len(group.completions)
-        return await self._list_of_scores(given, len(group.completions))
+        return await self._list_of_scores(columns, len(group.completions))
 
     async def _one(self, group: GroupToScore, completion: str) -> Score:
-        given = {
+        columns = {
             "data_source": group.data_source, "solution_str": completion, "ground_truth": group.ground_truth,
             "extra_info": group.extra_info, "prompt": group.prompt,
         }  # fmt: skip
         try:
-            return _score_of(await self._call(given))
+            return _score_of(await self._call(columns))
         except (Exception, SystemExit) as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error
             return Score(error=self._explain(err))
 
-    async def _list_of_scores(self, given: dict[str, Any], size: int) -> list[Score]:
+    async def _list_of_scores(self, columns: dict[str, Any], size: int) -> list[Score]:
         try:
-            values, parts = _listed(await self._call(given), openrlhf=self.style is Style.QUERIES)
+            values, parts = _listed(await self._call(columns), openrlhf=self.style is Style.QUERIES)
             if isinstance(values, str | dict) or len(values) != size:
                 raise ValueError(f"{self.name} must return a list of {size} scores, it returned {str(values)[:100]!r}")
             for part, column in parts.items():
@@ -131,8 +131,8 @@ class UserReward:
         except (TypeError, ValueError) as err:
             return Score(error=self._explain(err))
 
-    async def _call(self, given: dict[str, Any]) -> Any:
-        wanted = given if self.takes_any else {name: given[name] for name in self.parameters if name in given}
+    async def _call(self, columns: dict[str, Any]) -> Any:
+        wanted = columns if self.takes_any else {name: columns[name] for name in self.parameters if name in columns}
         result = self.function(**{**wanted, **self.arguments})
         return await result if inspect.isawaitable(result) else result
 

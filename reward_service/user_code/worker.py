@@ -65,25 +65,25 @@ class JudgeReward:
 
 
 def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
-    found = Registry("reward", object, package="penstock.reward_service.rewards", group="penstock.rewards").find(name)
-    if isinstance(found.value, Reward):
-        if not isinstance(found.value, PureReward):
+    loaded = Registry("reward", object, package="penstock.reward_service.rewards", group="penstock.rewards").find(name)
+    if isinstance(loaded.value, Reward):
+        if not isinstance(loaded.value, PureReward):
             raise ConfigError(
-                f"reward {name!r}: a reward of your own is a PureReward, got {type(found.value).__name__}"
+                f"reward {name!r}: a reward of your own is a PureReward, got {type(loaded.value).__name__}"
             )
         try:
-            given = found.value.parameters.model_validate_json(json.dumps(parameters), strict=True)
+            validated = loaded.value.parameters.model_validate_json(json.dumps(parameters), strict=True)
         except ValidationError as err:
             first = err.errors()[0]
             where = ".".join(["parameters", *map(str, first["loc"])])
             raise ConfigError(f"reward {name!r}: {where}: {first['msg']}") from None
-        return JudgeReward(found.value.bind(given)), found.digest
-    if not callable(found.value):
+        return JudgeReward(loaded.value.bind(validated)), loaded.digest
+    if not callable(loaded.value):
         raise ConfigError(
-            f"reward {name!r}: expected a function, a callable object or a PureReward, got {type(found.value).__name__}"
+            f"reward {name!r}: expected a function, a callable object or a PureReward, got {type(loaded.value).__name__}"
         )
-    attribute, file = name.rpartition(":")[2], _file_of(found.value)
-    return user_file.of(found.value, attribute, file, arguments=parameters), found.digest
+    attribute, file = name.rpartition(":")[2], _file_of(loaded.value)
+    return user_file.of(loaded.value, attribute, file, arguments=parameters), loaded.digest
 
 
 def _file_of(value: Any) -> Path:

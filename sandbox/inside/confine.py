@@ -1,9 +1,9 @@
 """The irrevocable restrictions of a program. The order matters: each step needs rights that a later one removes.
 
-1. A session of its own, and no file descriptors except its pipes.
+1. A separate session, and no file descriptors except its pipes.
 2. Limits: CPU time, address space, files, processes, no core dumps.
 3. Another user, when started by root, and no capabilities.
-4. Landlock (unless bubblewrap built a file system of its own), then the filter over system calls.
+4. Landlock (unless bubblewrap built a separate file system), then the filter over system calls.
 
 Landlock: a program may read some folders and write nothing. Where the kernel supports it, TCP (ABI 4), ioctl on devices (5), abstract sockets
 and signals (6) are refused too; the filter refuses the same on every kernel.
@@ -141,10 +141,10 @@ def seccomp_filter(name: str, pid: int) -> bytes:
 
 def _conditions(pid: int) -> dict[str, list[tuple[int, int, tuple[int, ...], bool]]]:
     """Return the conditions on the arguments of each call: (argument, mask, values, whether it must be one of them)."""
-    own = (0, 0xFFFFFFFF, (pid,), True)
+    pid_condition = (0, 0xFFFFFFFF, (pid,), True)
     return {
-        "kill": [own, (1, 0xFFFFFFFF, (_SIGKILL,), False)],
-        "tgkill": [own, (2, 0xFFFFFFFF, (_SIGKILL,), False)],
+        "kill": [pid_condition, (1, 0xFFFFFFFF, (_SIGKILL,), False)],
+        "tgkill": [pid_condition, (2, 0xFFFFFFFF, (_SIGKILL,), False)],
         "clone": [(0, 0xFFFFFFFF, _THREAD_FLAGS, True)],
         "ioctl": [(1, 0xFFFFFFFF, _IOCTLS, True)],
         "fcntl": [(1, 0xFFFFFFFF, _FCNTLS, True)],
@@ -332,14 +332,14 @@ def _unseen_tasks() -> int:
 
 
 def _visible_tasks() -> int:
-    own, count = os.getuid(), 0
+    uid, count = os.getuid(), 0
     try:
         pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 no pathlib in here
     except OSError:
         return 0
     for pid in pids:
         try:
-            if os.stat(f"/proc/{pid}").st_uid == own:  # noqa: PTH116
+            if os.stat(f"/proc/{pid}").st_uid == uid:  # noqa: PTH116
                 count += len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
         except OSError:
             continue  # it has exited

@@ -89,7 +89,7 @@ class _Raises:
         if err is None:
             raise Failed(f"DID NOT RAISE {self._expected!r}")
         kinds = self._expected if isinstance(self._expected, tuple) else (self._expected,)
-        if not isinstance(err, tuple(one for one in kinds if isinstance(one, type))):
+        if not isinstance(err, tuple(expected for expected in kinds if isinstance(expected, type))):
             return False
         self._info.value = err
         if self._match is not None:
@@ -171,10 +171,10 @@ def each(marks: Iterable[Mark]) -> list[dict[str, Any]]:
             continue
         if "indirect" in mark.kwargs:
             raise BadTests("the tests use parametrize(indirect=...), which is not supported")
-        given = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | mark.kwargs
-        names = given["argnames"]
+        arguments = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | mark.kwargs
+        names = arguments["argnames"]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        sets = [_arguments(names, row) for row in given["argvalues"]]
+        sets = [_arguments(names, row) for row in arguments["argvalues"]]
         cases = [{**case, **more} for case in cases for more in sets if more is not None]
     return cases
 
@@ -187,11 +187,11 @@ def _arguments(names: list[str], row: Any) -> dict[str, Any] | None:
     return dict(zip(names, row, strict=True)) if len(names) > 1 else {names[0]: row}
 
 
-def is_left_out(one: Mark) -> bool:
-    if one.name == "skipif":
-        conditions = [*one.args, one.kwargs.get("condition", False)]
+def is_left_out(mark: Mark) -> bool:
+    if mark.name == "skipif":
+        conditions = [*mark.args, mark.kwargs.get("condition", False)]
         return any(condition for condition in conditions if not isinstance(condition, str))
-    return one.name in ("skip", "xfail")
+    return mark.name in ("skip", "xfail")
 
 
 def __getattr__(name: str) -> Any:

@@ -75,24 +75,24 @@ def has_statements(tree: ast.Module) -> bool:
 def collect(
     names: dict[str, Any], before: dict[str, Any], tree: ast.Module, candidate: Callable[[], Any]
 ) -> list[Found]:
-    """Return the tests among the names that a piece of code has defined, given the namespace after and before it ran, and its syntax.
+    """Return the tests among the names that a piece of code has defined, from the namespace after and before it ran, and its syntax.
 
     ``candidate`` returns the function that ``check(candidate)`` gets; it raises BadTests when the row does not name it.
     """
     new = {name: thing for name, thing in names.items() if before.get(name) is not thing}
     used = _used_at_top_level(tree)
-    found: list[Found] = []
+    tests: list[Found] = []
     for name, thing in new.items():
         if _is_suite(thing):
-            found.append(_suite(thing))
+            tests.append(_suite(thing))
         elif _is_test_class(name, thing):
-            found += _methods(thing, names)
+            tests += _methods(thing, names)
         elif name.startswith("test") and isinstance(thing, types.FunctionType) and name not in used:
-            found += _cases(thing, names, lambda thing=thing: thing, None)
+            tests += _cases(thing, names, lambda thing=thing: thing, None)
     check = new.get("check")
     if isinstance(check, types.FunctionType) and "check" not in used:
-        found.append(_check(check, candidate))
-    return [one for one in found if one.count]
+        tests.append(_check(check, candidate))
+    return [test for test in tests if test.count]
 
 
 def _used_at_top_level(tree: ast.Module) -> set[str]:
@@ -200,14 +200,14 @@ def _is_test_class(name: str, thing: Any) -> bool:
 
 
 def _methods(kind: type, names: dict[str, Any]) -> list[Found]:
-    if any(pytest_api.is_left_out(one) for one in getattr(kind, pytest_api.MARKS, [])):
+    if any(pytest_api.is_left_out(mark) for mark in getattr(kind, pytest_api.MARKS, [])):
         return []
-    found: list[Found] = []
+    tests: list[Found] = []
     for name in dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base)):
         method = getattr(kind, name)
         if name.startswith("test") and inspect.isroutine(method):
-            found += _cases(method, names, lambda name=name: getattr(kind(), name), kind)
-    return found
+            tests += _cases(method, names, lambda name=name: getattr(kind(), name), kind)
+    return tests
 
 
 def _cases(
@@ -235,12 +235,12 @@ def _with_fixtures(
     with contextlib.ExitStack() as ending:
         _set_up(names, owner, test, ending)
         made = dict(arguments)
-        wanted = [name for name, one in fixtures.items() if one.__dict__[pytest_api.FIXTURE]["autouse"]]
+        wanted = [name for name, fixture in fixtures.items() if fixture.__dict__[pytest_api.FIXTURE]["autouse"]]
         wanted += [name for mark in marks if mark.name == "usefixtures" for name in mark.args]
         for name in wanted:
             _make(name, fixtures, made, ending)
-        given = {name: _make(name, fixtures, made, ending) for name in _required(test)}
-        _finish(test(**{**arguments, **given}))
+        fixture_values = {name: _make(name, fixtures, made, ending) for name in _required(test)}
+        _finish(test(**{**arguments, **fixture_values}))
 
 
 def _set_up(names: dict[str, Any], owner: Any, test: Any, ending: contextlib.ExitStack) -> None:
@@ -258,7 +258,7 @@ def _make(name: str, fixtures: dict[str, Any], made: dict[str, Any], ending: con
         if name not in fixtures:
             raise BadTests(f"a test takes the argument {name}, for which the tests have no fixture and no parameter")
         function = fixtures[name]
-        arguments = {one: _make(one, fixtures, made, ending) for one in _required(function)}
+        arguments = {argument: _make(argument, fixtures, made, ending) for argument in _required(function)}
         made[name] = result = function(**arguments)
         if isinstance(result, Iterator) and inspect.isgeneratorfunction(inspect.unwrap(function)):
             made[name] = next(result)

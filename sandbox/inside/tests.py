@@ -111,13 +111,13 @@ class _Session:
         exported = [name for name in _free_names(trees) if not hasattr(builtins, name)]
         for name in {*PROGRAM_MODULES, *self._named}:
             if name.isidentifier() and name not in sys.stdlib_module_names:
-                sys.modules[name] = module_of(self._program, name, [one for one in exported if one != name])
+                sys.modules[name] = module_of(self._program, name, [other for other in exported if other != name])
 
     def _borrow(self, trees: list[ast.Module], names: dict[str, Any]) -> list[str]:
         """Give the tests the program's names that they use; return the names of functions under test.
 
         Without named entry points they are the names that the tests use and do not define. A module of the standard
-        library is imported here, because the program could have altered its own.
+        library is imported here, because the program could have altered the one in its process.
         """
         missing = [name for name in _free_names(trees) if name not in names and not hasattr(builtins, name)]
         modules = [name for name in missing if name in sys.stdlib_module_names or name == "pytest"]

@@ -1,7 +1,7 @@
 """Python values as JSON that keeps their types, for messages between a test process and a program.
 
 Lists, texts, numbers of moderate size, True, False and None are plain JSON; everything else is ``{"~": kind, "v": ...}``.
-A value without such a form (an object of the program's own class) stays in its process and is sent as a handle. `decode`
+A value without such a form (an object of a class of the program) stays in its process and is sent as a handle. `decode`
 returns only plain values: no class of the program, and so none of its methods, reaches the other process.
 """
 

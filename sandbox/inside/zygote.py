@@ -228,7 +228,7 @@ def _kind(target: Any) -> dict[str, Any]:
 
 
 def _names(kind: type) -> list[str]:
-    return [str(one.__name__) for one in kind.__mro__]
+    return [str(base.__name__) for base in kind.__mro__]
 
 
 def _text(err: BaseException) -> str:

@@ -1,8 +1,8 @@
 """The algorithm section of the run file: a preset, every part by name, and the options of every part; imports no torch.
 
 The keys are those of `_GeneralSettings` and the options of all built-in parts, so that a new file in `losses/`,
-`estimators/`, `filters/`, `group_filters/` or `corrections/` adds its options here by itself. Options of user code are in a table of
-their own, [algorithm.options], since a run file is checked key by key before its loss is known.
+`estimators/`, `filters/`, `group_filters/` or `corrections/` adds its options here by itself. Options of user code are in a separate
+table, [algorithm.options], since a run file is checked key by key before its loss is known.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Micro-batches of tensors from trajectories with advantages, distributed over the ranks; pure.
 
-Rank 0 plans which rows go into which micro-batch of which rank (`plan_micro_batches`), every rank builds its own
+Rank 0 plans which rows go into which micro-batch of which rank (`plan_micro_batches`), every rank builds its micro-batches
 (`build`). A micro-batch is one stream of tokens without padding; a prefix that several of its rows have in common is in
 the stream once (`packed_rows`). The log-probabilities and gradients are those of every row alone.
 
 The tokens of all images have the same id, so a prefix with another picture would look the same. For packing, every token of an image
-is therefore given a number of its own below 0, which says which part of which image of the micro-batch it is. So rows share an
+therefore gets a separate number below 0, which says which part of which image of the micro-batch it is. So rows share an
 image of a common prefix, an image is computed once however often it occurs, and a token is found by its place, never by its id.
 """
 

@@ -211,7 +211,7 @@ def is_same_option(option: FieldInfo, other: FieldInfo) -> bool:
 def options_of_user_code(
     parts: ChosenParts, values: Mapping[str, Any], keys: Mapping[str, FieldInfo]
 ) -> dict[str, Any]:
-    """Return [algorithm.options] with every option of the chosen user code, at its default where none is given.
+    """Return [algorithm.options] with every option of the chosen user code, at its default where none is set.
 
     Raises ValueError for an option that no chosen part has, for a wrong value, and for an option that has the name of a key of
     [algorithm] and another declaration.

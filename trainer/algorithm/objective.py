@@ -85,7 +85,7 @@ class PolicyGradient:
 
     In this order: negative advantages are weighed; a teacher's are added; the loss takes its ratio against the anchor; every
     token's loss is multiplied by importance weights and rejections; KL and entropy are added; the
-    weights of the aggregation sum it up; cross-entropy on successes, which has weights of its own, is
+    weights of the aggregation sum it up; cross-entropy on successes, which has separate weights, is
     added.
 
     Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and ``rejected_NAME`` by correction, ``ratio``,
@@ -280,7 +280,7 @@ class PlainObjective:
 
 class CrossEntropy(PlainObjective):
     def __init__(self, form: Literal["nll", "dft"] = "nll") -> None:
-        """Choose cross-entropy, or `dft`: each token weighed by its own probability, detached (arXiv 2508.05629)."""
+        """Choose cross-entropy, or `dft`: each token weighed by its probability, detached (arXiv 2508.05629)."""
         self._form = form
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:

@@ -42,7 +42,7 @@ class Layout:
 
     nodes: tuple[Node, ...]  # in the order of the stream, which they cover
     depths: npt.NDArray[np.int64]  # [T] place of each token in its row
-    prepared: dict[Any, Any] = field(default_factory=dict)  # what a backend derives from it, by its own key
+    prepared: dict[Any, Any] = field(default_factory=dict)  # what a backend derives from it, by the backend's key
     num_calls: int = 0  # of the attention function in the last forward pass
 
     @property
@@ -106,7 +106,7 @@ def common_prefixes(
         rows: Tokens that are computed, of each row.
         starts: Of each row, its first sampled token. Rows share nothing before they share a whole prompt: a chat
             template's first words alone are not worth a node.
-        experts: Of each row, the experts that compute its tokens, which are then part of what rows share; None: not given.
+        experts: Of each row, the experts that compute its tokens, which are then part of what rows share; None: not set.
     """
     keys = [row.astype(">u4").tobytes() for row in rows]  # bytes in the order of the tokens
     order = sorted(range(len(rows)), key=keys.__getitem__)

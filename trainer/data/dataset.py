@@ -241,7 +241,7 @@ def _size(prompt: Prompt) -> int:
 def reward_name(reward: RewardSettings, data_source: str) -> str:
     """Return the name of the reward that scores rows of a data source.
 
-    ``reward.by_source`` first, then ``reward.name``, then the reward service's own choice by
+    ``reward.by_source`` first, then ``reward.name``, then the reward service's choice by
     data_source. Raises MalformedData if the row has no data_source and the run file names no reward.
     """
     name = reward.by_source.get(data_source) or reward.name

@@ -77,7 +77,7 @@ class FileNotes:
         default_factory=Counter
     )  # prompts and truths that are a word for nothing, such as nan
     begun_twice: int = 0  # prompts with two BOS
-    mapped: dict[str, str] = field(default_factory=dict)  # the file's own name of a column, by the one it is read as
+    mapped: dict[str, str] = field(default_factory=dict)  # the file's name of a column, by the one it is read as
 
     def add(self, row: Row, form: RowFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
         """Count a renamed row; ``text`` is its prompt as the model gets it, None: not known."""

@@ -1,4 +1,4 @@
-"""Downloads models and data sets from the Hugging Face hub into its own cache: the adapter of huggingface_hub.
+"""Downloads models and data sets from the Hugging Face hub into its cache: the adapter of huggingface_hub.
 
 The hub is ``HF_ENDPOINT``, with the token that ``HF_TOKEN`` or `hf auth login` gives. What was downloaded before is used where
 the hub cannot be reached.
@@ -85,7 +85,7 @@ def _ask(kind: Kind, repo_id: str, revision: str | None) -> tuple[str, list[str]
         except Exception as err:  # noqa: BLE001 - raised again below, in the caller's thread
             answer.append(err)
 
-    thread = threading.Thread(target=ask, name="hub", daemon=True)  # a name lookup has no timeout of its own
+    thread = threading.Thread(target=ask, name="hub", daemon=True)  # a name lookup has no timeout
     thread.start()
     thread.join(REACH_S)
     if not answer:

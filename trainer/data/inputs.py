@@ -27,7 +27,7 @@ _ID = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<pattern>[^:]+))?", re.ASCII
 )
 _MAX_LISTED = 8
-_OWN_DATA = ("sft", "dpo", "rm")  # sections with rows of their own
+_OWN_DATA = ("sft", "dpo", "rm")  # sections with separate rows
 
 
 def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:

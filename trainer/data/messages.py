@@ -292,7 +292,7 @@ def images_of(row: Row) -> list[Source]:
 
 
 def with_images(chat: Chat, column_images: list[Source]) -> tuple[Chat, tuple[Source, ...]]:
-    """Return a chat whose images are parts ``{"type": "image"}``, and their sources; ``given`` are those of the column.
+    """Return a chat whose images are parts ``{"type": "image"}``, and their sources; ``column_images`` are those of the column.
 
     Raises MalformedData unless every image has one place, and every place an image.
     """

@@ -260,7 +260,7 @@ class PairSet:
         """Open and check files; a prompt has with each answer at most ``max_tokens``.
 
         Answers end with their end token, as they are sampled, or with the chat as the template renders it, as a reward model
-        is given it. Rows with one answer and a label are refused unless ``takes_one_answer``, and those without two answers unless
+        receives it. Rows with one answer and a label are refused unless ``takes_one_answer``, and those without two answers unless
         ``skips_prompts``. Raises MalformedData listing the malformed rows, or if no row is left.
         """
         rows = [open_rows(path) for path in files]

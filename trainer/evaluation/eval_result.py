@@ -2,7 +2,7 @@
 
 The run file says from which reward, or from which scores of the reward's parts, a completion is correct (``reward.success``); otherwise the
 built-in graders whose rewards are 0 or 1 do. For any other reward (a length, a weighted sum, an endpoint) there is no accuracy: its mean is
-reported under its own name.
+reported under its name.
 """
 
 from __future__ import annotations

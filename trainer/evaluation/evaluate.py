@@ -133,7 +133,7 @@ class Evaluator:
         """Continue the evaluations of an earlier session; return the sources on which ``version`` is unfinished.
 
         The weights of ``version`` have the number ``now`` in this session. If that is another number, they are to be
-        evaluated under it (`start`) and their old groups are dropped. The evaluation of an older version continues under its own number, if
+        evaluated under it (`start`) and their old groups are dropped. The evaluation of an older version continues under its number, if
         workers can still fetch it; otherwise it is reported as lost. Raises BusError or BlobError.
         """
         in_flight: dict[PolicyVersion, set[str]] = {}

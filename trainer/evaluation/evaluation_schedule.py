@@ -103,7 +103,7 @@ class EvaluationLog:
         fields = asdict(result)
         fields["pass_at"] = {str(k): share for k, share in result.pass_at.items()}
         if result.split != DATA_EVAL:
-            fields["name"] = result.split  # trackers give a named evaluation a series of its own
+            fields["name"] = result.split  # trackers give a named evaluation a separate series
         self._events.write("eval", {**fields, "primary": is_primary})
         log.info(
             "evaluated",

@@ -250,7 +250,7 @@ class Batcher:
         return missing
 
     def dead_letter(self, letter: DeadLetter, sequence: int) -> int:
-        # The trainer's own letter, read again after a crash: the object of the next attempt may be readable.
+        # A letter of the trainer itself, read again after a crash: the object of the next attempt may be readable.
         reason = DropReason.UNREADABLE if letter.stage == _OWN_STAGE else DropReason.DEAD
         if letter.reason == ReaderKilled.__name__:  # perhaps not its fault: the prompt is issued again
             reason = DropReason.QUARANTINED

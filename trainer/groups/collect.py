@@ -251,7 +251,7 @@ class Collector:
             for delivery in deliveries:
                 self.held.pop(delivery.sequence, None)
 
-    # ── on the collector's own thread ─────────────────────────────────────────────────────────
+    # ── on the collector's thread ─────────────────────────────────────────────────────────────
 
     def _guard(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Issues tasks as soon as the staleness bound admits them, in a thread of its own.
+"""Issues tasks as soon as the staleness bound admits them, in a separate thread.
 
 What is issued, and what becomes of it, is decided by `Dispatch` and recorded by `GroupStates`, both under `RunGroups.lock`.
 """

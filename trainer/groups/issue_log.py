@@ -2,7 +2,7 @@
 
 A checkpoint holds what was issued until it was made. Groups that were issued after it, by a session that was killed since,
 are known from this file alone: one line for every issue, with the id of the data order, the position that it reached, and
-the ids of later attempts. First attempts need no line of their own: they are the prompts before that position. A line
+the ids of later attempts. First attempts need no separate line: they are the prompts before that position. A line
 before those of a session says which size and length of groups its settings asked for: a group that comes after a restart
 is held against the settings it was issued under. A file that has grown is written again with one line for each settings.
 """

@@ -4,8 +4,8 @@ Small groups share a message, because one message and one object per group would
 A pack too large for a message is stored as an object and announced by reference.
 
 `Mixture` chooses which environment plays a group: exact proportions, in an order that follows from ``run.seed``.
-With weights 3 and 1, of every four positions of the data order three are of the first and one is of the second, in an order of its
-own for each four. A position is played in the same environment in every attempt and after every restart.
+With weights 3 and 1, of every four positions of the data order three are of the first and one is of the second, in a separate
+order for each four. A position is played in the same environment in every attempt and after every restart.
 """
 
 from __future__ import annotations

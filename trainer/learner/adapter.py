@@ -168,7 +168,7 @@ class Rounding:
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, rounding: Rounding | None = None) -> Tensor:
-    """Return ``W + scale B A`` in W's dtype, computed in float32; counted in ``rounding``, if given."""
+    """Return ``W + scale B A`` in W's dtype, computed in float32; counted in ``rounding``, if set."""
     change = scale * (up.float() @ down.float())
     rounded = (weight.float() + change).to(weight.dtype)
     if rounding is not None:
@@ -180,7 +180,7 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, rounding: Rou
 def switched_off(module: nn.Module) -> Iterator[None]:
     """Return a context in which the module computes without adapters.
 
-    peft's own switch also disables gradients, which breaks the hooks that shard them.
+    peft's switch also disables gradients, which breaks the hooks that shard them.
     """
     layers = [layer for _, layer in _layers(module)]
     for layer in layers:

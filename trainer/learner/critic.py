@@ -1,6 +1,6 @@
 """The critic of PPO: a network like the policy's that predicts one number per position, the return from there on.
 
-It has its own optimizer, schedule and DeepSpeed engine, at the policy's ZeRO stage. The value of a sampled token is
+It has a separate optimizer, schedule and DeepSpeed engine, at the policy's ZeRO stage. The value of a sampled token is
 that of the state before the token. It is read at the position where the policy predicts the token, so the critic can
 use a shared prompt as the policy does.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
+import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch

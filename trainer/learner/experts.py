@@ -44,7 +44,7 @@ def check_family(model: nn.Module, family: str) -> None:
 
 
 def published(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes under which a parameter is published: its own, unless it holds the experts of a layer."""
+    """Yield the names and shapes under which a parameter is published: those it has, unless it holds the experts of a layer."""
     prefix, kind = _split(name, family)
     if kind is None:
         yield name, shape
@@ -75,9 +75,9 @@ def _split(name: str, family: str) -> tuple[str, str | None]:
 
 @dataclass(slots=True, eq=False)
 class Routing:
-    chosen: Tensor  # [T, layers, k], or the own tokens of several shares
+    chosen: Tensor  # [T, layers, k], or only this rank's tokens with several shares
     num_tokens: int  # the first so many of these; what follows them is padding
-    changed: dict[int, Tensor] = field(default_factory=dict)  # by layer, [tokens] bool: its own choice is another
+    changed: dict[int, Tensor] = field(default_factory=dict)  # by layer, [tokens] bool: the router's choice is another
 
     def figures(self) -> Tensor:
         """Return [2] float64: (token, layer) pairs whose router would choose other experts now, and all of them."""
@@ -110,7 +110,7 @@ def given(routing: Routing | None) -> dict[str, Routing]:
 
 @dataclass(slots=True, eq=False)
 class _Take:
-    """Takes the choices out of the keywords of a layer's attention, which does not know them, and gives its router its own."""
+    """Takes the choices out of the keywords of a layer's attention, which does not know them, and gives the layer's router its choices."""
 
     place: int | None  # among the layers with experts; None: it has none
     layer: nn.Module

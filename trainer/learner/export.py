@@ -1,6 +1,6 @@
-"""Exports the trained model as a Hugging Face folder: each rank writes its own files, tensor by tensor, and rank 0 compares.
+"""Exports the trained model as a Hugging Face folder: each rank writes its files, tensor by tensor, and rank 0 compares.
 
-No rank holds more than one tensor of the model besides its own part, however the parameters are sharded. The folder gets its
+No rank holds more than one tensor of the model besides its part, however the parameters are sharded. The folder gets its
 name when it is complete, and, where it is verified, after `transformers` has loaded it and computed the trainer's log-probabilities.
 
 In bfloat16 two computations of the same tokens differ, by how much depends on the model: a text that it finds unlikely has large logits, of
@@ -33,7 +33,7 @@ log = structlog.get_logger("trainer.export")
 
 _ROWS, _TOKENS = 4, 24  # of the texts whose log-probabilities are compared
 _TOLERANCE = 1e-3  # mean difference of a log-probability that other kernels explain
-# The same in bfloat16, in units of the dtype's own noise: two exact computations are rounded apart by the square root of 2 of it.
+# The same in bfloat16, in units of the dtype's noise: two exact computations are rounded apart by the square root of 2 of it.
 _NOISES = 3.0
 _KEPT_AT_LEAST = 0.9  # of what adapters change, else the merged model is another than the trained one
 
@@ -50,7 +50,7 @@ def export_model(
     """Write a model folder, adapters merged, that `transformers` loads; an older one is replaced. Collective.
 
     Config and tokenizer are those of the folder ``like``, but for the fields ``changed``. A tensor larger than `MAX_SHARD_BYTES` has a
-    file of its own. Raises ExportFailed if the folder cannot be loaded, or gives other log-probabilities; an older one is unchanged.
+    separate file. Raises ExportFailed if the folder cannot be loaded, or gives other log-probabilities; an older one is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     layout = policy.weights.layout(bucket_bytes=MAX_SHARD_BYTES)

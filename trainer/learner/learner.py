@@ -1,6 +1,6 @@
 """The object that every rank holds: it makes the steps of a batch, copies weights, and reads and writes the state.
 
-Rank 0 calls its methods, and all ranks run them (`trainer/rank_orders.py`). Each rank fetches and builds only its own rows.
+Rank 0 calls its methods, and all ranks run them (`trainer/rank_orders.py`). Each rank fetches and builds only its rows.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Learner(RankProgram):
 
     @on_all_ranks
     def weights(self, dtype: str | None = None, *, as_adapter: bool = False, wanted: Sequence[int] = ()) -> Weights:
-        """Copy what is published of the policy to the CPUs of all ranks, each its own buckets; rounded to ``dtype``, if given.
+        """Copy what is published of the policy to the CPUs of all ranks, each its buckets; rounded to ``dtype``, if set.
 
         The other ranks hold their buckets under the same copy id, besides the copies that are still ``wanted``. No rank
         holds more than its buckets and one tensor, even if weights have to be gathered. ``as_adapter`` copies the
@@ -290,7 +290,7 @@ def build_learner(
         skip_above=trainer.skip_step_above_grad_norm,
         skip_after=trainer.skip_step_after,
     )
-    # Seed 0 leaves torch's own start, with which the records of earlier releases are replayed.
+    # Seed 0 leaves torch's default seed, with which the records of earlier releases are replayed.
     if how.lora is not None and how.lora.dropout and settings.first_seed:
         torch.manual_seed(derived_seed(settings.first_seed, "dropout", dims.ranks.rank))
     policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature, adapters=adapter)

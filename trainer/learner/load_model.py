@@ -203,7 +203,7 @@ def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -
 
 
 def check_attention(model: Any, padding_reason: str | None, device: torch.device, dims: ParallelDims) -> str:
-    """Return the name of a model's attention, ``padded`` where transformers' own is used; raises NoAttentionKernel."""
+    """Return the name of a model's attention, ``padded`` where that of transformers is used; raises NoAttentionKernel."""
     backend = "padded" if padding_reason is not None else attention_of(model, device)
     if not dims.writes_files:
         return backend

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
+import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,7 +60,7 @@ class CompletionScorer(nn.Module):
         self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
         self.pair_cost, self.pass_cost = pair_cost(language_model), pass_cost(language_model)  # of the whole model
         self._temperature = temperature
-        self.routing: Routing | None = None  # of the last forward pass that was given experts
+        self.routing: Routing | None = None  # of the last forward pass that received experts
         self._shares = shares  # of a stream's tokens; with several, every call is collective
         self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
 
@@ -91,7 +91,7 @@ class CompletionScorer(nn.Module):
             kl_to: Also return the exact KL of every position's distribution to the one with these logits, which are of the tokens
                 that ``hidden_only`` returns hidden states of.
             kl_from: Also return the KL from a teacher over these likeliest tokens of it (`kl_from_teacher`).
-            hidden_only: Return what the output head is given and nothing else, for `logits`.
+            hidden_only: Return what the output head receives and nothing else, for `logits`.
             experts: [T, layers, k], which compute each token, after `replay_routers`; None: those that the routers choose.
             images: Those of the rows; only for a model that reads images.
 
@@ -128,7 +128,7 @@ class CompletionScorer(nn.Module):
         return None
 
     def replay_routers(self) -> None:
-        """Let `forward` compute with given experts; raises UnsupportedModel for a model for which that is not exact."""
+        """Let `forward` compute with the experts passed to it; raises UnsupportedModel for a model for which that is not exact."""
         if self.padding_reason is not None:
             raise UnsupportedModel(
                 f"trainer.router_replay: {self.padding_reason}, so that its rows are padded; set it to false"
@@ -136,7 +136,7 @@ class CompletionScorer(nn.Module):
         experts.install(self.language_model)
 
     def routing_figures(self) -> Tensor:
-        """Return `Routing.figures` of the last forward pass, of all shares; zeros if it was given no experts. Collective as `forward`."""
+        """Return `Routing.figures` of the last forward pass, of all shares; zeros if it received no experts. Collective as `forward`."""
         if self.routing is None:
             return torch.zeros(2, dtype=torch.float64)
         return self._shares.sum(self.routing.figures())

@@ -2,7 +2,7 @@
 
 | stage | master weights and moments of a rank                        | found by                                          |
 |-------|-------------------------------------------------------------|---------------------------------------------------|
-| 0     | of every parameter; each rank writes those of its own number | the optimizer's state by parameter                |
+| 0     | of every parameter; each rank writes those of its number    | the optimizer's state by parameter                |
 | 1, 2  | one flat partition of a parameter group                     | ``_hp_mapping`` of a parameter                    |
 | 3     | one part of each parameter, the last ones padded            | ``grad_position`` of a parameter                  |
 
@@ -130,7 +130,7 @@ def another_model(folder: Path, err: Exception) -> CheckpointError:
 def _without_pickled_code() -> Iterator[None]:
     """Have ``torch.load`` refuse pickled code inside the block; DeepSpeed asks it to run whatever a checkpoint's files name.
 
-    What is allowed are the classes of DeepSpeed's own figures: none of them does anything when it is made.
+    What is allowed are the classes of DeepSpeed's figures: none of them does anything when it is made.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: PLC0415
     from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415

@@ -5,8 +5,8 @@ Tensor parallelism: several ranks have a part of every linear layer each. The ad
 The plan of `transformers` says how each weight is cut: queries, keys, values, gate and up by their outputs, the projections
 back by their inputs, after which the ranks add up. Embedding, output head and norms are whole on every rank.
 
-AutoTP takes the plan from the module that it is given. Without it, it cuts by names, trains, and never adds up the gradients of
-the norms of queries and keys, which every rank computes for its own heads: wrong weights, and no error. So the plan is put on
+AutoTP takes the plan from the module that it receives. Without it, it cuts by names, trains, and never adds up the gradients of
+the norms of queries and keys, which every rank computes for its heads: wrong weights, and no error. So the plan is put on
 the wrapper around the model, and what became of it is checked.
 
 Sequence parallelism: several ranks compute the tokens of one micro-batch together (Ulysses, arXiv 2309.14509).
@@ -16,7 +16,7 @@ some of the heads, so attention is that of one rank with the layout of the whole
 all-to-all returns its output to the ranges.
 
 Each rank scores the sampled tokens that its range predicts. The scores are added up over the ranks, so each has all of them and
-computes the whole loss. The backward pass of that sum takes the own part only, and the all-to-alls carry gradients as they carried
+computes the whole loss. The backward pass of that sum takes this rank's part only, and the all-to-alls carry gradients as they carried
 values: a rank's gradient is its part of the sum, and DeepSpeed adds the parts up as it does those of other rows. It knows
 nothing of this.
 """
@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
+import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor, nn
 
 from penstock.trainer.errors import UnsupportedModel
@@ -62,7 +62,7 @@ class WeightShares:
     def check(self, engine: Any, module: nn.Module) -> None:
         """Check that DeepSpeed did what the plan says; raises UnsupportedModel.
 
-        Its own comparison of the first inputs of all ranks, which pickles them, is taken out: ranks read the same plan.
+        DeepSpeed's comparison of the first inputs of all ranks, which pickles them, is taken out: ranks read the same plan.
         """
         if self.group is None:
             return
@@ -92,7 +92,7 @@ class WeightShares:
         return tuple(shape)
 
     def norm(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Return the norm of all gradients, each given with its parameter; whole ones count once. Collective."""
+        """Return the norm of all gradients, each passed with its parameter; whole ones count once. Collective."""
         if self.group is None:
             return float(torch.stack([gradient.norm() for _, gradient in gradients]).norm()) if gradients else 0.0
         counted = [
@@ -145,7 +145,7 @@ class TokenShares:
         return positions[places], places
 
     def whole(self, scores: Tensor, places: Tensor | None, num: int) -> Tensor:
-        """Return the scores [..., num] of all predictors from the own ones [..., n] in their ``places``; collective."""
+        """Return the scores [..., num] of all predictors from this rank's [..., n] in their ``places``; collective."""
         if self.group is None or places is None:
             return scores
         return _Whole.apply(scores, places, num, self.group)  # type: ignore[return-value]
@@ -154,7 +154,7 @@ class TokenShares:
         return values if self.group is None else self.group.sum(values)
 
     def by_heads(self, states: Tensor, num_tokens: int) -> Tensor:
-        """Exchange the own tokens of all heads [1, H, W, D] for all tokens of the own heads [1, H / S, T, D]; collective.
+        """Exchange this rank's tokens of all heads [1, H, W, D] for all tokens of this rank's heads [1, H / S, T, D]; collective.
 
         Key heads that are fewer than the ranks are repeated first, so that a rank has the one of its query heads.
         """
@@ -166,7 +166,7 @@ class TokenShares:
         return _ByHeads.apply(states, self.group)[:, :, :num_tokens]  # type: ignore[index]
 
     def by_tokens(self, states: Tensor) -> Tensor:
-        """Exchange all tokens of the own heads [1, H / S, T, D] for the own tokens of all heads [1, H, W, D]; collective."""
+        """Exchange all tokens of this rank's heads [1, H / S, T, D] for this rank's tokens of all heads [1, H, W, D]; collective."""
         if self.group is None:
             return states
         missing = self._width(states.shape[2]) * self.group.size - states.shape[2]
@@ -178,7 +178,7 @@ class TokenShares:
 
 
 class _Whole(torch.autograd.Function):
-    """The sum of zero-filled scores; gradients of the own part only, since every rank computes the same loss."""
+    """The sum of zero-filled scores; gradients of this rank's part only, since every rank computes the same loss."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, places: Tensor, num: int, group: RankSubgroup) -> Tensor:
@@ -193,7 +193,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _ByHeads(torch.autograd.Function):
-    """[1, H, W, D] of the own tokens to [1, H / S, S W, D] of the own heads."""
+    """[1, H, W, D] of this rank's tokens to [1, H / S, S W, D] of this rank's heads."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: RankSubgroup) -> Tensor:
@@ -206,7 +206,7 @@ class _ByHeads(torch.autograd.Function):
 
 
 class _ByTokens(torch.autograd.Function):
-    """[1, H / S, S W, D] of the own heads to [1, H, W, D] of the own tokens."""
+    """[1, H / S, S W, D] of this rank's heads to [1, H, W, D] of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: RankSubgroup) -> Tensor:

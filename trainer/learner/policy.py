@@ -222,7 +222,7 @@ class Policy:
         outcome = objective(logprobs, batch, **dict(zip(names, scores, strict=True)))
         if not self._router_replay:
             return outcome
-        # (token, layer) pairs that had given experts, and those for which the routers now choose others
+        # (token, layer) pairs with replayed experts, and those for which the routers now choose others
         changed, total = self._scorer.routing_figures()
         return replace(outcome, sums={**outcome.sums, "routed": total, "rerouted": changed})
 

@@ -83,7 +83,7 @@ class WithoutAdapter:
 
 
 class Reference:
-    """A frozen model without optimizer; every rank has its own copy."""
+    """A frozen model without optimizer; every rank has a separate copy."""
 
     def __init__(self, scorer: CompletionScorer, device: torch.device, *, parked: bool = False) -> None:
         self._scorer = scorer.requires_grad_(False).eval()

@@ -270,7 +270,7 @@ class CaptureSlot:
 
 class CheckpointWriter:
     def __init__(self, slot: CaptureSlot, ranks: Ranks | None) -> None:
-        """``own`` is this rank's copy. Made on all ``ranks``, of which those but 0 only answer; None: one process is alone."""
+        """``slot`` is this rank's copy. Made on all ``ranks``, of which those but 0 only answer; None: one process is alone."""
         self._orders = RankOrders(slot, ranks, "checkpoint", OSError)
 
     def write(self, folder: Path) -> None:

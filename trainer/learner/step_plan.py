@@ -1,13 +1,13 @@
 """What one step trains on, as rank 0 decided it: which rows of which packs, with what advantage; pure.
 
-A plan holds no tokens: every rank reads the rows of its own micro-batches from the packs, so a plan is small for any
+A plan holds no tokens: every rank reads the rows of its micro-batches from the packs, so a plan is small for any
 number of ranks. A plan and the packs that it names are enough to make the same step again.
 
-A batch may have several optimizer steps. Its groups are split once, and every pass takes the mini-batches in an order of its own: a mini-batch
+A batch may have several optimizer steps. Its groups are split once, and every pass takes the mini-batches in a separate order: a mini-batch
 has the same micro-batches in every pass, and the log-probabilities computed before the first optimizer step fit all of them. Split and orders
 follow from ``run.seed`` and the step alone, so a resumed run and a replay make the same.
 
-Every rank builds the tensors of its own micro-batches in one pass from the plan: groups, rows, packed tensors, images.
+Every rank builds the tensors of its micro-batches in one pass from the plan: groups, rows, packed tensors, images.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def make_plan(
         capacity: What micro-batches are cut for.
         version: Version of the weights that are trained.
         sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
-        split: Returns the optimizer steps, given the groups that have a trajectory to train on; None: one step.
+        split: Returns the optimizer steps for the groups that have a trajectory to train on; None: one step.
 
     Raises:
         BatchDoesNotFit: A trajectory is longer than a micro-batch may be.

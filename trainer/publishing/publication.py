@@ -225,7 +225,7 @@ class VersionPublisher:
         )
 
     def publish_again(self) -> bool:
-        """Publish the newest version again under its own number, because workers could not use it as it was.
+        """Publish the newest version again under the same number, because workers could not use it as it was.
 
         It does not wait for a step: there may be none while no worker can sample. Returns False if it could not be
         done; the next version is then a full snapshot.

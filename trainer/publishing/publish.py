@@ -1,10 +1,10 @@
-"""Publishes versions in a thread of its own; the training thread submits a snapshot and never waits.
+"""Publishes versions in a separate thread; the training thread submits a snapshot and never waits.
 
 If storage is slower than the steps, a snapshot whose publication has not begun is replaced by the next one: its
 version is skipped and counted, and the next patch covers both. A snapshot that must be published is never skipped.
 
 Any process with the login of a worker may refuse any version in the name of any worker. So what is kept of refusals is bounded, and so is the
-number of republications in a given time, each of which stores a full snapshot.
+number of republications within a period, each of which stores a full snapshot.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def republication_is_due(kind: str, refused_by: set[str], num_republications: in
     """Return True if a refused version should be published again; ``num_republications`` times it was already.
 
     One worker is enough for a patch or an adapter: an object that it needs is missing or wrong. A full snapshot, or
-    a version that was published again, counts as refused only if two workers refuse it: one alone has a problem of
-    its own. After three attempts storing it once more will not help.
+    a version that was published again, counts as refused only if two workers refuse it: one alone has a local
+    problem. After three attempts storing it once more will not help.
     """
     if num_republications >= _MAX_REPUBLICATIONS:
         return False
@@ -101,7 +101,7 @@ def republication_is_due(kind: str, refused_by: set[str], num_republications: in
 
 
 class Publisher:
-    """Publishes snapshots in a thread of its own. Its errors are raised at the next call of the training thread."""
+    """Publishes snapshots in a separate thread. Its errors are raised at the next call of the training thread."""
 
     def __init__(
         self,

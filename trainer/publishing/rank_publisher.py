@@ -1,9 +1,9 @@
-"""Publishes a model from all ranks: each compares, encodes and stores its own buckets when rank 0 orders it.
+"""Publishes a model from all ranks: each compares, encodes and stores its buckets when rank 0 orders it.
 
 A rank holds its buckets of the *committed* version, the one that the head names, and the copies that wait to be published. Neither changes
 before rank 0 commits a version: a publication that fails changes nothing here, and no manifest names what it stored.
 
-Orders and answers of `PublishCoordinator` have channels of their own, one for publications and one for full snapshots in the background, so
+Orders and answers of `PublishCoordinator` have separate channels, one for publications and one for full snapshots in the background, so
 training continues on all ranks meanwhile. They carry little data: each rank sends its weights to the object store itself.
 """
 
@@ -211,7 +211,7 @@ class PublishCoordinator:
     """Has every rank publish its buckets. Used by one thread; `store_retained` may run at the same time in another."""
 
     def __init__(self, publisher: RankPublisher, ranks: Ranks | None = None) -> None:
-        """``own`` is this rank's publisher. Made on all ``ranks``, of which those but 0 only answer; without them one process is alone."""
+        """``publisher`` is this rank's publisher. Made on all ``ranks``, of which those but 0 only answer; without them one process is alone."""
         self._own = publisher
         self._orders = RankOrders(publisher, ranks, "publisher", PublicationFailed)
         self._in_background = RankOrders(publisher, ranks, "full-snapshot", PublicationFailed)

@@ -1,6 +1,6 @@
 """Makes a version of what the ranks have stored: writes its manifest last, then checks the store's listing.
 
-Every attempt has its own keys, so nothing is ever overwritten and a crash leaves only objects that
+Every attempt has separate keys, so nothing is ever overwritten and a crash leaves only objects that
 no head leads to.
 
 An adapter is stored by rank 0: its small factors whole, applied to a base that is stored once.

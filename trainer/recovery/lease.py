@@ -2,7 +2,7 @@
 
 The holder renews the lease six times within ``ttl_s``, by compare-and-swap on its revision, from a separate thread: a
 step of thirty seconds cannot lose it. A second trainer watches the revision. If it changes, the holder is alive and the
-second trainer is refused; if it stays the same for ``ttl_s`` by the second trainer's own clock, the lease has expired and
+second trainer is refused; if it stays the same for ``ttl_s`` by the second trainer's clock, the lease has expired and
 the second trainer takes it under the next epoch. No two clocks are compared.
 
 A trainer that was suspended or disconnected may resume after that, while its state still says that it holds the lease:

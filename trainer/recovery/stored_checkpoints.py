@@ -4,7 +4,7 @@ With ``trainer.store_checkpoints`` a checkpoint is copied after the rename that 
 in NATS and its acknowledgements: whatever NATS names is whole in the object store, and no group is acknowledged that only a
 disk remembers. ``state.json`` is stored last. A file that an earlier checkpoint of the same epoch stored is not sent again.
 
-The object store holds the checkpoints that the folder holds. A trainer removes objects of its own and older epochs only, and
+The object store holds the checkpoints that the folder holds. A trainer removes objects of its epoch and of older epochs only, and
 never relies on files that an older epoch stored but for the checkpoint it resumed: one that lost its lease and goes on
 removes nothing that its successor needs.
 
@@ -180,7 +180,9 @@ class StoredCheckpoints:
 
         def read(key: str) -> None:
             size = files[key].stat().st_size
-            ref = BlobRef(key=key, size_bytes=size, sha256=hashlib.sha256().hexdigest())  # each part has its own
+            ref = BlobRef(
+                key=key, size_bytes=size, sha256=hashlib.sha256().hexdigest()
+            )  # each part has a separate sha256
             try:
                 if (stored_size := sizes.get(key)) != size:
                     raise BlobCorrupt(f"{key}: {stored_size} bytes, expected {size}")
@@ -214,7 +216,7 @@ class StoredCheckpoints:
 
 
 def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: Path) -> Path:
-    """Return a folder with all files of a checkpoint: its own, or a copy in ``scratch`` of what the object store has.
+    """Return a folder with all files of a checkpoint: ``folder``, or a copy in ``scratch`` of what the object store has.
 
     The folder of the checkpoint is not changed; it is returned as it is where the object store has no copy of it either. Raises
     BlobError for an object that is missing, altered or unreachable.

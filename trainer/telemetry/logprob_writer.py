@@ -1,4 +1,4 @@
-"""Stores the log-probabilities of each step for people to look at, in a thread of its own; training never waits for it.
+"""Stores the log-probabilities of each step for people to look at, in a separate thread; training never waits for it.
 
 What cannot be stored is counted, and the first time is an event. Nothing reads these objects to train: after a crash, a step
 that is made again stores its object again, under the epoch of its session.

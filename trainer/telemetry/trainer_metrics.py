@@ -129,7 +129,7 @@ class TrainerMetrics:
         self._seconds["train"].observe(data["step_s"])
         self._tokens_trained += data["tokens_trained"]
         self._updates_left_out += data.get("updates_left_out", 0)
-        if (mismatch := data.get("mismatch")) is not None:  # a step without tokens of its own version says nothing new
+        if (mismatch := data.get("mismatch")) is not None:  # a step without tokens of its version says nothing new
             self._mismatch = mismatch["mean_abs"]
         for age, tokens in data["staleness_tokens"].items():
             self._staleness.observe(float(age), tokens)

@@ -72,7 +72,7 @@ class _GemWorld(World):
 
 
 def _seen(observation: Any, info: Mapping[str, Any]) -> str:
-    """Return an observation between the prefix and the suffix of its info, as GEM's own wrapper joins them."""
+    """Return an observation between the prefix and the suffix of its info, as GEM's wrapper joins them."""
     text = text_of(observation)
     suffix = str(info.get("suffix", ""))
     between = "\n" if suffix and text and not text.endswith("\n") else ""

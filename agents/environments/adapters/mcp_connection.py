@@ -9,7 +9,7 @@ Outcomes of a call:
 | no answer within `call_deadline_s`, and the server still lists its tools        | text for the policy                    |
 | the connection breaks, the session is lost, the server fails or answers outside the protocol | the server has failed: the episode is restarted |
 
-A server is a process of the episode, over its standard input and output, or a URL, over streamable HTTP. A process gets a session of its own, exits with the worker,
+A server is a process of the episode, over stdin and stdout, or a URL, over streamable HTTP. A process gets a separate session, exits with the worker,
 and is killed with all that it started when the episode ends.
 """
 
@@ -53,7 +53,7 @@ def library() -> Any:
 
 
 class ServerProcess:
-    """What is known of a process after it has ended: the end of what it wrote to standard error, and why its output was given up."""
+    """What is known of a process after it has ended: the end of what it wrote to standard error, and why its output was abandoned."""
 
     def __init__(self) -> None:
         self.output = ""
@@ -70,13 +70,13 @@ async def over_process(
 ) -> AsyncIterator[tuple[Any, Any]]:
     import anyio  # noqa: PLC0415 - comes with mcp
 
-    own = tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-")
+    temp_folder = tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-")
     words, mark = [*parent_death.command_words(os.getpid()), *command], program_process.episode_mark()
     output = program_process.Output()
     try:
         process = await asyncio.create_subprocess_exec(
             *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output.write_end,
-            cwd=folder, env={**variables, "TMPDIR": own, program_process.MARK: mark},
+            cwd=folder, env={**variables, "TMPDIR": temp_folder, program_process.MARK: mark},
             start_new_session=True, limit=max_message_bytes,
         )  # fmt: skip
         try:
@@ -94,7 +94,7 @@ async def over_process(
     finally:
         output.close()
         known.output = output.text()
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(temp_folder, ignore_errors=True)
 
 
 async def _receive(process: asyncio.subprocess.Process, to_client: Any, known: ServerProcess) -> None:
@@ -125,8 +125,10 @@ async def _send(process: asyncio.subprocess.Process, from_client: Any, to_client
     assert process.stdin is not None
     try:
         async with from_client:
-            async for one in from_client:
-                process.stdin.write(one.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+            async for envelope in from_client:
+                process.stdin.write(
+                    envelope.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n"
+                )
                 await process.stdin.drain()
     except OSError:
         await to_client.aclose()
@@ -268,7 +270,7 @@ class McpConnection:
             if err.code == _TIMED_OUT:
                 return Result(f"error: no answer within {self._call_deadline_s:g} seconds", is_error=True, is_late=True)
             return Result(f"error: {err.message}", is_error=True)
-        text = "\n".join(_text(one) for one in answer.content)
+        text = "\n".join(_text(block) for block in answer.content)
         if answer.is_error:
             return Result(text if text.lower().startswith("error") else f"error: {text}", is_error=True)
         return Result(text, is_error=False, structured=answer.structured_content)

@@ -1,6 +1,6 @@
 """`mcp`: the policy calls the tools of MCP servers, until it answers without a call.
 
-Each episode has sessions of its own. MCP knows neither rewards nor seeds: the reward is that of a reward function or endpoint, which sees the
+Each episode has separate sessions. MCP knows neither rewards nor seeds: the reward is that of a reward function or endpoint, which sees the
 conversation, or what a tool that the policy cannot call (`options.reward_tool`) says at the end; the seed is in the variable
 `PENSTOCK_SEED` of a server's process, and in the header `Penstock-Seed` of every request to a URL.
 """
@@ -90,9 +90,9 @@ class McpPlay(Play):
         if self._reward is None:
             return 0.0
         known = self._reward.described.input_schema.get("properties", {})
-        given = {"answer": answer, "ground_truth": self._row.ground_truth}
+        arguments = {"answer": answer, "ground_truth": self._row.ground_truth}
         result = await self._reward.connection.call(
-            self._reward.name, {key: value for key, value in given.items() if key in known}
+            self._reward.name, {key: value for key, value in arguments.items() if key in known}
         )
         value = None if result.is_error else _reward_of(result)
         if value is None:

@@ -134,14 +134,14 @@ class Reached:
     tokens: Mapping[str, str]  # by the server's name
 
     @classmethod
-    def of(cls, options: SessionOptions, own: Sequence[OwnServer]) -> Self:
+    def of(cls, options: SessionOptions, own_servers: Sequence[OwnServer]) -> Self:
         mcp_connection.library()
         tokens = {
-            name: read_token(one.token_file, f"options.servers.{name}.token_file")
-            for name, one in options.servers.items()
-            if one.token_file
+            name: read_token(server.token_file, f"options.servers.{name}.token_file")
+            for name, server in options.servers.items()
+            if server.token_file
         }
-        policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
+        policy = TargetPolicy(options.allowed_targets, own_servers, key="options.allowed_targets")
         return cls(policy, tls.trust_own_authority(ssl.create_default_context()), tokens)
 
 
@@ -189,7 +189,7 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Val
     """Return the results of coroutines that run side by side; the first failure ends the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -222,7 +222,7 @@ class AnyArguments(ToolArguments):
 class McpTool(Tool):
     arguments = AnyArguments
     ends_calls = True  # whether the server still answers is found out then
-    max_running = sys.maxsize  # each episode has a session of its own
+    max_running = sys.maxsize  # each episode has a separate session
 
     def __init__(self, of: ServerTool) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """`nemo_gym`: the policy calls the tools of a NeMo-Gym resources server, which verifies the episode; the package itself is not needed here.
 
-Each episode is a session of its own. The row says what the policy is shown and which tools it has, as NeMo-Gym's own agents read it.
+Each episode is a separate session. The row says what the policy is shown and which tools it has, as NeMo-Gym's agents read it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _READ = ("input", "instructions", "tools", "text", "previous_response_id", "conv
 
 @dataclass(frozen=True, slots=True)
 class GymRow:
-    fields: Mapping[str, Any]  # all of the row, as it was given
+    fields: Mapping[str, Any]  # all of the row, unchanged
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]  # as the chat completions API writes them
     makes_one_call: bool  # of each answer
@@ -110,7 +110,7 @@ def _check(tool: Mapping[str, Any], where: str) -> None:
             f"{where}.parameters: expected a JSON schema of an object with properties, got {str(schema)[:200]}"
         )
     required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
         raise ValueError(f"{where}.parameters.required: expected a list of names, got {str(required)[:200]}")
 
 

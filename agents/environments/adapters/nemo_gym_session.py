@@ -40,7 +40,7 @@ _MAX_COOKIE_CHARS = 8192  # of all cookies of a session
 _MAX_PARTS = 64
 _MAX_REWARD = 1e30  # a whole number of JSON may be larger than a float
 _NO_ACCESS = (401, 403, 405, 407)  # the run file is wrong, not the policy
-_NO_PATH = {"detail": "Not Found"}  # FastAPI's answer where nothing is served; a tool's own 404 says what was not found
+_NO_PATH = {"detail": "Not Found"}  # FastAPI's answer where nothing is served; a 404 of a tool says what was not found
 
 
 class NemoGymOptions(PlayOptions):
@@ -134,7 +134,7 @@ class GymSession:
         named = components if isinstance(components, dict) else {}
         if len(named) > _MAX_PARTS:
             raise GymFailed(f"{self._server.url}/verify answers {len(named)} reward_components, at most {_MAX_PARTS}")
-        parts = {name: self._number(one, f"reward_components.{name[:100]}") for name, one in named.items()}
+        parts = {name: self._number(component, f"reward_components.{name[:100]}") for name, component in named.items()}
         return Verified(self._number(value["reward"], "reward"), parts)
 
     def end(self) -> None:
@@ -187,12 +187,12 @@ class GymSession:
 
 
 class Sessions:
-    def __init__(self, options: NemoGymOptions, own: Sequence[OwnServer]) -> None:
+    def __init__(self, options: NemoGymOptions, own_servers: Sequence[OwnServer]) -> None:
         token = read_token(options.token_file, "options.token_file") if options.token_file else ""
         self._connections = HttpConnections(
             keep_s=_KEEP_S,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            policy=TargetPolicy(options.allowed_targets, own, key="options.allowed_targets"),
+            policy=TargetPolicy(options.allowed_targets, own_servers, key="options.allowed_targets"),
             max_answer_bytes=options.max_message_bytes,
         )
         self._servers = Servers(urls_of(options.url))

@@ -1,6 +1,6 @@
 """`openenv`: an environment that an OpenEnv server plays (docs/environments_of_others.md); the package itself is not needed here.
 
-Each episode is a session of its own: one WebSocket (`/ws`) with the messages of OpenEnv 0.10 (`openenv/core/env_server/types.py`). A
+Each episode is a separate session: one WebSocket (`/ws`) with the messages of OpenEnv 0.10 (`openenv/core/env_server/types.py`). A
 server has few sessions; one that is full is asked again.
 """
 
@@ -126,8 +126,8 @@ class OpenEnvSession:
 
 
 class Sessions:
-    def __init__(self, options: OpenEnvOptions, own: Sequence[OwnServer]) -> None:
-        policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
+    def __init__(self, options: OpenEnvOptions, own_servers: Sequence[OwnServer]) -> None:
+        policy = TargetPolicy(options.allowed_targets, own_servers, key="options.allowed_targets")
         self._connections = HttpConnections(keep_s=_KEEP_S, policy=policy)
         self._servers = Servers(urls_of(options.url))
         self._options = options
@@ -160,9 +160,9 @@ class OpenEnvPlay(Play):
         self._shown = ""
 
     async def start(self) -> tuple[Message, ...]:
-        own = {name: self._row.extra_info[name] for name in self._options.row_reset}
+        row_fields = {name: self._row.extra_info[name] for name in self._options.row_reset}
         episode = secrets.token_hex(8)
-        reset = {**self._options.reset, **own, "seed": self._seed % 2**32, "episode_id": episode}
+        reset = {**self._options.reset, **row_fields, "seed": self._seed % 2**32, "episode_id": episode}
         self._session, first = await self._sessions.open(reset)
         if first.get("done"):
             raise OpenEnvFailed("the episode is over after its reset")
@@ -258,7 +258,7 @@ class OpenEnvPlay(Play):
 
 def _at(observation: Any, path: str) -> Any:
     if not path and isinstance(observation, dict):
-        return {name: one for name, one in observation.items() if name != "metadata"}
+        return {name: field for name, field in observation.items() if name != "metadata"}
     for step in filter(None, path.split(".")):
         observation = observation[int(step)] if isinstance(observation, list) else observation[step]
     return observation

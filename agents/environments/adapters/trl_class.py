@@ -89,7 +89,7 @@ class TrlPlay(Play):
             **self._row.extra_info,
         }
         taken = inspect.signature(self._instance.reset).parameters
-        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
         for name, value in (("ground_truth", self._row.ground_truth), ("seed", self._seed)):
             if name in taken or takes_all:
                 columns.setdefault(name, value)

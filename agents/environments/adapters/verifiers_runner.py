@@ -1,6 +1,6 @@
 """Run one episode of verifiers against the URL in ``OPENAI_BASE_URL``, and write its reward to ``PENSTOCK_RESULT``.
 
-Run as ``python verifiers_runner.py CONFIG``, where CONFIG is the block ``[env]`` of verifiers 0.4 as JSON. A program of its own with an interpreter that
+Run as ``python verifiers_runner.py CONFIG``, where CONFIG is block ``[env]`` of verifiers 0.4 as JSON. A separate program with an interpreter that
 has verifiers: it imports nothing of Penstock. Ends with 1, and so without a reward, if the episode has an error.
 """
 
@@ -45,7 +45,7 @@ def chosen(taskset: Any, task: dict[str, Any]) -> Any:
 def result_of(episode: Any) -> dict[str, Any]:
     parts: dict[str, float] = {}
     for trace in episode.traces:
-        named = {name: one.value for name, one in trace.rewards.items() if one is not None}
+        named = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         for name, value in {**named, **trace.metrics}.items():
             if isinstance(value, (int, float)):
                 parts[name] = parts.get(name, 0.0) + float(value) / len(episode.traces)
@@ -58,7 +58,7 @@ def main() -> None:
     episode = asyncio.run(play(json.loads(sys.argv[1]), task))
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.traces:
-        sys.exit("\n".join(f"{one.type}: {one.message}" for one in errors) or "verifiers ran no agent")
+        sys.exit("\n".join(f"{failure.type}: {failure.message}" for failure in errors) or "verifiers ran no agent")
     pathlib.Path(os.environ["PENSTOCK_RESULT"]).write_text(json.dumps(result_of(episode)))
 
 

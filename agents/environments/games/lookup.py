@@ -1,7 +1,7 @@
 """`lookup`: the answer to a question is not in the question; the policy has to ask for it, and then to repeat it.
 
 Two turns. The row's prompt asks for a key ("get 37"); the policy writes ``?37``; the environment answers with the key's value, which
-follows from the seed alone; the policy writes the value. A wrong key gets its own value, so that only the right question helps.
+follows from the seed alone; the policy writes the value. A wrong key gets the value of that key, so that only the right question helps.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 | ``environment.NAME``                                   | registrations and drains | `Registered`, changed by compare-and-swap   |
 | ``lease.NAME.ID``, which expires unless it is renewed  | the server ``ID`` alone  | `Lease`                                     |
 
-A server is in service while its lease is there, its version is that of the name, and it is not drained. NATS decides by its own
+A server is in service while its lease is there, its version is that of the name, and it is not drained. NATS decides by its
 clock when a lease expires, so no two machines need to agree on the time. A new version takes the name over (``replace``): servers
 of the earlier one get no new episodes, and end those that they have.
 """
@@ -125,10 +125,12 @@ def admit(
     """Return the state with a server registered; ``leased`` are the ids of servers whose lease is valid.
 
     Servers without a lease are removed. A drain of this server ends. Raises NameTaken for another version than that of the
-    name, unless ``replace`` is given or no server of that version has a lease; raises RegistrationRefused if there are too many.
+    name, unless ``replace`` is set or no server of that version has a lease; raises RegistrationRefused if there are too many.
     """
     servers = () if state is None else state.servers
-    others = [one for one in servers if one.id in leased and one.url != server.url]  # at its URL nothing else is played
+    others = [
+        peer for peer in servers if peer.id in leased and peer.url != server.url
+    ]  # at its URL nothing else is played
     if state is not None and state.version != server.version and not replace:
         taken = [other for other in others if other.version == state.version]
         if taken:
@@ -158,22 +160,22 @@ _EMPTY = Registered(version="none", servers=())
 
 async def list_environments(store: KeyValue) -> dict[str, Listed]:
     """Return all that is registered, by name; what cannot be read is listed with the reason."""
-    found: dict[str, tuple[Registered | None, str]] = {}
+    states: dict[str, tuple[Registered | None, str]] = {}
     leases: dict[str, dict[str, Lease]] = {}
     for entry in await store.entries():
         try:
             if entry.key.startswith(ENVIRONMENT):
-                found[entry.key.removeprefix(ENVIRONMENT)] = (None, "")
+                states[entry.key.removeprefix(ENVIRONMENT)] = (None, "")
                 value = read_registered(entry.value)
-                found[entry.key.removeprefix(ENVIRONMENT)] = (value, "")
+                states[entry.key.removeprefix(ENVIRONMENT)] = (value, "")
             elif entry.key.startswith(PREFIX):
                 name, _, of_server = entry.key.removeprefix(PREFIX).rpartition(".")
                 leases.setdefault(name, {})[of_server] = read_lease(entry.value)
         except ValueError as err:
             problem = f"{store.bucket}/{entry.key} is unreadable: {err}"
             if entry.key.startswith(ENVIRONMENT):
-                found[entry.key.removeprefix(ENVIRONMENT)] = (None, problem)
-    return {name: Listed(value, leases.get(name, {}), problem) for name, (value, problem) in found.items()}
+                states[entry.key.removeprefix(ENVIRONMENT)] = (None, problem)
+    return {name: Listed(value, leases.get(name, {}), problem) for name, (value, problem) in states.items()}
 
 
 async def register(store: KeyValue, name: str, server: RegisteredServer, lease: Lease, *, replace: bool) -> None:
@@ -184,10 +186,10 @@ async def register(store: KeyValue, name: str, server: RegisteredServer, lease: 
 
     async def read() -> tuple[Registered, int | None]:
         nonlocal leased, num_names
-        found = await _read(store, name)
+        entry = await _read(store, name)
         leased = await _leased(store, name)  # after the servers: each has its lease by then
-        num_names = 0 if found[1] is not None else len(await store.entries(ENVIRONMENT))
-        return found
+        num_names = 0 if entry[1] is not None else len(await store.entries(ENVIRONMENT))
+        return entry
 
     def admitted(state: Registered) -> Registered:
         if num_names >= MAX_NAMES:
@@ -215,9 +217,9 @@ async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> No
 
     async def read() -> tuple[Registered, int | None]:
         nonlocal leased
-        found = await _read(store, name)
+        entry = await _read(store, name)
         leased = await _leased(store, name)
-        return found
+        return entry
 
     state, _ = await change_value(
         store, key(name), read, lambda state: without(state, server.id, leased), Registered.to_json

@@ -180,7 +180,7 @@ class Servers:
     def read(self, listed: Listed) -> None:
         """Take over what is registered; a server that is not any more keeps its episodes and gets no others."""
         servers = listed.registered.servers if listed.registered is not None else ()
-        states = {(one.version, one.url): listed.state(one) for one in servers}
+        states = {(registered.version, registered.url): listed.state(registered) for registered in servers}
         for server in servers:
             known = self._servers.setdefault((server.version, server.url), Server(server.url, version=server.version))
             known.capacity = server.capacity
@@ -195,7 +195,7 @@ class Servers:
         )
 
     def choose(self, now: float) -> Server | None:
-        ready = [one for one in self._servers.values() if one.has_place and one.rests_until <= now]
+        ready = [server for server in self._servers.values() if server.has_place and server.rests_until <= now]
         return min(ready, key=lambda one: one.running / (one.capacity or 1)) if ready else None
 
     def ready_in_s(self, now: float) -> float:
@@ -237,7 +237,7 @@ async def open_session(
 ) -> Session:
     """Return what ``start`` returns of a server that takes a session, and wait for one; raises ``failed``.
 
-    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. Where it raises, the place is given back and the
+    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. Where it raises, the place is freed and the
     server rests first; what ``start`` pushed on its stack is closed then, which may take seconds.
     """
     ends, last = time.monotonic() + place_deadline_s, "all servers rest"

@@ -66,15 +66,15 @@ class Tool(ABC):
     options: ClassVar[type[PlayOptions]] = PlayOptions  # what the run file may set
     max_running: int = 32  # calls that run at once in a worker; others wait, before their time begins
     ends_calls: bool = (
-        False  # its calls end by themselves at their deadline, with TimeoutError; those of others are given up
+        False  # its calls end by themselves at their deadline, with TimeoutError; those of others are abandoned
     )
 
     def __init__(self) -> None:
-        self.chosen: Any = None  # an instance of ``options``; None: they were not given yet
+        self.chosen: Any = None  # an instance of ``options``; None: they are not set yet
 
-    def with_options(self, given: Mapping[str, Any], place: str) -> Self:
+    def with_options(self, values: Mapping[str, Any], place: str) -> Self:
         try:
-            chosen = self.options.model_validate(dict(given))
+            chosen = self.options.model_validate(dict(values))
         except ValidationError as err:
             problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
             known = ", ".join(self.options.model_fields) or "no options"
@@ -109,15 +109,15 @@ class Tool(ABC):
 def _without_titles(schema: Any) -> Any:
     """Return a JSON Schema without the titles that pydantic adds; a property may be called title."""
     if isinstance(schema, list):
-        return [_without_titles(one) for one in schema]
+        return [_without_titles(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {}
-    for name, one in schema.items():
+    for name, part in schema.items():
         if name in ("properties", "$defs"):
-            kept[name] = {key: _without_titles(value) for key, value in one.items()}
+            kept[name] = {key: _without_titles(value) for key, value in part.items()}
         elif name != "title":
-            kept[name] = _without_titles(one)
+            kept[name] = _without_titles(part)
     return kept
 
 

@@ -48,9 +48,9 @@ def is_right(answer: str, truth: Any, scoring: Scoring) -> bool:
     Raises ValueError for a ground truth that no answer can be compared with.
     """
     wanted = truth if isinstance(truth, list) else [truth]
-    if not wanted or any(isinstance(one, (dict, list)) or one is None for one in wanted):
+    if not wanted or any(isinstance(expected, (dict, list)) or expected is None for expected in wanted):
         raise ValueError(f"ground_truth is {str(truth)[:100]!r}, expected a text, a number, or a list of such")
-    return any(_EQUAL[scoring](answer, str(one)) for one in wanted)
+    return any(_EQUAL[scoring](answer, str(expected)) for expected in wanted)
 
 
 def _same_text(answer: str, truth: str) -> bool:
@@ -58,12 +58,12 @@ def _same_text(answer: str, truth: str) -> bool:
 
 
 def _same_number(answer: str, truth: str) -> bool:
-    wanted, given = _number(truth), _number(answer)
+    wanted, actual = _number(truth), _number(answer)
     if wanted is None:
         raise ValueError(f"ground_truth is {truth[:100]!r}, expected a number")
-    if given is None:
+    if actual is None:
         return False
-    return given == wanted if wanted.denominator == 1 else abs(given - wanted) <= _TOLERANCE * abs(wanted)
+    return actual == wanted if wanted.denominator == 1 else abs(actual - wanted) <= _TOLERANCE * abs(wanted)
 
 
 def _number(text: str) -> Fraction | None:
@@ -178,13 +178,13 @@ class Toolbox:
         return tuple(tool.schema() for tool in self.tools.values())
 
     async def answer(
-        self, calls: Sequence[ToolCall], allowed: int, episode: ToolEpisode, own: Mapping[str, Tool]
+        self, calls: Sequence[ToolCall], allowed: int, episode: ToolEpisode, episode_tools: Mapping[str, Tool]
     ) -> Answered:
         """Return a text for each call, in order; the first ``allowed`` of them run beside each other. Raises ToolUnavailable.
 
-        ``own``: tools that the episode has besides.
+        ``episode_tools``: tools that the episode has besides.
         """
-        known = {**self.tools, **own}
+        known = {**self.tools, **episode_tools}
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = [running.create_task(self._answer(call, episode, known)) for call in calls[:allowed]]
@@ -269,4 +269,4 @@ def _problems(err: ValueError) -> str:
     if not isinstance(err, ValidationError):
         return str(err)[:_SHOWN]
     errors = err.errors(include_input=False, include_url=False, include_context=False)
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'all'}: {one['msg'][:_SHOWN]}" for one in errors[:3])
+    return "; ".join(f"{'.'.join(map(str, error['loc'])) or 'all'}: {error['msg'][:_SHOWN]}" for error in errors[:3])

@@ -32,7 +32,7 @@ class ToolsPlay(Play):
         self, toolbox: Toolbox, options: ToolsOptions, max_turns: int, episode: ToolEpisode,
         servers: McpSessions | None = None,
     ) -> None:  # fmt: skip
-        """``max_turns``: answers of the episode. ``servers``: its own sessions with MCP servers, whose tools it has besides."""
+        """``max_turns``: answers of the episode. ``servers``: its sessions with MCP servers, whose tools it has besides."""
         self._toolbox, self._options, self._max_turns, self._episode = toolbox, options, max_turns, episode
         self._servers = servers
         self._own: dict[str, Tool] = {}
@@ -48,18 +48,18 @@ class ToolsPlay(Play):
         messages = self._episode.row.messages
         if not self._options.system:
             return messages
-        schemas = "\n".join(json.dumps(one, ensure_ascii=False) for one in self.tools)
-        own = self._options.system.replace("{tools}", schemas)
+        schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.tools)
+        system = self._options.system.replace("{tools}", schemas)
         if messages and messages[0].role == "system":
-            return (Message("system", f"{own}\n\n{messages[0].content}"), *messages[1:])
-        return (Message("system", own), *messages)
+            return (Message("system", f"{system}\n\n{messages[0].content}"), *messages[1:])
+        return (Message("system", system), *messages)
 
     async def close(self) -> None:
         if self._servers is not None:
             await self._servers.close()
 
     def _chosen_of(self, listed: Sequence[ServerTool]) -> dict[str, Tool]:
-        own: dict[str, Tool] = {}
+        server_tools: dict[str, Tool] = {}
         for server, chosen in self._options.servers.items():
             tools = {tool.name: McpTool(tool) for tool in listed if tool.server == server}
             missing = set(chosen.tools) - set(tools)
@@ -69,9 +69,9 @@ class ToolsPlay(Play):
                     f"{', '.join(sorted(tools)) or 'none'}"
                 )
             for tool in (tools[name] for name in chosen.tools or tools):
-                if tool.name in self._toolbox.tools or own.setdefault(tool.name, tool) is not tool:
+                if tool.name in self._toolbox.tools or server_tools.setdefault(tool.name, tool) is not tool:
                     raise ConfigError(f"two tools are named {tool.name!r}; rename the MCP server in options.servers")
-        return own
+        return server_tools
 
     async def step(self, answer: Message) -> Reply:
         self._turn += 1
@@ -149,8 +149,8 @@ class Tools(TurnEnvironment):
                 "the episode again"
             )
         tools: dict[str, Tool] = {}
-        for reference, given in chosen.tools.items():
-            tool = TOOLS.find(reference).value.with_options(given, f"{place}.options.tools.{reference}")
+        for reference, tool_options in chosen.tools.items():
+            tool = TOOLS.find(reference).value.with_options(tool_options, f"{place}.options.tools.{reference}")
             if tools.setdefault(tool.name, tool) is not tool:
                 raise ConfigError(
                     f"{place}.options.tools: two tools are named {tool.name!r}; rename the one of {reference}"

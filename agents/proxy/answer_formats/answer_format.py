@@ -123,7 +123,7 @@ def marked_calls(text: str, marks: Marks, read: Callable[[str], Call]) -> Parsed
     if not begun:
         return ParsedAnswer(text)
     try:
-        calls = tuple(read(one.partition(marks.end)[0]) for one in rest.split(marks.begin)[1:])
+        calls = tuple(read(piece.partition(marks.end)[0]) for piece in rest.split(marks.begin)[1:])
     except ValueError:
         return ParsedAnswer(text, num_unparsed=1)
     return ParsedAnswer(before.strip(), calls) if calls else ParsedAnswer(text, num_unparsed=1)

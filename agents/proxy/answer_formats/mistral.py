@@ -31,14 +31,14 @@ class Mistral(AnswerFormat):
 def _listed(text: str) -> tuple[Call, ...]:
     values = read_json(text.strip())
     calls = [read_call(value) for value in values] if isinstance(values, list) else []
-    found = tuple(call for call in calls if call is not None)
-    if not found or len(found) < len(calls):
+    valid_calls = tuple(call for call in calls if call is not None)
+    if not valid_calls or len(valid_calls) < len(calls):
         raise ValueError("expected a list of calls")
-    return found
+    return valid_calls
 
 
 def _named(text: str) -> tuple[Call, ...]:
-    parts = (one.partition(_ARGUMENTS) for one in text.split(_BEGIN))
+    parts = (piece.partition(_ARGUMENTS) for piece in text.split(_BEGIN))
     return tuple(call_of(name, arguments) for name, _, arguments in parts)
 
 

@@ -30,9 +30,9 @@ def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience
     if system:
         messages.append(Message("system", system))
     listed = fields.objects(body, "messages")
-    for number, one in enumerate(listed):
-        messages += _messages(one, f"messages[{number}]")
-    hidden = sum(block.get("type") == "redacted_thinking" for one in listed for block in _blocks(one))
+    for number, entry in enumerate(listed):
+        messages += _messages(entry, f"messages[{number}]")
+    hidden = sum(block.get("type") == "redacted_thinking" for entry in listed for block in _blocks(entry))
     tools, dropped = fields.known(fields.objects(body, "tools"), _tool, "tools", lenience)
     return AgentRequest(
         messages=tuple(messages), tools=fields.check_tools(tools), stop=fields.stop_strings(body, "stop_sequences"),
@@ -169,7 +169,7 @@ def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int,
     end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     made.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": whole["usage"]["output_tokens"]}})
     made.append({"type": "message_stop"})
-    return [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in made]
+    return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in made]
 
 
 def _block_events(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

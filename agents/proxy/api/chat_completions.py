@@ -24,7 +24,9 @@ def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience
     listed = fields.objects(body, "messages")
     tools, dropped = fields.known(fields.objects(body, "tools"), _tool, "tools", lenience)
     return AgentRequest(
-        messages=fields.with_call_ids([read_message(one, f"messages[{number}]") for number, one in enumerate(listed)]),
+        messages=fields.with_call_ids(
+            [read_message(entry, f"messages[{number}]") for number, entry in enumerate(listed)]
+        ),
         tools=fields.check_tools(tools),
         stop=fields.stop_strings(body, "stop"),
         max_tokens=fields.max_tokens(body, "max_tokens", "max_completion_tokens"),
@@ -62,7 +64,7 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
     reasoning = next((name for name in ("reasoning_content", "reasoning") if value.get(name) is not None), None)
     return Message(
         role="assistant", content=content, reasoning=fields.text(value, reasoning, f"{where}.") if reasoning else "",
-        tool_calls=tuple(_call(one, f"{where}.tool_calls[{n}]") for n, one in enumerate(calls)),
+        tool_calls=tuple(_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)),
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def objects(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[st
     value = body.get(name)
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise invalid(f"{where}{name} must be a list of objects", f"{where}{name}")
     return value
 
@@ -83,7 +83,7 @@ def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> st
 def parts(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> tuple[str | bytes, ...]:
     """Return texts and images of a message's content in order; empty if it has no image. ``kinds`` are those of texts.
 
-    Raises RequestRefused for an image that is not given as base64, in a data URL or apart: URLs are never fetched.
+    Raises RequestRefused for an image that is not sent as base64, in a data URL or apart: URLs are never fetched.
     """
     if not isinstance(value, list) or not any(_is_image(part) for part in value):
         return ()
@@ -113,22 +113,22 @@ def _image(part: dict[str, Any], where: str) -> bytes:
 
 def max_tokens(body: Mapping[str, Any], *names: str) -> int | None:
     """Return the smallest of several limits of an answer's tokens; None if there is none."""
-    found: list[int] = []
+    limits: list[int] = []
     for name in names:
         value = body.get(name)
         if value is None:
             continue
         if type(value) is not int or value < 1:
             raise invalid(f"{name} must be a positive whole number, got {str(value)[:40]}", name)
-        found.append(value)
-    return min(found, default=None)
+        limits.append(value)
+    return min(limits, default=None)
 
 
 def stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = body.get(name)
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(
-        isinstance(one, str) and 0 < len(one) <= _MAX_STOP_CHARACTERS for one in listed
+        isinstance(stop, str) and 0 < len(stop) <= _MAX_STOP_CHARACTERS for stop in listed
     ):
         raise invalid(f"{name} must be texts of 1 to {_MAX_STOP_CHARACTERS} characters", name)
     return tuple(listed)

@@ -23,10 +23,10 @@ def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience
     ignored = fields.constraints(body, *([] if kind == "text" else ["text.format"]), lenience=lenience)
     instructions = fields.optional_text(body, "instructions")
     messages = [Message("system", instructions)] if instructions else []
-    given = body.get("input")
+    user_input = body.get("input")
     unknown: tuple[str, ...] = ()
-    if isinstance(given, str):
-        messages.append(Message("user", given))
+    if isinstance(user_input, str):
+        messages.append(Message("user", user_input))
     else:
         items, unknown = fields.known(fields.objects(body, "input"), _checked_item, "input", lenience)
         messages += _messages(items)
@@ -142,7 +142,7 @@ def _head(model: str, created: int, request_id: str) -> dict[str, Any]:
 
 
 def output_items(answer: Message, of: str) -> list[dict[str, Any]]:
-    """Return an answer as items of the Responses API, with ids that end with ``of``; those of calls end with the calls' own."""
+    """Return an answer as items of the Responses API, with ids that end with ``of``; those of calls end with the calls' ids."""
     items: list[dict[str, Any]] = []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -196,8 +196,8 @@ def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int,
         made.append({"type": "response.output_item.done", "output_index": index, "item": item})
     made.append({"type": f"response.{whole['status']}", "response": whole})
     return [
-        f"event: {one['type']}\ndata: {json.dumps({**one, 'sequence_number': number})}\n\n".encode()
-        for number, one in enumerate(made)
+        f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': number})}\n\n".encode()
+        for number, event in enumerate(made)
     ]
 
 

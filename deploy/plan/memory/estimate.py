@@ -68,7 +68,7 @@ def _with_whole_sums(trained: int, method: Method) -> ZeroStates:
 
 
 def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: bool) -> ZeroStates:
-    """Gradients move into a bucket, of which the reduction makes a copy, and the own share out of it."""
+    """Gradients move into a bucket, of which the reduction makes a copy, and the rank's share out of it."""
     is_offloaded = method.offload != "none"
     master, width = FLOAT32 * trained // method.zero_ranks, method.width
     bucket = min(trained, REDUCE_BUCKET)
@@ -109,7 +109,7 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
 
 
 def _of_stage_3(trained: int, method: Method) -> ZeroStates:
-    """The bucket and the own share of the gradients are never freed."""
+    """The bucket and the rank's share of the gradients are never freed."""
     master = FLOAT32 * trained // method.zero_ranks
     bucket = {"reduction bucket": method.gradient_width * min(trained, REDUCE_BUCKET)}
     gradient_shard = {"gradients": method.gradient_width * trained // method.zero_ranks}

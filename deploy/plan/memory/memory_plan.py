@@ -133,7 +133,7 @@ class MemoryPlan:
 
     @property
     def _copy(self) -> int:
-        """Bytes of a rank's share of a copy: whole buckets, the embedding in one of its own if it is larger."""
+        """Bytes of a rank's share of a copy: whole buckets, the embedding in a separate one if it is larger."""
         shape, width = self.inputs.shape, self.inputs.published_width
         whole = shape.parameters * width
         of_rank = -(-self._buckets // self.inputs.method.num_ranks)

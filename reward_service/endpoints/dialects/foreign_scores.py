@@ -30,12 +30,12 @@ def number(value: object, where: str) -> float:
     if not isinstance(value, int | float):
         raise BadAnswer(f"answers {_kind(value)} at {where}, expected a number")
     try:
-        found = float(value)
+        score = float(value)
     except OverflowError:
-        found = math.inf
-    if not math.isfinite(found):
+        score = math.inf
+    if not math.isfinite(score):
         raise BadAnswer(f"answers a number at {where} that is not finite, or too large")
-    return found
+    return score
 
 
 def score_of(value: object, where: str, *, key: str = "score") -> Score:

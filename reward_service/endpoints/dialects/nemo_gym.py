@@ -1,7 +1,7 @@
 """NeMo-Gym's ``POST /verify`` of a resources server: one completion as an OpenAI response, ``reward`` comes back.
 
 As in ``nemo_gym/base_resources_server.py`` (``BaseVerifyRequest``, ``BaseVerifyResponse``): the row's columns
-are on the same level as ``responses_create_params`` and ``response``, where a server's own request model reads
+are on the same level as ``responses_create_params`` and ``response``, where a server's request model reads
 them. Only servers that verify without a session (``/seed_session``) work: the completion was sampled elsewhere.
 """
 

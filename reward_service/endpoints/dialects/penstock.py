@@ -1,4 +1,4 @@
-"""Penstock's own dialect: send a batch of groups, receive every group's scores in any order."""
+"""The dialect of Penstock: send a batch of groups, receive every group's scores in any order."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ class TrlDialect(Dialect):
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
         (group,) = call.groups
-        found = foreign_scores.list_of(foreign_scores.parse(answer), len(group.completions), "body")
-        return [[foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(found)]]
+        values = foreign_scores.list_of(foreign_scores.parse(answer), len(group.completions), "body")
+        return [[foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(values)]]
 
 
 def columns_of(group: GroupToScore, *, conversational: bool = False) -> dict[str, list[Any]]:
     """Return a group as TRL's keyword arguments: every value a list with one item for each completion.
 
-    The columns of ``extra_info`` are arguments of their own, as are ``data_source`` and ``ground_truth``;
+    The columns of ``extra_info`` are separate arguments, as are ``data_source`` and ``ground_truth``;
     ``extra_info`` itself is passed too.
     """
     size = len(group.completions)

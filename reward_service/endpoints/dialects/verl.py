@@ -50,9 +50,9 @@ class VerlBatchDialect(Dialect):
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
         size = sum(len(group.completions) for group in call.groups)
-        found = foreign_scores.list_of(foreign_scores.parse(answer), size, "body")
+        values = foreign_scores.list_of(foreign_scores.parse(answer), size, "body")
         return foreign_scores.cut(
-            [foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(found)], call.groups
+            [foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(values)], call.groups
         )
 
 

@@ -61,10 +61,10 @@ def after_hashes(text: str) -> str | None:
 
 def after_phrase(text: str) -> str | None:
     """Return the rest of the line after the last "answer is", "answer:" or their Chinese equivalents."""
-    found = None
+    last_match = None
     for match in _PHRASE.finditer(text):
-        found = match
-    return None if found is None else _first_line(text[found.end() :]).strip(_MARKDOWN) or None
+        last_match = match
+    return None if last_match is None else _first_line(text[last_match.end() :]).strip(_MARKDOWN) or None
 
 
 def last_line(text: str) -> str | None:

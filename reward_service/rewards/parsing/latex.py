@@ -236,7 +236,7 @@ class Equation(NamedTuple):
 
 
 def read(answer: str) -> Equation:
-    """Split an answer at its equality signs; an answer without them, or one that is a list, is its own value."""
+    """Split an answer at its equality signs; an answer without them, or one that is a list, is the value itself."""
     sides, signs = _split(answer)
     if not signs or _JOINED.search(answer):
         return Equation(answer, (), ())

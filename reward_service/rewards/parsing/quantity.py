@@ -121,13 +121,13 @@ def read(text: str) -> Quantity | None:
 
 
 def last(text: str) -> Quantity | None:
-    found = None
+    last_match = None
     for match in _ANYWHERE.finditer(text):
-        found = match
-    if found is None:
+        last_match = match
+    if last_match is None:
         return None
-    after = text[found.end() : found.end() + 24]
-    return _quantity(found, after.split("\n")[0].rstrip(".") if after.lstrip().startswith(("%", "\\%")) else "")
+    after = text[last_match.end() : last_match.end() + 24]
+    return _quantity(last_match, after.split("\n")[0].rstrip(".") if after.lstrip().startswith(("%", "\\%")) else "")
 
 
 def goes_on(after: str) -> bool:
@@ -146,8 +146,8 @@ def _plain(text: str) -> str:
     return text.replace("\\$", "$").replace("\\%", "%").strip("*_` \t\n").removeprefix("$$").strip()
 
 
-def _spelt_fraction(found: re.Match[str]) -> str:
-    return f"{found['whole'] + ' ' if found['whole'] else ''}{found['top']}/{found['bottom']}"
+def _spelt_fraction(match: re.Match[str]) -> str:
+    return f"{match['whole'] + ' ' if match['whole'] else ''}{match['top']}/{match['bottom']}"
 
 
 def _quantity(match: re.Match[str], after: str) -> Quantity | None:

@@ -72,7 +72,7 @@ def importance_weights(
         bound: What happens outside the band.
         high: Upper end of the band.
         low: Lower end.
-        normalise: Divide by the mean weight of the tokens given (of the sequences, above token level).
+        normalise: Divide by the mean weight of the tokens passed in (of the sequences, above token level).
     """
     weights = log_weights(log_ratio, sequences, level).exp()
     if bound == "mask":

@@ -4,10 +4,10 @@ With a per-token log-ratio of spread sigma and T tokens:
 
 | level       | log-weight of a sequence | its spread      |                                                  |
 |-------------|--------------------------|-----------------|--------------------------------------------------|
-| `token`     | each token's own         | sigma           |                                                  |
+| `token`     | that of the token        | sigma           |                                                  |
 | `sequence`  | sum                      | sigma sqrt(T)   | unbiased; collapses with length                  |
 | `geometric` | mean                     | sigma / sqrt(T) | blind to staleness when T is large               |
-| `root`      | sum / sqrt(T)            | sigma           | the same meaning at every length (Penstock's own) |
+| `root`      | sum / sqrt(T)            | sigma           | the same meaning at every length (Penstock only) |
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def inside(
 ) -> Tensor:
     """Return which tokens a rejection by divergence keeps, [N] bool (names as in verl).
 
-    The k1 statistics are ``-log r``, so their band, given as ratios, bounds 1 / r; the others must not be
+    The k1 statistics are ``-log r``, so their band, stated as ratios, bounds 1 / r; the others must not be
     above ``high``.
 
     Args:

@@ -59,7 +59,7 @@ def gigpo(
     turns = outcomes.each_turn
     group = outcomes.groups[turns.trajectory]
     episodes = compared(outcomes.rewards, outcomes.sets(episode_baseline)[:, None], normalise_by_std=normalise_by_std)
-    alone = -1 - torch.arange(len(group))  # a key of its own for every turn of no known state
+    alone = -1 - torch.arange(len(group))  # a separate key for every turn of no known state
     state = torch.where(turns.state >= 0, turns.state, alone)
     steps = compared(
         turns.returns(step_discount), torch.stack([group, state], dim=1), normalise_by_std=normalise_by_std

@@ -25,7 +25,7 @@ def grpo(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:
 
     ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)`` over the group, with the unbiased standard deviation; without the
     division: Dr. GRPO, arXiv 2503.20783. A group of one, or one whose rewards are all equal, carries no signal: its
-    advantages are 0 (verl gives a group of one its own reward).
+    advantages are 0 (in verl, a group of one gets its reward as advantage).
 
     Returns:
         [B] advantages; they sum to 0 in every group.

@@ -21,7 +21,7 @@ class Turns:
 
     trajectory: Tensor  # [K] int64, 0..B-1
     number: Tensor  # [K] int64, place among the turns of the trajectory
-    rewards: Tensor  # [K] float64; those of a trajectory sum to its reward, what no turn was given is in the last
+    rewards: Tensor  # [K] float64; those of a trajectory sum to its reward, what no turn received is in the last
     state: Tensor  # [K] int64, equal for turns of one group that chose in the same situation; -1: not known
 
     def returns(self, discount: float) -> Tensor:
@@ -91,7 +91,7 @@ def advantage_estimator(
         options: Its options; their names are the function's keyword-only parameters.
         source: Paper or code.
         presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
-        needs_baseline: Whether ``outcomes.baselines`` must be given.
+        needs_baseline: Whether ``outcomes.baselines`` must be set.
         group_relative: Whether it compares the completions of a group, so that a group of one teaches nothing.
         has_critic: Whether `trainer/learner/critic.py` turns the result into advantages by token.
         by_turn: Whether the result is one advantage per turn of an episode.

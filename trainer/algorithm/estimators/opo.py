@@ -12,7 +12,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor
     group_relative=True,
 )
 def opo(outcomes: Outcomes) -> Tensor:
-    """Subtract the group's mean reward weighted by length, [B]; a group of one gets 0 (verl: its own reward)."""
+    """Subtract the group's mean reward weighted by length, [B]; a group of one gets 0 (verl: its reward)."""
     index, count = outcomes.group_index
     lengths = outcomes.lengths.to(outcomes.rewards.dtype)
     weighted = lengths.new_zeros(count).index_add(0, index, lengths * outcomes.rewards)

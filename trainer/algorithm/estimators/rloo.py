@@ -14,7 +14,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor
 def rloo(outcomes: Outcomes) -> Tensor:
     """Subtract the mean reward of the group's other members, [B]; a group of one gets 0.
 
-    verl gives a group of one its own reward, which pushes every such sample up or down unseen.
+    In verl, a group of one gets its reward as advantage, which pushes every such sample up or down unseen.
     """
     sizes = group_sizes(outcomes)
     centred = outcomes.rewards - group_mean(outcomes, outcomes.rewards)

@@ -30,7 +30,7 @@ RESERVED_REASONS = frozenset(
         "stale", "duplicate", "foreign", "future", "unreadable", "quarantined", "dead", "no_baseline", "lost", "superseded",
         "abandoned",
     }
-)  # fmt: skip  # the trainer's own
+)  # fmt: skip  # reasons that the trainer itself uses
 GroupFilterFunction = Callable[..., bool]
 
 

@@ -1,6 +1,6 @@
 """What a file that holds a policy loss needs: `policy_loss`, `Tokens`, `LossTerms`, `Options`.
 
-A loss of your own, here in a file ``my_losses.py``, chosen by ``algorithm.loss = "my_losses.py:tilted"``:
+A user-defined loss, here in a file ``my_losses.py``, chosen by ``algorithm.loss = "my_losses.py:tilted"``:
 
     class TiltedOptions(Options):
         tilt: float = Field(default=0.5, ge=0.0, description="Exponent of the ratio.")

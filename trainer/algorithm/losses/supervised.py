@@ -1,4 +1,4 @@
-"""Cross-entropy on given tokens, and the entropy of a policy; pure."""
+"""Cross-entropy on target tokens, and the entropy of a policy; pure."""
 
 from __future__ import annotations
 

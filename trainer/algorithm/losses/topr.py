@@ -1,4 +1,4 @@
-"""TOPR: tapered off-policy REINFORCE, with the product of a sequence's ratios or with each token's own."""
+"""TOPR: tapered off-policy REINFORCE, with the product of a sequence's ratios or with the ratio of each token."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
 
 @preference_loss(options=Beta, source="APO, arXiv 2408.06266, eq. 7")
 def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
-    """``1 - sigmoid(c) + sigmoid(r)``: for chosen answers that are better than the model's own."""
+    """``1 - sigmoid(c) + sigmoid(r)``: for chosen answers that are better than those of the model."""
     return 1.0 - torch.sigmoid(beta * pairs.chosen_ratio) + torch.sigmoid(beta * pairs.rejected_ratio)
 
 
 @preference_loss(options=Beta, source="APO, arXiv 2408.06266, eq. 8")
 def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
-    """``sigmoid(c) + 1 - sigmoid(c - r)``: for chosen answers that are worse than the model's own."""
+    """``sigmoid(c) + 1 - sigmoid(c - r)``: for chosen answers that are worse than those of the model."""
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return torch.sigmoid(chosen) + 1.0 - torch.sigmoid(chosen - rejected)
 

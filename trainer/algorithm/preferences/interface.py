@@ -1,6 +1,6 @@
 """What a file that holds a preference loss needs: `preference_loss`, `Pairs`, `Options`.
 
-A loss of your own, here in a file ``my_losses.py``, chosen by ``dpo.loss = "my_losses.py:squared"``:
+A user-defined loss, here in a file ``my_losses.py``, chosen by ``dpo.loss = "my_losses.py:squared"``:
 
     @preference_loss(options=Beta, source="arXiv 0000.00000")
     def squared(pairs: Pairs, *, beta: float) -> Tensor:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
+import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -302,7 +302,7 @@ def _small_tree(query: Tensor, value: Tensor, ratio: int) -> tuple[Layout, list[
     ]
     rows = [np.append(prompt, tail).astype(np.int32) for prompt, tail in zip(prompts, tails, strict=True)]
     layout = pack(rows, [len(prompt) for prompt in prompts]).layout
-    draw = torch.Generator().manual_seed(1)  # of its own: the state of torch's is part of a checkpoint
+    draw = torch.Generator().manual_seed(1)  # a separate one: the state of torch's generator is part of a checkpoint
     kinds = ((2 * ratio, query), (2, query), (2, value), (2 * ratio, value))
     tensors = [
         torch.randn(1, heads, layout.num_tokens, like.shape[-1], generator=draw).to(query.device, query.dtype)

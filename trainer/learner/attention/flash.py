@@ -264,7 +264,7 @@ class CudaFlash:
 
 
 def _activate(implementation: str | None) -> None:
-    """Let torch's flash attention run on an implementation of this process; None: its own."""
+    """Let torch's flash attention run on an implementation of this process; None: torch's implementation."""
     if attention.current_flash_attention_impl() == implementation:
         return
     if implementation is None:

@@ -124,7 +124,7 @@ def read_rows(
     routing: Routing | None = None,
     embedded: Tensor | None = None,
 ) -> Tensor:
-    """Return the last hidden states [T, hidden] of a stream of rows, or those [W, hidden] of the own tokens; then collective.
+    """Return the last hidden states [T, hidden] of a stream of rows, or those [W, hidden] of this rank's tokens; then collective.
 
     Args:
         body: The model without its output head.
@@ -185,7 +185,7 @@ def _attention(
     shares: TokenShares = WHOLE,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' interface asks; without a layout by torch's own function."""
+    """Compute attention as transformers' interface asks; without a layout by torch's function."""
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
 

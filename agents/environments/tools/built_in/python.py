@@ -21,7 +21,7 @@ from penstock.sandbox.zygote_process import Limits, Reason, Run, Zygote, failure
 _MAX_CODE = 65_536  # characters
 _OUTPUT_BYTES = 1024**2
 _SHOWN_LINES = 8  # of a traceback
-_NEXT_SLOT = itertools.count()  # of all pools of this process: each has a user id of its own
+_NEXT_SLOT = itertools.count()  # of all pools of this process: each has a different user id
 # Prints the value of the last statement if it is an expression, as an interactive Python does.
 _WRAPPED = """
 import ast as _ast

@@ -39,16 +39,16 @@ class Bm25:
     """An index of passages. A passage of 100 words takes about 800 bytes."""
 
     def __init__(self, passages: Iterable[str]) -> None:
-        found: dict[str, tuple[array[int], array[int]]] = {}  # by word: passages, and how often it is in each
+        postings: dict[str, tuple[array[int], array[int]]] = {}  # by word: passages, and how often it is in each
         lengths = array("i")
         for number, text in enumerate(passages):
             words = words_of(text)
             lengths.append(len(words))
             for word, count in Counter(words).items():
-                places, counts = found.setdefault(word, (array("i"), array("i")))
+                places, counts = postings.setdefault(word, (array("i"), array("i")))
                 places.append(number)
                 counts.append(count)
-        self._found = found
+        self._found = postings
         self.num_passages = len(lengths)
         mean = sum(lengths) / max(self.num_passages, 1)
         sizes = np.frombuffer(lengths, dtype=np.int32) if self.num_passages else np.zeros(0, dtype=np.int32)
@@ -71,7 +71,7 @@ class Bm25:
             scores[places] += idf * counts * (_K1 + 1.0) / (counts + self._norms[places])
         hits = np.flatnonzero(scores)
         order = hits[np.argsort(-scores[hits], kind="stable")[:count]]
-        return [(int(one), float(scores[one])) for one in order]
+        return [(int(number), float(scores[number])) for number in order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,8 @@ class SearchTool(Tool):
         if not passages:
             return "no passage holds any of these words"
         return "\n\n".join(
-            f"[{n}] {f'{one.title}: ' if one.title else ''}{one.text}" for n, one in enumerate(passages, 1)
+            f"[{n}] {f'{passage.title}: ' if passage.title else ''}{passage.text}"
+            for n, passage in enumerate(passages, 1)
         )
 
 

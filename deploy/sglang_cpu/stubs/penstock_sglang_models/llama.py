@@ -1,4 +1,4 @@
-"""SGLang's own implementation of Llama."""
+"""SGLang's implementation of Llama."""
 
 from sglang.srt.models.llama import EntryClass
 

@@ -1,4 +1,4 @@
-"""SGLang's own implementation of Qwen2."""
+"""SGLang's implementation of Qwen2."""
 
 from sglang.srt.models.qwen2 import EntryClass
 

@@ -1,4 +1,4 @@
-"""SGLang's own implementation of Qwen3."""
+"""SGLang's implementation of Qwen3."""
 
 from sglang.srt.models.qwen3 import EntryClass
 

@@ -1,6 +1,6 @@
 """Stands in for Triton where no GPU kernel is ever launched.
 
-SGLang decorates its kernels when its modules are imported, so the names must exist; Triton's own wheel
+SGLang decorates its kernels when its modules are imported, so the names must exist; Triton's wheel
 is hundreds of megabytes. A kernel that is launched all the same raises: nothing is computed wrongly in silence.
 """
 
