@@ -165,7 +165,7 @@ def test_versions_that_equal_the_one_before_raise_an_alarm(
 
 def test_a_step_moves_weights_if_one_of_its_updates_is_made() -> None:
     for norm, lr, left_out, moved in (
-        (1.0, 1.0, (), True), (1.0, 1.0, (False,), True), (1.0, 1.0, (True, False), True), (1.0, 1.0, (True,), False),
-        (0.0, 1.0, (False,), False), (0.0, 0.0, (), False),
+        (1.0, 1.0, (), True), (1.0, 1.0, ("",), True), (1.0, 1.0, ("all_rejected", ""), True), (1.0, 1.0, ("outlier_step",), False),
+        (0.0, 1.0, ("",), False), (0.0, 0.0, (), False),
     ):  # fmt: skip
         assert StepMetrics(0.0, norm, lr, {}, {}, left_out=left_out).moved_weights == moved
