@@ -125,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
         if settings.needs_reference:
             reference = load_reference(Path(model), how, policy.device, dims, temperature=1.0)
         objective = build_objective(settings.algorithm)
-        if name.removeprefix("rejected: ") in REJECTED and name in rejected:
+        if name in rejected and name.removeprefix("rejected: ") in REJECTED:
             objective = replace(objective, corrections={"young": young})
         learner = Learner(policy, dims, blobs, objective, reference, critic)
         if ranks.is_leader and name in rejected:
@@ -133,7 +133,9 @@ def main(arguments: Sequence[str]) -> int:
             results[name] = lead(learner, settings, [(groups, ages) for ages in old], with_critic=False)
             learner.dismiss()
         elif ranks.is_leader:
-            results[name] = lead(learner, settings, [(groups, {}), ([cut(group) for group in groups], {}), (groups, {})])
+            results[name] = lead(
+                learner, settings, [(groups, {}), ([cut(group) for group in groups], {}), (groups, {})]
+            )
             learner.dismiss()
         else:
             learner.follow()

@@ -71,6 +71,23 @@ def test_targets_are_refused_by_name(
         assert command == "train" or "publish =" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            f"model.lora.targets={word}"
+            for word in ('"all-linear"', '["all-linear"]', '["q_proj", "all"]', "all_linear")
+        ),
+        'actor_rollout_ref.model.target_modules=["all-linear"]',
+    ],
+)
+def test_words_for_every_linear_layer_are_the_default(tmp_path: Path, override: str) -> None:
+    """PEFT's, and those of others: the answer is to leave the key out, not to write a list."""
+    with pytest.raises(ConfigError, match=r"leave model\.lora\.targets out: every linear layer but the head") as caught:
+        chosen(tmp_path, UNTIED, override)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_every_command_asks_before_it_loads_the_model(tmp_path: Path) -> None:
     write_model(tmp_path / "model", seed=0)
     given = [f"model.path={tmp_path / 'model'}", "model.lora.rank=4", 'model.lora.targets=["lm_head"]']
